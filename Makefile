@@ -7,7 +7,7 @@ OPS := $(VENV)/.ops
 # The CPU threads of tests: several processes with many threads each fight.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 
-.PHONY: serve test quick setup ops lint types imports unit test-grid soak test-gpu simulate bench bench-peers wheel clean help
+.PHONY: serve test quick setup ops lint types imports unit test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
 
 serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
@@ -56,6 +56,10 @@ unit: setup ops
 
 test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)
+
+test-clients: setup ops  ## the tests with clients of requirements/clients.txt, and with agents where npm's are found
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/clients.txt
+	$(TEST_ENV) $(BIN)/python -m pytest -n 1 -m "clients or agents" tests/clients $(ARGS)
 
 soak: setup ops  ## 2,000 requests to two groups that prefill and two that decode, which are killed meanwhile
 	$(TEST_ENV) $(BIN)/python -m bench.soak --requests 2000 $(ARGS)

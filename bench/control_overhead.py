@@ -36,7 +36,8 @@ from weft.config.sections import Config, ModelSection, RunnerSection, SchedulerS
 from weft.engine.build import build_runner
 from weft.engine.core import EngineCore
 from weft.engine.executor import RankRunner
-from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.group import GroupExecutor
+from weft.engine.group_links import Links, Share
 from weft.engine.start import alone
 from weft.engine.watch import RankWatch
 from weft.engine.worker import Worker

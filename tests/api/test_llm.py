@@ -67,6 +67,28 @@ def test_prompts_of_a_call_are_one_client(llm: LLM, monkeypatch: pytest.MonkeyPa
     assert first != second
 
 
+def test_priority_orders_the_prompts_of_a_call(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = llm._core
+    assert core is not None
+    seen: list[int] = []
+    submit = core.submit
+
+    def watched(one: Submit) -> Any:
+        seen.append(one.priority)
+        return submit(one)
+
+    monkeypatch.setattr(core, "submit", watched)
+    alike = run(llm, PROMPTS)
+    assert seen == [0] * 4
+    ranked = llm.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[3, -1, 0, 3])
+    assert seen[4:] == [3, -1, 0, 3]
+    assert [r.outputs for r in ranked] == [r.outputs for r in alike]
+    with pytest.raises(InvalidRequest, match="4 prompts but 2 priorities"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False, priority=[1, 2])
+    with pytest.raises(InvalidRequest, match="priority must be an integer"):
+        llm.generate("a", GREEDY, use_tqdm=False, priority=1 << 70)
+
+
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert run(llm, []) == []
 

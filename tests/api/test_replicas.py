@@ -15,6 +15,9 @@ import pytest
 from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import ConfigError, EngineDead, InvalidRequest
+from weft.engine.replicas import summed
+from weft.types.measures import SECONDS, Measures
+from weft.types.messages import HeadStats, TransferStats
 
 COMMON: dict[str, Any] = {
     "dtype": "float64",
@@ -179,3 +182,17 @@ def test_a_caller_hears_that_no_replica_is_left() -> None:
             llm.generate("x", PARAMS[0], use_tqdm=False)
     with pytest.raises(EngineDead):
         llm.stats()
+
+
+def test_counters_of_heads_with_roles_are_summed() -> None:
+    one = Measures().add(SECONDS, 0.002).add(SECONDS, 7.0)
+    stats = [
+        HeadStats(steps=1, transfers=TransferStats(done=1, took=one)),
+        HeadStats(transfers=TransferStats()),
+        HeadStats(steps=4, transfers=TransferStats(done=2, took=one)),
+    ]
+    made = summed(stats)
+    assert made.transfers is not None
+    assert (made.steps, made.transfers.done) == (5, 3)
+    assert sum(made.transfers.took.counts) == 4
+    assert made.transfers.took.total == pytest.approx(14.004)

@@ -13,7 +13,9 @@ BUILT = (
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
     + [f"E{i}" for i in range(1, 36)]
-    + [f"F{i}" for i in (3, 5, *range(8, 16), 18, *range(26, 32), *range(40, 44), *range(45, 49), 61, 63)]
+    + [f"F{i}" for i in (1, 3, 5, 7, *range(8, 19), 20, *range(26, 32), 35, *range(40, 44), *range(45, 49))]
+    + [f"F{i}" for i in range(61, 67)]
+    + [f"G{i}" for i in (*range(1, 6), 15)]
 )  # fmt: skip
 
 
@@ -22,7 +24,7 @@ def rows() -> dict[str, tuple[str, str]]:
     found = {}
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) == 6 and re.fullmatch(r"[A-F]\d+", cells[1]):
+        if len(cells) == 6 and re.fullmatch(r"[A-G]\d+", cells[1]):
             assert cells[1] not in found, f"{cells[1]} stands twice"
             found[cells[1]] = (cells[3], cells[4])
     return found
@@ -31,7 +33,7 @@ def rows() -> dict[str, tuple[str, str]]:
 def unmet() -> set[str]:
     """What the second table says is not met, or not shown."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()
-    return {line.split("|")[1].strip() for line in lines if re.match(r"\| [A-F]\d+ \|", line)} - rows().keys()
+    return {line.split("|")[1].strip() for line in lines if re.match(r"\| [A-G]\d+ \|", line)} - rows().keys()
 
 
 def functions_of(path: Path) -> set[str]:

@@ -25,6 +25,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import ModelSpec
 from weft.engine.core import EngineCore
+from weft.engine.grammars import GrammarSource
 from weft.engine.start import alone
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
@@ -33,7 +34,7 @@ from weft.runner.graphs import GraphOptions
 from weft.runner.runner import Runner, StepHandle
 from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams
 
 BLOCK = 8
@@ -63,19 +64,25 @@ def spec_of(folder: Path, mtp: int = 0, kv_cache_dtype: str = "auto") -> ModelSp
 
 
 class Recorder(Runner):
-    """A runner that keeps its plans and how many steps were in flight."""
+    """A runner that keeps its plans, masks of steps, and how many steps were in flight."""
 
     plans: list[StepPlan]
+    masks: list[tuple[StepPlan, TokenMasks]]
     in_flight: int
     deepest: int
 
     def forward(self, plan: StepPlan) -> StepHandle:
         if not hasattr(self, "plans"):
-            self.plans, self.in_flight, self.deepest = [], 0, 0
+            self.plans, self.masks, self.in_flight, self.deepest = [], [], 0, 0
         self.plans.append(plan)
         self.in_flight += 1
         self.deepest = max(self.deepest, self.in_flight)
         return super().forward(plan)
+
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        if masks is not None:
+            self.masks.append((handle.plan, masks))
+        super().sample(handle, masks)
 
     def read(self, handle: StepHandle) -> StepResult:
         self.in_flight -= 1
@@ -110,6 +117,7 @@ def make_engine(
     kv_cache_dtype: str = "auto",
     graphs: GraphOptions | None = None,
     launcher: Launcher | None = None,
+    grammars: GrammarSource | None = None,
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
@@ -164,7 +172,7 @@ def make_engine(
         runner.drafter = drafter
     for tensor in (t for layer in runner.cache for tensors in layer.values() for t in tensors):
         tensor.fill_(float("nan"))
-    return EngineCore(config, runner=alone(runner.kv, lambda kv: runner)), runner
+    return EngineCore(config, runner=alone(runner.kv, lambda kv: runner), grammars=grammars), runner
 
 
 @dataclass
@@ -181,6 +189,7 @@ class Answer:
     prompt_logprobs: list[tuple[Any, Any, Any]] = field(default_factory=list)
     accepted: int = 0
     rejected: int = 0
+    embedding: bytes = b""
 
 
 def submit(
@@ -224,15 +233,17 @@ def run(
             if event.finish is not None:
                 answer.ends.append(event.finish)
                 answer.error, answer.stop_id = event.error, event.stop_id
+                answer.embedding = event.embedding
 
     number = 0
-    while number < len(submits) or engine.has_work():
+    while number < len(submits) or engine.has_work() or engine.awaiting:
         assert number < limit, "the engine does not come to an end"
         for one in submits[number] if number < len(submits) else []:
             answers[one.sequence] = Answer()
             take(engine.submit(one))
         if each_step is not None:
             take(each_step(number))
+        take(engine.hear())
         if engine.has_work():
             take(engine.step())
         number += 1

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from tests.scheduler.fake_runner import FakeRunner
+from tests.scheduler.fake_runner import VOCAB, FakeRunner
 from tests.scheduler.harness import Rig
 from weft.common.clock import VirtualClock
 from weft.common.restarts import RestartBudget
 from weft.config.resolved import KVConfig
-from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.group import GroupExecutor
+from weft.engine.group_links import Links, Share
 from weft.engine.worker import Worker
 from weft.group.membership import Membership
 from weft.group.sizes import blocks_of, sized
@@ -26,7 +27,7 @@ from weft.runner.exports import Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
 from weft.types import frames as f
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 SETTINGS = {"scheduler.max_num_seqs": "8", "dtype": '"float64"'}
@@ -51,6 +52,8 @@ class TableRunner:
         self.state = SlotState(kv, torch.device("cpu"))
         self.closed = False
         self.resets = 0
+        self.masks: dict[int, TokenMasks | None] = {}
+        """What each step was sampled with."""
 
     def forward(self, plan: StepPlan) -> StepHandle:
         handle = StepHandle(plan=plan, launched=0.0, forwarded=Future())
@@ -69,11 +72,14 @@ class TableRunner:
             self.fake.committed(step)
         return self.fake.launch(plan)
 
-    def sample(self, handle: StepHandle) -> None:
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        if masks is not None:
+            masks.check(handle.plan, VOCAB)
+        self.masks[handle.plan.step] = masks
         handle.sampled = handle.forwarded
 
     def done(self, handle: StepHandle) -> bool:
-        return True
+        return handle.sampled is not None
 
     def read(self, handle: StepHandle) -> StepResult:
         result: StepResult = handle.forwarded.result()
@@ -273,10 +279,17 @@ class GroupRig(Rig):
         self.plans.append(plan)
         self.ranks.commits[plan.step] = self.last_commit
         handle = self.ranks.head.forward(plan)
-        self.ranks.head.sample(handle)
+        if not plan.constrained:
+            self.ranks.head.sample(handle)
         self.in_flight.append((plan, None))  # type: ignore[arg-type]
         self.handles.append(handle)
+        self.mask()
         return plan
+
+    def mask(self) -> None:
+        super().mask()
+        if self.handles and self.handles[0].sampled is None:
+            self.ranks.head.sample(self.handles[0], self.masks[self.handles[0].plan.step])
 
     def commit(self) -> None:
         result = self.ranks.head.read(self.handles[0])
@@ -284,6 +297,7 @@ class GroupRig(Rig):
         self.in_flight.popleft()
         self.last_commit = result.step
         self.hear(self.scheduler.commit(handle.plan, result, 0.0))
+        self.mask()
 
     def recover(self, lost: GroupLost | None = None) -> None:
         """As an engine would: whoever is lost is started anew, the rest keep what they have."""

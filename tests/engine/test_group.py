@@ -16,7 +16,8 @@ from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunn
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
-from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.group import GroupExecutor
+from weft.engine.group_links import Links, Share
 from weft.engine.watch import HeadWatch, RankWatch
 from weft.engine.worker import GivenUp
 from weft.group import types as t
@@ -29,6 +30,7 @@ from weft.parallel.leases import FolderLeases
 from weft.parallel.loopback import LinkFault, lose, repeat
 from weft.parallel.mesh import Mesh
 from weft.types import frames as f
+from weft.types.grammar import Text
 from weft.types.plan import AllocSlot, FreeSlot, Rebalance, StepPlan, TokenMasks
 
 
@@ -472,12 +474,82 @@ def test_frames_and_outcomes_of_an_epoch_that_ended_change_nothing() -> None:
     assert rig.ranks.epoch == 1
 
 
-def test_token_masks_are_refused_as_there_are_no_grammars() -> None:
+def constrained(rig: GroupRig, count: int = 3) -> None:
+    """Some sequences with grammars, and one without."""
+    for number in range(1, count + 1):
+        rig.submit(submit(number, list(range(5, 12)), seed=number, max_tokens=9, grammar=Text("anything")))
+    rig.submit(submit(99, [4, 5, 6], max_tokens=9))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_reach_every_rank_in_a_frame_of_their_own(depth: int) -> None:
+    rig = make_rig(depth=depth)
+    constrained(rig)
+    finish(rig)
+    steps = [plan.step for plan in rig.plans if plan.constrained]
+    assert steps
+    assert sorted(rig.masks) == steps
+    for runner in rig.ranks.runners.values():
+        for plan in rig.plans:
+            masks = runner.masks[plan.step]
+            assert (masks is not None) == plan.constrained
+            if masks is not None:
+                assert masks.entries.tolist() == rig.masks[plan.step].entries.tolist()
+                assert masks.words.tolist() == rig.masks[plan.step].words.tolist()
+    assert any(runner.masks[steps[0]] is not rig.masks[steps[0]] for runner in rig.ranks.runners.values())
+
+
+def test_a_plan_without_constrained_rows_sends_no_frame_more() -> None:
+    rig = make_rig()
+    rig.submit(submit(99, [4, 5, 6], max_tokens=9))
+    peer = rig.ranks.peer(1)
+    before = rig.ranks.net.sent(peer, True)
+    finish(rig)
+    assert rig.ranks.net.sent(peer, True) - before == len(rig.plans)
+
+
+def test_masks_of_a_step_that_awaits_none_end_the_epoch() -> None:
     rig = make_rig()
     rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=0, epoch=0, masks=TokenMasks())))
     load(rig)
-    with pytest.raises(GroupLost, match="no grammar backend"):
+    with pytest.raises(GroupLost, match="masks of step 0 came, which awaits none"):
         rig.drain()
+    rig.recover()
+    finish(rig)
+
+
+def test_masks_of_an_epoch_that_has_ended_are_dropped() -> None:
+    rig = make_rig()
+    constrained(rig)
+    rig.step()
+    break_at(rig.ranks.runners[3], 2, ValueError("planted"))
+    with pytest.raises(GroupLost):
+        rig.drain()
+    rig.recover()
+    rig.ranks.net.put(rig.ranks.peer(1), True, f.encode(f.LateMasks(step=1, epoch=0, masks=TokenMasks())))
+    finish(rig)
+    assert rig.ranks.epoch == 1
+
+
+def test_masks_that_are_lost_on_their_way_are_a_gap() -> None:
+    """The step behind them is refused by who lost them; the group forms anew, and tokens are the same."""
+    rig = make_rig()
+    constrained(rig)
+    rig.step()
+    lost: list[bytes] = []
+
+    def lose_masks(data: bytes) -> list[bytes]:
+        if lost or not isinstance(f.decode_to_rank(data), f.LateMasks):
+            return [data]
+        lost.append(data)
+        return []
+
+    rig.ranks.net.plant(LinkFault(peer=rig.ranks.peer(2), to_rank=True, deed=lose_masks))
+    with pytest.raises(GroupLost, match=r"rank 2 .* came where the masks of step \d+ were due") as caught:
+        rig.drain()
+    assert lost
+    rig.recover(caught.value)
+    finish(rig)
 
 
 def test_a_plan_that_contradicts_the_table_is_never_sent() -> None:

@@ -16,7 +16,7 @@ from weft.common.restarts import RestartBudget
 from weft.engine.core import EngineCore
 from weft.group.types import GroupLost
 from weft.runner.runner import Runner, StepHandle
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams
 
 DEADLINE = deadline(60.0)
@@ -48,8 +48,8 @@ class Lossy:
         self._maybe("forward")
         return self._runner.forward(plan)
 
-    def sample(self, handle: StepHandle) -> None:
-        self._runner.sample(handle)
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        self._runner.sample(handle, masks)
         self._maybe("sample")
 
     def read(self, handle: StepHandle) -> StepResult:

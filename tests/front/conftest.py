@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import queue
-import re
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,102 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes import with_role
-from tests.support.slowness import deadline
-from weft.common import env
+from tests.support.servers import Running, Servers, events
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-READY = re.compile(r"^weft is ready: (http://\S+) model=(\S+)$")
-
-
-class Running:
-    """A server process, the URL it printed, and ways to end it."""
-
-    def __init__(self, process: subprocess.Popen[str], seconds: float) -> None:
-        self.process = process
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        self.output: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        self.url, self.model = self._ready(seconds)
-        self.http = httpx.Client(base_url=self.url, timeout=deadline(30))
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output.append(line)
-            self.lines.put(line)
-        self.lines.put(None)
-
-    def _ready(self, seconds: float) -> tuple[str, str]:
-        until = time.monotonic() + deadline(seconds)
-        while True:
-            line = self.lines.get(timeout=max(0.1, until - time.monotonic()))
-            if line is None:
-                raise AssertionError(f"the server ended: {''.join(self.output)[-2000:]}")
-            if found := READY.match(line.strip()):
-                return found[1], found[2]
-
-    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
-        body = {"model": self.model, "messages": [{"role": "user", "content": text}], **fields}
-        return self.http.post("/v1/chat/completions", json=body)
-
-    def complete(self, prompt: Any = "hello", **fields: Any) -> httpx.Response:
-        body = {"model": self.model, "prompt": prompt, **fields}
-        return self.http.post("/v1/completions", json=body)
-
-    @contextlib.contextmanager
-    def stream(self, route: str = "/v1/chat/completions", **fields: Any) -> Iterator[httpx.Response]:
-        body: dict[str, Any] = {"model": self.model, "stream": True, **fields}
-        if "chat" in route:
-            body.setdefault("messages", [{"role": "user", "content": "hello"}])
-        with (
-            httpx.Client(base_url=self.url, timeout=self.http.timeout) as client,
-            client.stream("POST", route, json=body) as r,
-        ):
-            yield r
-
-    def metric(self, name: str) -> float:
-        """The sum of a metric's samples."""
-        text = self.http.get("/metrics").text
-        found = re.findall(rf"^weft:{name}(?:{{[^}}]*}})? (\S+)$", text, re.M)
-        assert found, f"no metric {name}"
-        return sum(map(float, found))
-
-    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> float:
-        """Waits until ``condition``; how long it took. Fails after ``seconds`` of a fast machine."""
-        start, seconds = time.monotonic(), deadline(seconds)
-        while not condition():
-            assert time.monotonic() - start < seconds, "did not happen in time"
-            time.sleep(0.02)
-        return time.monotonic() - start
-
-    def head(self) -> int:
-        """The process id of the head."""
-        return with_role(self.process.pid, "head")[-1]  # the youngest: a dead one may still be listed
-
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 20.0) -> int:
-        """Sends a signal and returns the exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(deadline(seconds))
-
-    def close(self) -> None:
-        self.http.close()
-        for end in (self.process.terminate, self.process.terminate, self.process.kill):
-            if self.process.poll() is None:
-                end()  # at the second signal it no longer waits for its streams
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(deadline(3))
-
-
-def events(source: httpx.Response | Iterator[str]) -> list[Any]:
-    """The parsed events of a stream, or of its lines; ``[DONE]`` as that string."""
-    found = []
-    for line in source.iter_lines() if isinstance(source, httpx.Response) else source:
-        if line.startswith("data: "):
-            data = line.removeprefix("data: ")
-            found.append(data if data == "[DONE]" else json.loads(data))
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -135,32 +35,6 @@ def script() -> ModuleType:
 
 
 Start = Callable[..., Running]
-
-
-class Servers:
-    """The server processes of a session."""
-
-    def __init__(self) -> None:
-        self._running: list[Running] = []
-
-    def start(self, command: list[str], seconds: float, **environment: str) -> Running:
-        """Starts one and waits until it is ready."""
-        variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", **environment)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
-        try:
-            self._running.append(Running(process, seconds))
-        except BaseException:
-            process.kill()
-            raise
-        return self._running[-1]
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Servers that are started inside are ended at its end."""
-        before = len(self._running)
-        yield
-        while len(self._running) > before:
-            self._running.pop().close()
 
 
 @pytest.fixture(scope="session")
@@ -200,9 +74,17 @@ def start_weft(servers: Servers) -> Start:
     """Starts ``weft serve`` on the bundled model, with the given flags."""
 
     def start(*flags: str) -> Running:
-        program = "from weft.launch.main import main; main()"
-        command = [sys.executable, "-c", program, "serve", "--port", "0", "--threads", "1", *flags]
-        return servers.start(command, 120, HF_HUB_OFFLINE="1")
+        return servers.weft("--threads", "1", *flags)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def start_scripted(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Starts ``weft serve --scripted`` with a script of the given entries (docs/scripted.md), and flags."""
+
+    def start(entries: list[dict[str, Any]], *flags: str) -> Running:
+        return servers.scripted(tmp_path_factory.mktemp("script"), entries, *flags)
 
     return start
 

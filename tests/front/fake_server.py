@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
+from tests.support.text_folders import write_tokenizer
 from weft.cluster.owner import HeadOwner
 from weft.cluster.table import Member
 from weft.common import log
@@ -36,29 +35,6 @@ from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
 from weft.front.server import serve
 from weft.launch.server import run_fronts
 from weft.links.link import Address
-
-TEMPLATE = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' -}}"
-    "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE's printable stand-in of each byte, to the byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    table = {chr(b): b for b in printable}
-    others = [b for b in range(256) if b not in table.values()]
-    return {**table, **{chr(256 + n): b for n, b in enumerate(others)}}
-
-
-def write_tokenizer(folder: Path) -> None:
-    made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    made.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:

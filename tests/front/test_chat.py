@@ -187,14 +187,15 @@ def test_ends_of_turn_give_no_text(fake: Any, script: Any) -> None:
     ("message", "param"),
     [
         ({}, "messages[0].role"),
-        ({"role": "tool", "content": "x"}, "messages[0].role"),
+        ({"role": "tool", "content": "x"}, "messages[0].tool_call_id"),
+        ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": None}, "messages[0].content"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             "messages[0].content",
         ),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0].function"),
     ],
 )
 def test_bad_messages(fake: Any, message: Any, param: str) -> None:

@@ -375,3 +375,34 @@ def test_a_paused_stream_ends_at_its_deadline(start_fake: Any) -> None:
         assert server.metric("front_sequences") == 4
         server.wait(lambda: server.metric("front_sequences") == 0, 10)
         server.wait(lambda: server.metric("request_failure_total") == 1, 10)
+
+
+def crowd(server: Any, count: int) -> None:
+    """So many clients that read nothing cost a bounded memory, and nobody else their answers."""
+
+    def memory() -> int:
+        lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+    fields = {"prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 2}
+    for raw in [begin(server, **fields) for _ in range(8)]:
+        read_stream(raw)
+    before = memory()
+    stalled = [begin(server, **fields) for _ in range(count)]
+    server.wait(lambda: server.metric("num_requests_running") == 0, 60)  # done, or paused
+    assert (memory() - before) / count < 1024, "KiB a client, of answers with 40 thousand logprobs"
+    assert server.chat(max_tokens=11).status_code == 200
+    assert len(read_stream(stalled[-1])) > 100, "who reads after all gets everything"
+    for raw in stalled:
+        raw.close()
+    server.wait(lambda: server.metric("front_sequences") == 0, 30)
+    server.wait(lambda: memory() - before < 64 << 10, 30)
+
+
+def test_a_hundred_clients_that_never_read(start_fake: Any) -> None:
+    crowd(start_fake(max_queued_requests=4000), 100)
+
+
+@pytest.mark.grid
+def test_a_thousand_clients_that_never_read(start_fake: Any) -> None:
+    crowd(start_fake(max_queued_requests=4000), 1000)

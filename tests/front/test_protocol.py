@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol import NEUTRAL, UNSUPPORTED, ChatRequest, CompletionRequest, parse
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.fields import CHAT_ONLY, NEUTRAL, NO_TOOLS, UNSUPPORTED
+from weft.front.protocol.parse import parse
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -25,8 +28,15 @@ def text(**fields: Any) -> CompletionRequest:
 
 
 def refused(make: Any, **fields: Any) -> InvalidRequest:
+    def use() -> None:
+        made = make(**fields)
+        made.sampling()
+        made.constraint()
+        if isinstance(made, ChatRequest):
+            made.tool_use()
+
     with pytest.raises(InvalidRequest) as caught:
-        make(**fields).sampling()
+        use()
     assert caught.value.http_status == 400
     return caught.value
 
@@ -115,6 +125,28 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
         ("store", True),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", -1),
+        ("priority", 1.5),
+        ("priority", 2**31),
+        ("priority", True),
+        ("cache_salt", "a b"),
+        ("cache_salt", "a\r\nb"),
+        ("cache_salt", "x" * 257),
+        ("response_format", "json_object"),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}),
+        ("response_format", {"type": "yaml"}),
+        ("structured_outputs", {"json": {}, "regex": "x"}),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"json_object": False}),
+        ("structured_outputs", {"yaml": "x"}),
+        ("guided_json", 5),
+        ("guided_json", False),
+        ("guided_json", "{"),
+        ("guided_regex", ""),
+        ("guided_choice", []),
+        ("guided_choice", [""]),
+        ("guided_choice", "ab"),
+        ("guided_grammar", " "),
     ],
 )
 def test_values_out_of_range_name_their_parameter(make: Any, name: str, value: Any) -> None:
@@ -126,7 +158,7 @@ def test_min_tokens_may_not_pass_max_tokens() -> None:
     assert chat(max_tokens=4, min_tokens=4).sampling().min_tokens == 4
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED | {"echo"}))
 def test_known_parameters_that_are_not_supported(name: str) -> None:
     error = refused(chat, **{name: [{"type": "function"}]})
     assert (error.param, error.error_code) == (name, "unsupported_parameter")
@@ -153,11 +185,9 @@ def test_unknown_parameters() -> None:
 #: Parameter: values that ask for nothing, and values that ask for something.
 VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "tools": ([[]], [[{"type": "function"}], {}]),
-    "tool_choice": (["none", "auto"], ["required", {"type": "function", "function": {"name": "f"}}]),
-    "parallel_tool_calls": ([True, False], [1, "yes"]),
     "functions": ([[]], [[{"name": "f"}]]),
     "function_call": (["none", "auto"], [{"name": "f"}]),
-    "response_format": ([{"type": "text"}], [{"type": "json_object"}, {"type": "text", "x": 1}, {}]),
+    "response_format": ([{"type": "text"}], [{"type": "json_objects"}, {"type": "text", "x": 1}, {}]),
     "modalities": ([["text"]], [["text", "audio"], []]),
     "service_tier": (["auto", "default"], ["flex", "priority", ""]),
     "store": ([False], [True, 0]),
@@ -179,8 +209,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "logits_processors": ([[]], [["x"]]),
     "spaces_between_special_tokens": ([True], [False, 1]),
     "return_tokens_as_token_ids": ([False], [True]),
-    "priority": ([0], [1, -1, False]),
-    "cache_salt": ([""], ["x"]),
+    "cache_salt": ([""], ["x y", "é", "x" * 257, 5]),
     "vllm_xargs": ([{}], [{"a": 1}]),
     "typical_p": ([1.0], [0.9]),
     "mirostat_mode": ([0], [2]),
@@ -205,10 +234,26 @@ def test_values_that_ask_for_nothing_are_accepted(name: str) -> None:
             assert refused(make, **{name: value}).param == name, value
 
 
-@pytest.mark.parametrize("value", ["none", "minimal", "low", "medium", "high"])
-def test_no_reasoning_effort_is_neutral(value: str) -> None:
-    """What a model does by itself depends on the model: "none" would have to stop one that reasons."""
-    assert refused(chat, reasoning_effort=value).param == "reasoning_effort"
+NO_TOOLS_VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "tool_choice": (["none", "auto"], ["required", {"type": "function", "function": {"name": "f"}}]),
+    "parallel_tool_calls": ([True, False], [1, "yes"]),
+    "include_reasoning": ([True, False], [1]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NO_TOOLS))
+def test_values_that_ask_for_nothing_where_there_are_no_tools(name: str) -> None:
+    neutral, others = NO_TOOLS_VALUES[name]
+    for value in neutral:
+        assert text(**{name: value}) == text(), value
+    for value in others:
+        assert refused(text, **{name: value}).param == name, value
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_ONLY))
+def test_a_text_completion_has_no_place_for_it(name: str) -> None:
+    error = refused(text, **{name: ["x"]})
+    assert (error.param, error.error_code) == (name, "unsupported_parameter")
 
 
 @pytest.mark.parametrize("make", [chat, text])

@@ -103,3 +103,30 @@ def test_replicas_that_share_experts(start_weft: Any, death: signal.Signals) -> 
     server.wait(lambda: idle(server), 10)
     check_death(server, wanted, death)
     assert server.stop() == 0
+
+
+def test_choices_of_a_head_know_what_heads_have_cached(start_weft: Any) -> None:
+    """Prompts go to the head that has computed their like; a head that died has nothing, and says so."""
+    server = start_weft(*COMMON, "--block-size", "16", "--max-num-seqs", "4")
+    texts = [f"Question {n}: " + QUESTIONS[n % 6] * 2 for n in range(4)]
+
+    def cached(text: str) -> int:
+        answer = server.complete(prompt=text, max_tokens=1, temperature=0)
+        assert answer.status_code == 200, answer.text
+        tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    assert [cached(text) for text in texts] == [0] * 4
+    assert all(cached(text) >= 16 for text in texts)
+    os.kill(heads(server)[-1], signal.SIGKILL)
+    server.wait(lambda: by_head(server, "engine_up").count(1.0) == 1, PATIENCE)
+    server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)
+    for _ in range(24):
+        for text in texts:
+            cached(text)
+    assert all(cached(text) >= 16 for text in texts)
+    text = server.http.get("/metrics").text
+    counts = re.findall(r'^weft:routing_decisions_total{knew="(\w+)".*} (\S+)$', text, re.M)
+    decisions = {what: float(number) for what, number in counts}
+    assert decisions["exact"] >= 100
+    assert decisions["degraded"] + decisions["fallback"] <= 0.01 * sum(decisions.values())

@@ -20,7 +20,7 @@ from weft.config.sections import Config
 from weft.launch import main as cli
 from weft.launch import options
 
-COMMANDS = ["serve", "up", "generate", "eval", "verify", "models", "sim"]
+COMMANDS = ["serve", "up", "chat", "generate", "eval", "verify", "models", "sim"]
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

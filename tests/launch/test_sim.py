@@ -85,3 +85,34 @@ def test_overrides() -> None:
     assert overrides("--itl-target-ms=40 max-num-seqs=8") == {"itl_target_ms": 40.0, "max_num_seqs": 8}
     with pytest.raises(ConfigError):
         overrides("max-num-seqs=zero")
+
+
+def test_a_plan_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every division into roles is simulated, and the fewest groups that reach the goal are named."""
+    file = tmp_path / "plan.json"
+    plan = ["sim", "plan", "--requests", "20", "--most-groups", "2", "--rate", "1", "--json", str(file)]
+    status, out, _ = ran(capsys, *plan, "--ttft-ms", "100000", "--tpot-ms", "100000")
+    assert status == 0
+    assert "95% is reached with 1 unified" in out
+    assert len(json.loads(file.read_text())["runs"]) == 3
+    status, out, _ = ran(capsys, *plan, "--tpot-ms", "0.001")
+    assert status == 0
+    assert "none reaches 95%" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bandwidth", "fast"], "--bandwidth must be a size"),
+        (["--kv-tokens", "100"], "--kv-tokens 100 does not hold"),
+        (["--json", "no/such/folder/x.json"], "--json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors_of_a_plan_are_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = ran(capsys, "sim", "plan", *arguments)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert says in err

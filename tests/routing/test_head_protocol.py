@@ -95,10 +95,17 @@ class WithRole(Engine):
         return msgspec.structs.replace(made, role="decode", fingerprint="abc", rooms="ipc://there")
 
     def stats(self) -> m.HeadStats:
-        return msgspec.structs.replace(super().stats(), transfers=m.TransferStats(done=3))
+        stats = msgspec.structs.replace(super().stats(), transfers=m.TransferStats(done=3))
+        constrained = {
+            "constrained_steps": 5,
+            "mask_seconds": 0.5,
+            "grammars_compiled": 2,
+            "grammar_errors": 1,
+        }
+        return msgspec.structs.replace(stats, **constrained)
 
 
-@pytest.mark.parametrize("newest", [1, 2, 3])
+@pytest.mark.parametrize("newest", [1, 2, 3, 4])
 def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
     """Unknown fields are refused: an older front would take such a message for a bad one."""
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
@@ -121,3 +128,5 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
         assert (heartbeat.stats.transfers is not None) is new
     for field in (b"position", b"transfers", b"role", b"fingerprint", b"rooms"):
         assert (field in told) is new, field
+    for field in (b"constrained_steps", b"mask_seconds", b"grammars_compiled", b"grammar_errors"):
+        assert (field in told) is (newest >= 4), field

@@ -446,6 +446,30 @@ def test_the_sender_is_lost_after_it_told_the_first_token() -> None:
     rest(one, "d", 1)
 
 
+@pytest.mark.parametrize("landed", [False, True])
+def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -> None:
+    """The receiver may not see it, on another host: it has as long as a transfer may take."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    if landed:
+        one.tokens("d", 1, 7, position=0)
+    one.lose("p")
+    one.up("p")
+    one.wait(PATIENCE.transfer - 1.0)
+    assert one.fleet.entries[1].losses == 0
+    one.now += 1.0
+    one.on(e.Tick())
+    assert one.fleet.entries[1].losses == (0 if landed else 1)
+    if landed:
+        rest(one, "d", 1)
+        return
+    assert finished(one) == ["d"]
+    assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
+    one.tokens("p", 1, 8, position=1, finish="moved")
+    rest(one, "d", 1, start=2, position=2)
+
+
 def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)
@@ -757,3 +781,27 @@ def test_a_group_that_is_lost_in_place_counts_as_a_loss_of_those_that_ran() -> N
             assert one.fleet.entries[1].losses == time + 1
         one.tokens(name, 1, finish="evicted", error=lost, attempt=MOST_LOSSES)
         assert 1 not in one.fleet.entries
+
+
+# -- embeddings
+
+
+@pytest.mark.parametrize("names", ["pd", "p", "apd"])
+def test_what_ends_with_its_prompt_goes_to_one_that_prefills(names: str) -> None:
+    """Without a room, and whether or not another one decodes."""
+    one = pairs(*names, versions=dict.fromkeys(names, 4))
+    ((name, submit),) = ask(one, 5, pooling="mean")
+    assert (name, submit.room, submit.pooling) == ("p", None, "mean")
+    one.say(name, m.Tokens(step=1, events=(m.TokenEvent(sequence=5, embedding=b"1234", finish="stop"),)))
+    (event,) = one.told()
+    assert (event.embedding, event.finish) == (b"1234", "stop")
+    over(one)
+
+
+def test_without_one_that_prefills_it_goes_to_others_that_can() -> None:
+    assert ask(pairs("a", versions={"a": 4}), 5, pooling="last")[0][0] == "a"
+    one = pairs("d", versions={"d": 4})
+    assert ask(one, 5, pooling="last") == []
+    one.now += PATIENCE.role
+    one.on(e.Tick())
+    assert where(one) == ["d"]

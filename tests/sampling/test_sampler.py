@@ -253,7 +253,8 @@ def test_lists_are_applied_without_reading_a_value_back(make: SimpleNamespace) -
     sampler = build(make, of, [TokenParams(temperature=0, bad=words, stop_ids=(6,), min_tokens=99)], 40)
     rows = make.rows([0], [0], of.positions)
     floats, ints = torch.from_numpy(sampler._floats), torch.from_numpy(sampler._ints)
-    step = module._Rows(rows.slot_host, rows.slot, rows.logits_row, rows.position, floats, ints)
+    none = sampler._no_masks
+    step = module._Rows(rows.slot_host, rows.slot, rows.logits_row, rows.position, floats, ints, *none)
     with _NoReadBack():
         sampler._apply_lists(of.logits, step, of.history, of.num_prompt)
     assert (of.logits[0] == -INF).nonzero().flatten().tolist() == [3, 4, 6]

@@ -12,17 +12,20 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
-from weft.types.messages import Submit, ids_from_bytes, ids_to_bytes
+from weft.types.grammar import Grammar
+from weft.types.messages import Pooling, Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    EmbeddingRows,
     Export,
     FreeSlot,
     LoadState,
@@ -114,6 +117,9 @@ def submit(
     priority: int = 0,
     salt: str = "",
     owner: int = 0,
+    pooling: Pooling = "",
+    session: str = "",
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Submit:
     """A Submit; ``params`` are fields of TokenParams."""
@@ -129,6 +135,9 @@ def submit(
         priority=priority,
         salt=salt,
         owner=owner,
+        pooling=pooling,
+        session=session,
+        grammar=grammar,
     )
 
 
@@ -139,6 +148,12 @@ def prefix_hashes(tokens: list[int]) -> list[int]:
         state = hash((state, token))
         hashes.append(state)
     return hashes
+
+
+def embedding(tokens: list[int], pooling: str) -> list[float]:
+    """Of a whole prompt."""
+    states = [state % 1000 for state in prefix_hashes(tokens)]
+    return [float(states[-1]), 1.0] if pooling == "last" else [sum(states) / len(states), 2.0]
 
 
 def next_token(prefix: int, seed: int, choice: int, made: int, params: TokenParams) -> int:
@@ -242,11 +257,19 @@ class FakeRunner:
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
         made: list[Made] = []
+        told: list[int] = []
+        embeddings: list[tuple[int, list[float]]] = []
         for number, row in enumerate(rows):
             answer = self._run_row(plan.step, row, number >= plan.prefill.rows)
             if row[4]:
                 made.append((number, *answer))
-        return _result(plan.step, made)
+            op = self.in_slot[row[0]].op
+            if op.pooling and row[2] + row[3] == len(op.token_ids):
+                assert not (op.pooling == "mean" and op.num_cached), "a mean of states that nobody computed"
+                bad = [float("nan"), 0.0] if op.seed == BAD_SEED else None
+                embeddings.append((number, bad or embedding(op.token_ids.tolist(), op.pooling)))
+            told += self._drafts(self.in_slot[row[0]], row[6])
+        return msgspec.structs.replace(_result(plan.step, made, told), embeddings=_embeddings(embeddings))
 
     def committed(self, step: int) -> None:
         del self.named[step], self.verifying[step], self.saving[step]
@@ -368,7 +391,7 @@ class FakeRunner:
                 self.verifying[step][slot] = None
         else:
             assert start + count <= known
-            assert sample == (start + count == known)
+            assert sample == (start + count == known and not occupant.op.pooling)
             drafts = []
         occupant.next_k = next_k
         content = occupant.prefix[begin : begin + count]
@@ -457,7 +480,7 @@ class FakeRunner:
                     assert line == whole[p], "attention reads foreign content"
 
 
-def _result(step: int, made: list[Made]) -> StepResult:
+def _result(step: int, made: list[Made], drafts: list[int]) -> StepResult:
     offsets = np.cumsum([0, *(len(m[1]) for m in made)])
     prompt_offsets = np.cumsum([0, *(len(m[2]) for m in made)])
     tokens = [t for m in made for t in m[1]]
@@ -468,10 +491,18 @@ def _result(step: int, made: list[Made]) -> StepResult:
         offsets=column(offsets),
         tokens=column(tokens),
         accepted=column([m[4] for m in made]),
+        drafts=column(drafts),
         row_error=tuple((i, ROW_ERROR) for i, m in enumerate(made) if m[3]),
         logprobs=_logprobs(offsets, tokens),
         prompt_logprobs=_logprobs(prompt_offsets, prompt),
     )
+
+
+def _embeddings(made: list[tuple[int, list[float]]]) -> EmbeddingRows | None:
+    if not made:
+        return None
+    values = np.array([values for _, values in made], np.float32)
+    return EmbeddingRows(rows=column([number for number, _ in made]), values=values)
 
 
 def _logprobs(offsets: np.ndarray, tokens: list[int]) -> LogprobRows:

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from tests.scheduler.fake_runner import (
     BAD_SEED,
     ROW_ERROR,
@@ -22,8 +24,9 @@ from weft.config.sections import SchedulerSection, SpeculationSection
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
+from weft.types.grammar import Text
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 
 @dataclass
@@ -60,11 +63,13 @@ def audit(scheduler: Scheduler) -> None:
             for block in blocks:
                 held[block] = held.get(block, 0) + 1
         assert 0 not in held
-        places = [*pool._free, *pool._cached, *held]
+        places = [*pool._free, *pool._cached, *pool._kept, *held]
         assert sorted(places) == list(range(1, pool.num_blocks + 1))
         assert all(pool._references[block] == held.get(block, 0) for block in places)
         assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
-        assert all(pool._key[block] is not None for block in pool._cached)
+        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._keeps])
+        assert set(pool._kept) <= set(pool._keeps)
+        assert not set(pool._cached) & set(pool._keeps)
     slots = state.slots
     taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
     taken += [state.rooms._records[key].slot for key in state.rooms.parting]
@@ -106,11 +111,18 @@ class Rig:
         self.told: dict[int, Told] = {}
         self.plans: list[StepPlan] = []
         self.most_preempted = 0
+        self.followers: dict[int, Follower] = {}
+        self.masks: dict[int, TokenMasks] = {}
+        """Of each constrained step."""
 
     def submit(self, request: Submit) -> None:
+        """Whatever the grammar of one that has any, it allows all tokens: see ``Follower``."""
         events = self.scheduler.add(request, 0.0)
         self.told[request.sequence] = Told(request)
         self.hear(events)
+        if request.grammar is not None and not events:
+            self.followers[request.sequence] = follower = Follower()
+            self.hear(self.scheduler.constrain(request.sequence, follower, request.params.stop_ids))
 
     def finish(self, sequence: int) -> None:
         events = self.scheduler.finish(sequence)
@@ -128,6 +140,7 @@ class Rig:
         self.plans.append(plan)
         self.in_flight.append((plan, self.runner.launch(plan)))
         self._check_snapshots(plan)
+        self.mask()
         return plan
 
     def commit(self) -> None:
@@ -135,6 +148,16 @@ class Rig:
         self.hear(self.scheduler.commit(plan, result, 0.0))
         self.scheduler.observe(plan, 1e-3)  # whatever is in it: so drafts pay
         self.runner.committed(plan.step)
+        self.mask()
+
+    def mask(self) -> None:
+        """The masks of the oldest step in flight, if it has any: those of each row that samples and lives."""
+        if not self.in_flight or self.in_flight[0][0].step in self.masks:
+            return
+        plan = self.in_flight[0][0]
+        if plan.constrained:
+            masks = self.masks[plan.step] = self.scheduler.masks(plan)
+            masks.check(plan, VOCAB)
 
     def step(self) -> None:
         """One turn of an engine's loop."""
@@ -184,6 +207,9 @@ class Rig:
         """Everyone heard one end, and the tokens they would have got alone."""
         for sequence, told in self.told.items():
             tokens, finish = alone(told.request, self.kv.max_model_len)
+            if (follower := self.followers.get(sequence)) is not None:
+                emitted = ids_from_bytes(told.request.emitted_ids).tolist()
+                assert follower.tokens == emitted + told.tokens, "a matcher is not where its sequence is"
             assert told.finish is not None, f"sequence {sequence} had no end"
             if told.given_up:
                 assert told.tokens == tokens[: len(told.tokens)]
@@ -236,12 +262,37 @@ class Rig:
 
     def _check_shape(self, plan: StepPlan) -> None:
         section = self.section
+        slots = [*plan.prefill.slot[plan.prefill.sample > 0].tolist(), *plan.decode.slot.tolist()]
+        ids = {self.scheduler._state.in_slot[slot].id for slot in slots}
+        assert plan.constrained == any(self.told[one].request.grammar is not None for one in ids)
         assert plan.tokens <= section.max_num_batched_tokens
         assert plan.rows <= section.max_num_seqs
         if section.long_prefill_token_threshold and plan.prefill.rows:
             assert plan.prefill.count.max() <= section.long_prefill_token_threshold
         if section.step_policy == "exclusive":
             assert not (plan.prefill.rows and plan.decode.rows)
+
+
+class Follower:
+    """A matcher that allows everything, and knows what it was told."""
+
+    ended = False
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.rolled = 0
+
+    def accept(self, token: int) -> bool:
+        self.tokens.append(token)
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        assert 0 < tokens <= len(self.tokens)
+        self.rolled += tokens
+        del self.tokens[-tokens:]
+
+    def fill(self, words: np.ndarray) -> None:
+        words[:] = -1
 
 
 R = TypeVar("R", bound=Rig)
@@ -280,6 +331,7 @@ def random_submits(rng: random.Random, first: int, request: int, bases: list[lis
             max_tokens=most,
             min_tokens=rng.randint(0, most),
             stop_ids=tuple(sorted(rng.sample(range(VOCAB), 2))),
+            grammar=Text("anything") if request % 3 == 1 else None,
             logprobs=rng.choice([-1, 0, 2]),
             prompt_logprobs=rng.choice([-1, -1, 1]),
         )

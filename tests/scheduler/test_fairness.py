@@ -15,7 +15,7 @@ from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
 from weft.scheduler import crowding as crowding_module
 from weft.scheduler import state as state_module
-from weft.scheduler.queue import FairQueue, SequenceQueue
+from weft.scheduler.queue import PASSES, FairQueue, SequenceQueue
 from weft.scheduler.sequence import MOST_YIELDS, Sequence
 from weft.types.plan import AllocSlot
 
@@ -440,14 +440,16 @@ def test_without_a_prefix_cache_nobody_gives_way_to_a_newcomer(short_turns: None
 
 
 def test_the_queue_keeps_its_order_whatever_changes() -> None:
-    """Against a plain sort of all that waits."""
+    """Against a plain sort of all that waits, and a list of who was passed by how often."""
     rng, queue = random.Random(0), FairQueue()
     waiting: list[Sequence] = []
     runs: list[Sequence] = []
+    passed: dict[int, int] = {}  # by priority, in the order of who was passed by for longest
+    overdue = 0
     for number in range(4000):
         kind = rng.randrange(5)
         if kind < 2 and len(waiting) + len(runs) < 60:
-            request = submit(number, [1], owner=1 + rng.randrange(9), priority=rng.choice([0, 1]))
+            request = submit(number, [1], owner=1 + rng.randrange(9), priority=rng.choice([0, 1, 2]))
             sequence = Sequence(request, array("i", [1]), 1, 9, number)
             queue.enter(sequence)
             queue.add(sequence)
@@ -457,6 +459,8 @@ def test_the_queue_keeps_its_order_whatever_changes() -> None:
             started = [s for s in waiting if s not in list(queue)]
             waiting.remove(started[0])
             runs.append(started[0])
+            passed.pop(started[0].key[0])
+            passed = {priority: times + 1 for priority, times in passed.items()} | {started[0].key[0]: 0}
         elif kind == 3 and runs:
             stopped = runs.pop(rng.randrange(len(runs)))
             queue.stop(stopped)
@@ -470,8 +474,16 @@ def test_the_queue_keeps_its_order_whatever_changes() -> None:
             queue.remove(gone)
             queue.leave(gone)
         count = {id(s.share): sum(r.share is s.share for r in runs) for s in waiting}
+        there = {s.key[0] for s in waiting}
+        passed = {priority: times for priority, times in passed.items() if priority in there}
+        passed |= {priority: 0 for priority in there if priority not in passed}
         if waiting:
-            first = min(waiting, key=lambda s: (s.key[0], count[id(s.share)], s.key))
+            oldest = next(iter(passed))
+            late = passed[oldest] >= PASSES and oldest > min(there)
+            overdue += late
+            mine = [s for s in waiting if s.key[0] == oldest] if late else waiting
+            first = min(mine, key=lambda s: (s.key[0], count[id(s.share)], s.key))
             assert queue.first() is first
         assert len(queue) == len(waiting)
         assert sorted(s.id for s in queue) == sorted(s.id for s in waiting)
+    assert overdue > 20

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.e0 import rig
+from tests.support.automata import Automata
 from tests.support.slowness import deadline
 from weft.engine.core import EngineCore
 from weft.engine.domain import Domain
@@ -31,7 +32,7 @@ from weft.parallel.wakeup import LocalWakeups
 from weft.runner.runner import Runner
 from weft.types.layout import Layout
 from weft.types.messages import HeadStats, Submit
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 DEADLINE = deadline(180.0)
 """Seconds for a whole run; what waits for another rank waits no longer."""
@@ -55,8 +56,14 @@ class Replica:
 class Leads(Runner):
     """Hands every plan to the replica's other ranks, and compares what they make of it. To be mixed in."""
 
-    plans_of: list[queue.Queue[StepPlan | None]]
+    plans_of: list[queue.Queue[Any]]
+    """Plans, and behind a constrained one its masks; None at the end."""
     results: queue.Queue[StepResult]
+
+    def sample(self, handle: Any, masks: TokenMasks | None = None) -> None:
+        for one in self.plans_of if masks is not None else ():
+            one.put(masks)
+        super().sample(handle, masks)
 
     def forward(self, plan: StepPlan) -> Any:
         for one in self.plans_of:
@@ -107,7 +114,7 @@ class _Run:
         self.total = sum(len(group) for turns in arrivals for group in turns)
         self.ended = 0
         self.lock = threading.Lock()
-        self.plans: list[queue.Queue[StepPlan | None]] = [queue.Queue() for _ in range(layout.ranks)]
+        self.plans: list[queue.Queue[Any]] = [queue.Queue() for _ in range(layout.ranks)]
         self.results: list[queue.Queue[StepResult]] = [queue.Queue() for _ in range(layout.data)]
         self.made: list[Replica | None] = [None] * layout.data
         self.errors: list[BaseException] = []
@@ -142,7 +149,7 @@ class _Run:
     def _follow(self, runner: Runner, number: int) -> None:
         while (plan := self.plans[number].get(timeout=DEADLINE)) is not None:
             handle = runner.forward(plan)
-            runner.sample(handle)
+            runner.sample(handle, self.plans[number].get(timeout=DEADLINE) if plan.constrained else None)
             self.results[self.layout.replica(number)].put(runner.read(handle))
         runner.close()
 
@@ -184,6 +191,7 @@ class _Run:
                 answer.tokens += event.token_ids
                 if event.finish is not None:
                     answer.ends.append(event.finish)
+                    answer.embedding = event.embedding
                     with self.lock:
                         self.ended += 1
         return answers
@@ -197,9 +205,11 @@ def on_layout(
     overlap: str = "off",
     dispatch: str = "auto",
     mtp: int = 0,
+    automata: Callable[[], Automata] | None = None,
     **options: Any,
 ) -> list[Replica]:
-    """``run_layout`` with engines of ``tests.e0.rig``; ``options``: make_engine's."""
+    """``run_layout`` with engines of ``tests.e0.rig``; ``automata``: the grammars of one
+    replica. ``options``: make_engine's."""
 
     def make(mesh: Mesh) -> tuple[Any, Any]:
         spec = rig.spec_of(folder, mtp)
@@ -208,7 +218,8 @@ def on_layout(
             str(folder), spec, torch.float64, rig.CPU, progress=False, mesh=mesh, experts=experts
         )
         assert isinstance(model, Decoder)
-        return rig.make_engine(folder, model=model, launcher=mesh.launcher, **options)
+        grammars = None if automata is None else automata().source()
+        return rig.make_engine(folder, model=model, launcher=mesh.launcher, grammars=grammars, **options)
 
     return run_layout(layout, make, Leading, arrivals, overlap=overlap)
 

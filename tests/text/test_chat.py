@@ -143,8 +143,18 @@ def test_variables_must_be_json(chatml: ChatFormat, kwargs: Any) -> None:
         ([user("\ud800")], "messages[0].content"),
         ([{"role": "system", "content": None}], "messages[0].content"),
         ([user("x", tool_calls=[{"id": "1"}])], "messages[0].tool_calls"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "messages[0].tool_calls"),
-        ([{"role": "assistant", "content": "x", "reasoning": "y"}], "messages[0].reasoning"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+            "messages[0].tool_calls[0].function",
+        ),
+        ([{"role": "user", "content": "x", "reasoning": "y"}], "messages[0].reasoning"),
+        ([{"role": "assistant", "content": "x", "reasoning": 1}], "messages[0].reasoning"),
+        (
+            [{"role": "assistant", "content": "x", "function_call": {"name": "f"}}],
+            "messages[0].function_call",
+        ),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
+        ([{"role": "tool", "tool_call_id": "x"}], "messages[0].content"),
         ([user("x", other=1)], "messages[0].other"),
     ],
 )
@@ -156,6 +166,7 @@ def test_wrong_messages_are_named(chatml: ChatFormat, messages: Any, param: str)
 
 def test_what_clients_send_back_is_taken(chatml: ChatFormat) -> None:
     answer = {"role": "assistant", "content": "y", "refusal": None, "tool_calls": None, "annotations": []}
+    answer["provider_specific_fields"] = {"refusal": None}
     assert "y<|im_end|>" in chatml.encode([user("x"), answer, user("z")]).text
     empty = {"reasoning_content": "", "reasoning": None, "refusal": "", "tool_calls": [], "other": None}
     assert chatml.encode([user("x"), {**answer, **empty}, user("z")]) == chatml.encode(

@@ -16,6 +16,7 @@ from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
 from weft.config.resolve import resolve
 from weft.engine.replicas import start_engine
+from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
@@ -45,20 +46,32 @@ class AsyncLLM:
         return self._text.tokenizer
 
     async def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        grammar: Grammar | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields everything so far each time something comes; the last output has ``finished``.
 
         ``prompt`` is a string, ``{"prompt": ...}``, ``{"prompt_token_ids": [...]}`` or
         ``{"messages": [...]}`` (a conversation, through the chat template; the other options of
-        ``LLM.chat`` may stand beside it). Leaving the iterator, or cancelling it, ends the request.
+        ``LLM.chat`` may stand beside it). ``grammar``: what each whole output may be, see ``LLM.generate``.
+        Smaller ``priority`` comes first. Leaving the iterator, or cancelling it, ends the request.
 
         Raises InvalidRequest, ContextLength, Overloaded, or EngineDead. When only one of the sequences
         fails, that output has finish_reason "error" and ``error``.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         seed = self._maker.seeds.mint()
-        request = await self._prepare(prompt, params, seed, request_id)
+        request = await self._prepare(prompt, params, seed, request_id, grammar)
+        try:
+            request.prioritise(priority)
+        except InvalidRequest:
+            self._maker.release(request)
+            raise
         if request.request_id in self._requests:
             self._maker.release(request)
             raise InvalidRequest("a request with this request_id is running", param="request_id")
@@ -107,10 +120,12 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
     async def _prepare(
-        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None
+        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
     ) -> Request:
         """Makes the request off the event loop. If the caller is cancelled meanwhile, it is released."""
-        making = asyncio.ensure_future(asyncio.to_thread(self._make, prompt, params, seed, request_id))
+        making = asyncio.ensure_future(
+            asyncio.to_thread(self._make, prompt, params, seed, request_id, grammar)
+        )
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -130,7 +145,9 @@ class AsyncLLM:
                     self._thread.give_up(f"the engine made no progress in {self._patience:g} seconds")
                     raise _dead(self._thread.death) from None
 
-    def _make(self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None) -> Request:
+    def _make(
+        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None, grammar: Grammar | None
+    ) -> Request:
         if isinstance(prompt, dict) and "messages" in prompt:
             options = dict(prompt)
             messages = options.pop("messages")
@@ -138,8 +155,8 @@ class AsyncLLM:
             known = {"kwargs", "add_generation_prompt", "continue_final_message", "chat_template"}
             if unknown := [name for name in options if name not in known]:
                 raise InvalidRequest(f"a conversation has no option {unknown[0]!r}", param="prompt")
-            return self._maker.from_messages(messages, params, seed, request_id, **options)
-        return self._maker.from_prompt(prompt, params, seed, request_id)
+            return self._maker.from_messages(messages, params, seed, request_id, grammar, **options)
+        return self._maker.from_prompt(prompt, params, seed, request_id, grammar)
 
     async def _stream(
         self, request: Request, events: asyncio.Queue[TokenEvent]

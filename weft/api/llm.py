@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from weft.api.outputs import RequestOutput
+from weft.api.outputs import EmbeddingOutput, RequestOutput
 from weft.api.request import Request, RequestMaker, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, WeftError
@@ -24,6 +24,7 @@ from weft.text.chat import ChatFormat
 from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
+from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats, TokenEvent
 from weft.types.sampling import SamplingParams
 
@@ -98,18 +99,26 @@ class LLM:
         prompts: Any,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
         """Runs prompts to their end; outputs come in the order of the prompts.
 
         A prompt is a string, ``{"prompt": ...}`` or ``{"prompt_token_ids": [...]}``; ``prompts`` is one of
-        them or a list. ``sampling_params`` is one for all or a list with one for each.
+        them or a list. ``sampling_params`` is one for all or a list with one for each, and so is
+        ``priority``: smaller ones come first, of equals the first come. ``grammar``: what each whole output
+        may be (``weft.types.grammar``; ``weft.grammar.build`` makes them from JSON schemas, patterns and the
+        like), one for all or a list with one, or None, for each.
 
         Raises InvalidRequest before anything is computed, naming the prompt, when one cannot be used, and
         EngineDead when the engine fails. When only one sequence fails, that output has finish_reason
         "error" and ``error``.
         """
         many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
-        return self._run(many, sampling_params, self._maker.from_prompt, "prompt", use_tqdm)
+        from_prompt = self._maker.from_prompt
+        made = self._run(many, sampling_params, grammar, from_prompt, "prompt", use_tqdm, priority)
+        return [request.output() for request in made]
 
     def chat(
         self,
@@ -117,20 +126,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: int | Sequence[int] = 0,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of messages with role and content), or a list of conversations.
 
-        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. Raises as
-        ``generate`` does.
+        ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. ``grammar``,
+        and what is raised, are those of ``generate``.
         """
         several = bool(messages) and isinstance(messages, list) and isinstance(messages[0], list | tuple)
         conversations = messages if several else [messages]
 
-        def make(conversation: Any, params: SamplingParams, seed: int) -> Request:
+        def make(conversation: Any, params: SamplingParams, seed: int, *, grammar: Grammar | None) -> Request:
             return self._maker.from_messages(
                 conversation,
                 params,
@@ -139,9 +150,35 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
                 kwargs=chat_template_kwargs,
+                grammar=grammar,
             )
 
-        return self._run(conversations, sampling_params, make, "conversation", use_tqdm)
+        made = self._run(conversations, sampling_params, grammar, make, "conversation", use_tqdm, priority)
+        return [request.output() for request in made]
+
+    def embed(
+        self,
+        prompts: Any,
+        *,
+        pooling: Literal["last", "mean"] = "last",
+        normalize: bool = True,
+        priority: int | Sequence[int] = 0,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """Makes a vector of each prompt, out of its final hidden states: the last one, or the mean of all.
+
+        ``prompts`` and ``priority`` are as for ``generate``. Vectors have length 1 unless ``normalize`` is
+        false. Raises as ``generate`` does; where only one prompt fails, its output has ``error``.
+        """
+        if pooling not in ("last", "mean"):
+            raise InvalidRequest('pooling must be "last" or "mean"', param="pooling")
+        many = list(prompts) if isinstance(prompts, list | tuple) else [prompts]
+
+        def make(prompt: Any, params: SamplingParams, seed: int, grammar: None) -> Request:
+            return self._maker.to_embed(prompt, pooling, seed)
+
+        made = self._run(many, None, None, make, "prompt", use_tqdm, priority)
+        return [request.embedding(normalize) for request in made]
 
     def shutdown(self) -> None:
         """Frees the engine. Idempotent; a call that runs ends first."""
@@ -163,16 +200,26 @@ class LLM:
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        make: Callable[[Any, SamplingParams, int], Request],
+        grammar: Grammar | Sequence[Grammar | None] | None,
+        make: Callable[..., Request],
         what: str,
         use_tqdm: bool,
-    ) -> list[RequestOutput]:
+        priority: int | Sequence[int],
+    ) -> list[Request]:
+        """Runs requests to their end."""
         params = _spread(sampling_params, len(prompts))
+        grammars = _spread_grammars(grammar, len(prompts))
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(
+                f"there are {len(prompts)} prompts but {len(priorities)} priorities", param="priority"
+            )
         requests: list[Request] = []
         try:
-            for number, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            for number, (prompt, own, its) in enumerate(zip(prompts, params, grammars, strict=True)):
                 try:
-                    requests.append(make(prompt, own, self._maker.seeds.mint()))
+                    requests.append(make(prompt, own, self._maker.seeds.mint(), grammar=its))
+                    requests[-1].prioritise(priorities[number])
                 except WeftError as error:
                     raise _naming(error, f"{what} {number}" if len(prompts) > 1 else None) from None
             with self._lock:
@@ -180,7 +227,7 @@ class LLM:
         finally:
             for request in requests:
                 self._maker.release(request)
-        return [request.output() for request in requests]
+        return requests
 
     def _drive(self, requests: list[Request], use_tqdm: bool) -> None:
         """Runs the engine until every request has ended. Whatever happens, none of them stays in it."""
@@ -301,6 +348,17 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
             f"there are {count} prompts but {len(params)} sampling_params", param="sampling_params"
         )
     return params
+
+
+def _spread_grammars(
+    grammar: Grammar | Sequence[Grammar | None] | None, count: int
+) -> Sequence[Grammar | None]:
+    """One grammar, or None, for each prompt. Raises InvalidRequest."""
+    if not isinstance(grammar, list | tuple):
+        return [grammar] * count  # type: ignore[list-item]
+    if len(grammar) != count:
+        raise InvalidRequest(f"there are {count} prompts but {len(grammar)} grammars", param="grammar")
+    return grammar
 
 
 def _naming(error: WeftError, where: str | None) -> WeftError:

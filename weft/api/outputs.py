@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from weft.common.errors import ErrorInfo
 from weft.text.choice import Choice, FinishReason
 from weft.text.logprobs import PositionLogprobs
@@ -44,6 +46,20 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
     """Prompt tokens whose cache was found instead of computed."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text; None for a prompt of token ids."""
+    prompt_token_ids: list[int]
+    embedding: np.ndarray
+    """float32 [hidden size]; empty when ``error`` says what went wrong."""
+    num_cached_tokens: int = 0
+    error: ErrorInfo | None = None
 
 
 def completion_of(choice: Choice) -> CompletionOutput:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from weft.api.outputs import RequestOutput, completion_of
-from weft.common.errors import ErrorInfo, InvalidRequest, WeftError
+from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
+from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
 from weft.text.choice import Choice
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
+from weft.text.pooled import normalized
 from weft.text.stop import Stops
-from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits
-from weft.types.messages import Submit
-from weft.types.sampling import SamplingParams
+from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
+from weft.types.grammar import Grammar
+from weft.types.messages import Pooling, Submit
+from weft.types.sampling import SamplingParams, TokenParams
 
 _FORMS = 'a string, {"prompt": "..."} or {"prompt_token_ids": [...]}'
 
@@ -37,9 +40,30 @@ class Request:
         self.submits = submits
         self.choices = choices
 
+    def prioritise(self, priority: int) -> None:
+        """Before it is submitted: smaller comes first. Raises InvalidRequest."""
+        if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
+            raise InvalidRequest(
+                "priority must be an integer of 64 bits; smaller comes first", param="priority"
+            )
+        self.submits = [msgspec.structs.replace(submit, priority=priority) for submit in self.submits]
+
     @property
     def finished(self) -> bool:
         return all(choice.finished for choice in self.choices)
+
+    def embedding(self, normalize: bool) -> EmbeddingOutput:
+        """Of a prompt that was embedded, when it has ended."""
+        choice = self.choices[0]
+        raw = np.frombuffer(choice.embedding, "<f4").astype(np.float32)
+        return EmbeddingOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=list(self.prompt_ids),
+            embedding=normalized(choice.embedding) if normalize else raw,
+            num_cached_tokens=choice.num_cached,
+            error=choice.error,
+        )
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -70,22 +94,54 @@ class RequestMaker:
         self.seeds = SeedMint(seed)
 
     def from_prompt(
-        self, prompt: Any, params: SamplingParams, seed: int, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        seed: int,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """``prompt`` in any of its forms. Raises InvalidRequest or ContextLength; then no id is taken."""
         text, ids = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
-        return self._make(text, ids, params, seed, request_id, continues=True, param=param)
+        return self._make(text, ids, params, seed, request_id, continues=True, param=param, grammar=grammar)
 
     def from_messages(
-        self, messages: Any, params: SamplingParams, seed: int, request_id: str | None = None, **options: Any
+        self,
+        messages: Any,
+        params: SamplingParams,
+        seed: int,
+        request_id: str | None = None,
+        grammar: Grammar | None = None,
+        **options: Any,
     ) -> Request:
         """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
         return self._make(
-            made.text, made.ids, params, seed, request_id, continues=continues, param="messages"
+            made.text,
+            made.ids,
+            params,
+            seed,
+            request_id,
+            continues=continues,
+            param="messages",
+            grammar=grammar,
         )
+
+    def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
+        """``prompt``, of which an embedding is wanted. Raises as ``from_prompt`` does."""
+        text, ids = self._read(prompt)
+        param = "prompt_token_ids" if text is None else "prompt"
+        data = prompt_bytes(ids, self._limits, param)
+        most = self._limits.max_model_len
+        if len(ids) > most:
+            message = f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten it"
+            raise ContextLength(message, param=param)
+        params = SamplingParams(max_tokens=1)
+        submits = submits_of(data, TokenParams(max_tokens=1), 1, ids=self.ids, seed=seed, pooling=pooling)
+        choice = Choice(self._text.tokenizer, params, sequence=submits[0].sequence)
+        return Request(f"{submits[0].request:016x}", text, ids, submits, [choice])
 
     def release(self, request: Request) -> None:
         """Ends the life of a request's ids."""
@@ -116,12 +172,17 @@ class RequestMaker:
         *,
         continues: bool,
         param: str,
+        grammar: Grammar | None,
     ) -> Request:
+        if grammar is not None and not isinstance(grammar, Grammar):
+            raise InvalidRequest("grammar must be one of weft.types.grammar", param="grammar")
         tokenizer = self._text.tokenizer
         submits = build_submits(
             ids, params, self._limits, tokenizer, ids=self.ids, seed=seed, prompt_param=param
         )
         stops = Stops(params.stop)
+        if grammar is not None:
+            submits = [msgspec.structs.replace(submit, grammar=grammar) for submit in submits]
         choices = [
             Choice(
                 tokenizer,

@@ -27,6 +27,10 @@ class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Front to supervisor, every ``ALIVE_S`` seconds: its event loop runs."""
 
 
+class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Front to supervisor: an operator asks by HTTP that the server drains, as a SIGTERM does."""
+
+
 class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Front to supervisor: it has lost that process of a head."""
 
@@ -41,7 +45,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     order: Order
 
 
-FromFront: TypeAlias = FrontReady | FrontAlive | HeadLost
+FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | HeadLost
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop)
 
@@ -113,6 +117,10 @@ class SupervisorLink:
     def ready(self) -> None:
         """This front answers requests."""
         self._say(FrontReady())
+
+    def drain(self) -> None:
+        """The whole server is to drain and end."""
+        self._say(DrainAsked())
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """That process of a head is lost."""

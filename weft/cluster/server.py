@@ -138,6 +138,8 @@ class ClusterServer:
                 self._on(s.FrontIsReady(name, incarnation))
             elif isinstance(message, channel.FrontAlive):
                 self._on(s.FrontIsAlive(name, incarnation))
+            elif isinstance(message, channel.DrainAsked):
+                self._signals.append(signal.SIGTERM)
             else:
                 self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 

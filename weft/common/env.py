@@ -12,6 +12,9 @@ _CPUINFO = Path("/proc/cpuinfo")
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
     "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",
+    "WEFT_CHAT_API_KEY": "the key that weft chat sends; --api-key wins",
+    "XDG_STATE_HOME": "under which weft chat keeps its history; ~/.local/state by default",
+    "WEFT_ADMIN_KEY": "key(s) of the routes that control the server, separated by commas; --admin-key wins",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",
     "WEFT_DISABLE_CPU_OPS": "1 runs torch's operations in place of the C++ ones",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class Recent(Collection[K], Generic[K, V]):
     """At most ``most`` entries. To get one, or to put it, is to use it; to look for one is not."""
 
     def __init__(self, most: int) -> None:
@@ -18,7 +18,7 @@ class Recent(Generic[K, V]):
         self._entries: OrderedDict[K, V] = OrderedDict()
         """The one that was used longest ago first."""
 
-    def __contains__(self, key: K) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
@@ -40,6 +40,10 @@ class Recent(Generic[K, V]):
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
+
+    def discard(self, key: K) -> None:
+        """Forgets it. Nothing happens where there is none."""
+        self._entries.pop(key, None)
 
     def clear(self) -> None:
         self._entries.clear()

@@ -6,6 +6,7 @@ The result is frozen and holds no device, no open file and no torch.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from weft.config.budget import check_budget, with_budget
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
 from weft.config.flags import parse_size
+from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
 from weft.config.memory import (
@@ -39,6 +41,7 @@ from weft.config.sections import (
     CacheSection,
     Config,
     FrontSection,
+    GrammarSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -64,6 +67,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     ``group``, ``host``: its name, and what else is on its host, in a server of several groups.
     """
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
+    check_runs_model(config.front)
     device = choose_device(runner)
     transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
@@ -75,6 +79,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
+    check_grammar(config.grammar)
     spec = load_spec(
         path,
         model.num_hidden_layers_override,
@@ -111,6 +116,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         speculation=speculation,
         parallel=config.parallel,
         transfer=transfer,
+        grammar=config.grammar,
         gpus=gpus,
         group=group,
         host=host,
@@ -176,6 +182,15 @@ def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
     return msgspec.structs.replace(spec, caches=caches)
 
 
+def check_runs_model(front: FrontSection) -> None:
+    """Refuses a script where an engine is resolved: see ``weft.config.scripted``."""
+    if front.scripted is not None:
+        raise ConfigError(
+            "--scripted plays outputs without a model, and only `weft serve` can: leave it out",
+            param="--scripted",
+        )
+
+
 def check_files(runner: RunnerSection, front: FrontSection) -> None:
     """Files that settings name can be opened later."""
     if front.chat_template is not None and not Path(front.chat_template).is_file():
@@ -193,8 +208,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
                 "--trace-requests must name a folder, or one to be made in a folder that exists",
                 param="--trace-requests",
             )
-    if any(not (key.isascii() and key.isprintable()) for key in front.api_key):
-        raise ConfigError("--api-key must be printable ASCII, as it is sent in a header", param="--api-key")
+    check_front(front)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
@@ -291,6 +305,15 @@ def check_ngram(speculation: SpeculationSection) -> None:
             f"--ngram-min-length {speculation.ngram_min_length} is more than --ngram-max-length "
             f"{speculation.ngram_max_length}",
             param="--ngram-min-length",
+        )
+
+
+def check_grammar(grammar: GrammarSection) -> None:
+    """Raises ConfigError for a backend that is not installed."""
+    if grammar.grammar_backend == "xgrammar" and importlib.util.find_spec("xgrammar") is None:
+        raise ConfigError(
+            "--grammar-backend xgrammar needs the package xgrammar; install weft[xgrammar]",
+            param="grammar_backend",
         )
 
 

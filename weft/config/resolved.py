@@ -8,6 +8,7 @@ from weft.config.cache_layout import TensorLayout, pool_tensors, slot_tensors
 from weft.config.sections import (
     CacheSection,
     Config,
+    GrammarSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -99,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
     """Its ``role`` is this group's."""
+    grammar: GrammarSection = GrammarSection()
     gpus: tuple[str, ...] = ()
     """Of this host, as CUDA_VISIBLE_DEVICES names them; its ranks get one each, in order (see ``gpu_of``)."""
     replica: int = 0
@@ -114,6 +116,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     group: str = ""
     """The group's name, in a server of several groups."""
     host: HostShare = HostShare()
+    scripted: str = ""
+    """File of outputs that heads play, without a model; see ``weft.engine.scripted``."""
 
     @property
     def ranks_beside(self) -> int:

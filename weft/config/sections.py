@@ -11,14 +11,25 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.types.layout import Layout
+from weft.config.front_section import FrontSection
+from weft.config.parallel_section import ParallelSection, Section
+
+__all__ = [
+    "CacheSection",
+    "Config",
+    "FrontSection",
+    "GrammarSection",
+    "ModelSection",
+    "ParallelSection",
+    "RunnerSection",
+    "SchedulerSection",
+    "SpeculationSection",
+    "TransferSection",
+    "title",
+]
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class ModelSection(_Section, frozen=True, kw_only=True):
+class ModelSection(Section, frozen=True, kw_only=True):
     """Which model, and how it is loaded."""
 
     model: Annotated[str, Meta(description="Folder, hub name, or a bundled model's name (weft models).")] = (
@@ -62,7 +73,7 @@ class ModelSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class CacheSection(_Section, frozen=True, kw_only=True):
+class CacheSection(Section, frozen=True, kw_only=True):
     """The KV cache."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Positions in one block of KV cache.")] = 64
@@ -83,9 +94,26 @@ class CacheSection(_Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    session_retention: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description="Seconds after a turn of a session (header x-session-id and the like) in which its "
+            "blocks are evicted after all others; at most half of the cache is kept so.",
+        ),
+    ] = 120.0
+    explain_cache: Annotated[
+        Literal["off", "asked", "all"],
+        Meta(
+            description="Say in answers why a prompt was not found further in the prefix cache. asked: where "
+            "a request has the header x-weft-explain-cache; all: always. Shows tokens of earlier prompts "
+            "of the same cache_salt, so only where clients trust each other."
+        ),
+    ] = "off"
 
 
-class SchedulerSection(_Section, frozen=True, kw_only=True):
+class SchedulerSection(Section, frozen=True, kw_only=True):
     """Admission and the composition of steps."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536, description="Sequences that run at once.")] = 64
@@ -127,7 +155,7 @@ class SchedulerSection(_Section, frozen=True, kw_only=True):
     ] = 0.0
 
 
-class SpeculationSection(_Section, frozen=True, kw_only=True):
+class SpeculationSection(Section, frozen=True, kw_only=True):
     """Drafts of tokens to come, verified in one step with the token before them. No token depends on it."""
 
     speculative_method: Annotated[
@@ -157,7 +185,7 @@ class SpeculationSection(_Section, frozen=True, kw_only=True):
         return 0 if self.speculative_method == "none" else self.num_speculative_tokens
 
 
-class RunnerSection(_Section, frozen=True, kw_only=True):
+class RunnerSection(Section, frozen=True, kw_only=True):
     """Where and how a step is computed."""
 
     device: Annotated[
@@ -173,6 +201,14 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
             "operation has no such form. Dense models on a CPU are so by default."
         ),
     ] = False
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs"],
+        Meta(
+            description="What logprobs of output tokens are of: the model's own logits (raw), or what a "
+            "token was drawn from: masks, bias, penalties, temperature, top-k, top-p and min-p applied "
+            "(processed). Those of prompts are raw."
+        ),
+    ] = "raw_logprobs"
     decode_graphs: Annotated[
         bool,
         Meta(
@@ -205,99 +241,7 @@ class RunnerSection(_Section, frozen=True, kw_only=True):
     ] = None
 
 
-class ParallelSection(_Section, frozen=True, kw_only=True):
-    """How the model lies over ranks."""
-
-    @property
-    def layout(self) -> Layout:
-        """The same, as layers and groups see it."""
-        return Layout(
-            tensor=self.tensor_parallel_size,
-            data=self.data_parallel_size,
-            expert=self.enable_expert_parallel,
-        )
-
-    @property
-    def ranks_here(self) -> int:
-        """Ranks of one host at most."""
-        if self.only_host is not None:
-            return self.layout.ranks
-        return -(-self.layout.ranks // self.nnodes)
-
-    tensor_parallel_size: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Ranks that share each layer's matrices (one process each).",
-            extra={"alias": "tp"},
-        ),
-    ] = 1
-    data_parallel_size: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Replicas, each with sequences and KV cache of its own.",
-            extra={"alias": "dp"},
-        ),
-    ] = 1
-    enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="Divide whole experts over all ranks of all replicas.", extra={"alias": "ep"}),
-    ] = False
-    moe_dispatch: Annotated[
-        Literal["auto", "reduce", "throughput", "low-latency", "gather"],
-        Meta(
-            description="How tokens reach experts of other ranks. reduce: every rank has all tokens, outputs "
-            "are summed; throughput: all-to-all of exact sizes; low-latency: all-to-all of fixed sizes; "
-            "gather: all-gather and reduce-scatter; auto: by measured cost."
-        ),
-    ] = "auto"
-    redundant_experts: Annotated[
-        int,
-        Meta(ge=0, le=65536, description="Further copies of experts in each layer, for those in demand."),
-    ] = 0
-    eplb_interval: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1_000_000_000,
-            description="Steps after which experts move to other ranks by what they had to do; 0: never.",
-        ),
-    ] = 0
-    overlap: Annotated[
-        Literal["off", "prefill", "all", "auto"],
-        Meta(
-            description="Split steps in two micro-batches, one's communication under the other's compute: in "
-            "steps with prompts, in all, or where measured costs say that it pays."
-        ),
-    ] = "auto"
-    collectives: Annotated[
-        Literal["auto", "nccl", "gloo"],
-        Meta(
-            description="What ranks meet over. auto: NCCL on GPUs, else shared memory of one host, else "
-            "gloo; gloo: also for ranks that share a GPU, by way of host memory (slow)."
-        ),
-    ] = "auto"
-    rank_timeout: Annotated[
-        float, Meta(gt=0, le=3600, description="Seconds after which a silent rank counts as dead.")
-    ] = 10.0
-    nnodes: Annotated[int, Meta(ge=1, le=1024, description="Hosts that the ranks are spread over.")] = 1
-    node_rank: Annotated[int, Meta(ge=0, le=1023, description="Number of this host; 0 has the front.")] = 0
-    only_host: Annotated[
-        Annotated[int, Meta(ge=0, le=1023)] | None,
-        Meta(description="Number of the host that has all ranks; by default they are spread over all hosts."),
-    ] = None
-    rdzv: Annotated[
-        str | None, Meta(description="HOST:PORT of host 0, where ranks of several hosts meet.")
-    ] = None
-    group_secret: Annotated[
-        str | None, Meta(description="File with a secret that all hosts share; needed with several hosts.")
-    ] = None
-
-
-class TransferSection(_Section, frozen=True, kw_only=True):
+class TransferSection(Section, frozen=True, kw_only=True):
     """Prefill and decode in different groups, caches moved between them."""
 
     role: Annotated[
@@ -351,74 +295,24 @@ class TransferSection(_Section, frozen=True, kw_only=True):
     ] = 0.05
 
 
-class FrontSection(_Section, frozen=True, kw_only=True):
-    """The HTTP server."""
+class GrammarSection(Section, frozen=True, kw_only=True):
+    """Structured output."""
 
-    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 8000
-    fronts: Annotated[
-        int,
+    grammar_backend: Annotated[
+        Literal["auto", "llguidance", "xgrammar"],
         Meta(
-            ge=1,
-            le=64,
-            description="Processes that answer HTTP, on one port and with the same engines behind them. "
-            "Of several, one that dies takes its own connections with it and no others.",
+            description="What turns schemas, patterns and grammars into masks of tokens; auto: llguidance. "
+            "xgrammar has to be installed (weft[xgrammar])."
         ),
-    ] = 1
-    api_key: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Key(s) that clients must send as a bearer token. All users of this machine can see "
-            "command lines: better set the environment variable WEFT_API_KEY, or the key in --config's file."
-        ),
-    ] = ()
-    chat_template: Annotated[
-        str | None, Meta(description="File with a chat template to use instead of the model's.")
-    ] = None
-    max_request_bytes: Annotated[int, Meta(ge=1024, description="Largest request body.")] = 8 << 20
-    max_response_bytes: Annotated[
-        int,
-        Meta(
-            ge=1024,
-            description="Logprobs and repeated prompts that one answer may hold; more must be streamed.",
-        ),
-    ] = 64 << 20
-    drain_timeout: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
-    ] = 30.0
-    request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds that one request may take before it gets 504.")
-    ] = 3600.0
-    engine_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds without progress after which the engine counts as dead.")
-    ] = 120.0
-    routing_policy: Annotated[
-        Literal["prefix", "least-load", "round-robin", "two-choices"],
-        Meta(
-            description="Which engine gets a request. prefix: the least loaded, where cached tokens count as "
-            "no load; least-load; round-robin; two-choices: the less loaded of two random ones."
-        ),
-    ] = "prefix"
-    engine_restarts: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=1000,
-            description="Heads of each group that are started again in 10 minutes when they died; requests "
-            "go on then. One more ends the group. As many fronts, where there are several.",
-        ),
-    ] = 5
-    recovery_timeout: Annotated[
+    ] = "auto"
+    grammar_compile_timeout: Annotated[
         float,
         Meta(
             gt=0,
-            le=86400,
-            description="Seconds that requests wait for an engine that is started again; then they get 503.",
+            le=600,
+            description="Seconds that compiling the grammar of one request may take before it gets 504.",
         ),
-    ] = 120.0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
-    ] = "info"
+    ] = 10.0
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -431,6 +325,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
+    grammar: GrammarSection = GrammarSection()
     front: FrontSection = FrontSection()
 
 

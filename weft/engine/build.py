@@ -102,6 +102,7 @@ class LoadedModel:
             graphs=graph_options(config, self.model, self.backends, self.progress),
             speculation=config.speculation,
             launcher=mesh.launcher if mesh is not None and meets else None,
+            processed=config.runner.logprobs_mode == "processed_logprobs",
             rooms=open_rooms(config, kv, head_rank(config) if mesh is None else mesh.rank),
         )
 

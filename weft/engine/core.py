@@ -1,14 +1,16 @@
 """The engine of one group: scheduler and executor, with one or two steps in flight.
 
     _plan     the scheduler builds the step; balance, overlap and domain set their fields; it is sealed once
-    _launch   forward, (late masks,) sample
+    _launch   forward; sample
     _commit   read, commit, learn
+    _mask     of a constrained step: masks and sample, once all before it have committed
 
 What is in flight is what ran: one immutable plan, from ``seal`` to ``commit``. With two steps in flight, step
 N + 1 is planned and launched before step N's tokens are read:
 
     launch N+1 ──────────────┐
     read N, commit N         │ runs meanwhile
+    (mask N+1)               │
     launch N+2 (knows N) ────┘
 
 Not thread-safe: one thread submits, steps and finishes.
@@ -33,11 +35,14 @@ from weft.config.fingerprint import fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
+from weft.engine.grammars import AWAIT_S as GRAMMAR_S
+from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_rooms
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
+from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
 from weft.scheduler.scheduler import Scheduler
@@ -47,6 +52,8 @@ from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
 
+REMEMBERED_BYTES = 64 << 20
+"""Of earlier prompts, where misses of the prefix cache are explained."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
 
@@ -82,11 +89,13 @@ class EngineCore:
         runner: GroupExecutor | None = None,
         domain: Domain | None = None,
         spans: SpanWriter | None = None,
+        grammars: GrammarSource | None = None,
     ) -> None:
         """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
 
         ``domain``: where other replicas have a part in every step; by default what ``config`` says.
-        ``spans``: where traced sequences are written to; closed with the engine.
+        ``spans``: where traced sequences are written to; closed with the engine. ``grammars``: by default
+        those of the model's tokenizer.
 
         Raises ConfigError for anything that cannot be served as configured.
         """
@@ -95,7 +104,13 @@ class EngineCore:
         self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
-            self.runner.kv, config.scheduler, config.spec.vocab_size, config.speculation, config.transfer
+            self.runner.kv,
+            config.scheduler,
+            config.spec.vocab_size,
+            config.speculation,
+            config.transfer,
+            0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
+            config.cache.session_retention,
         )
         self.domain = domain or self.runner.domain
         """Where other replicas have a part in every step."""
@@ -110,7 +125,9 @@ class EngineCore:
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
         if self.rooms is not None and self._spans is not None:
             self.rooms.tally.ended = self._spans.room_ended
-        self.sources: list[AwaitedSource] = [] if self.rooms is None else [self.rooms]
+        self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
+        """Grammars of sequences, until they are compiled."""
+        self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -119,6 +136,7 @@ class EngineCore:
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
+        self._mask_seconds = 0.0
         self._lost_at: float | None = None
         """When ranks were lost; None while the group takes steps."""
 
@@ -151,7 +169,11 @@ class EngineCore:
         Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
         """
         now = self._clock.now()
-        events = self.scheduler.add(submit, now)
+        if submit.grammar is None:
+            events = self.scheduler.add(submit, now)
+        else:
+            events = self.scheduler.add(submit, now, until=now + GRAMMAR_S)
+            events = events or self.grammars.open(submit, self.scheduler)
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
@@ -162,6 +184,7 @@ class EngineCore:
         """Ends a sequence wherever it is. Idempotent; unknown ids are fine. What follows for its room, and
         may for others, comes with the next ``hear``: here callers may care for this sequence alone.
         """
+        self.grammars.forget(sequence)
         return self._told(self.scheduler.finish(sequence))
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
@@ -184,7 +207,7 @@ class EngineCore:
         """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
         events = [event for source in self.sources for event in source.take(self.scheduler)]
         expired = self.scheduler.expire(self._clock.now())
-        return self._told(events + expired + self._asked() if self.sources else expired)
+        return self._told(events + expired + self._asked())
 
     @property
     def awaiting(self) -> bool:
@@ -205,6 +228,11 @@ class EngineCore:
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
         poller.poll(max(round(seconds * 1e3), 1))
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self.scheduler.steps
 
     def has_work(self) -> bool:
         """Whether ``step`` has anything to do, if only beside other replicas."""
@@ -267,6 +295,7 @@ class EngineCore:
     def _step(self) -> list[TokenEvent]:
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
+        self._mask()
         plan = None
         events: list[TokenEvent] = []
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
@@ -297,11 +326,30 @@ class EngineCore:
         return plan
 
     def _launch(self, plan: StepPlan, began: float) -> None:
-        """Masks of a constrained plan are due before ``sample``: see ``weft.types.plan.TokenMasks``."""
         self.balance.launched(plan)
         handle = self.runner.forward(plan)
-        self.runner.sample(handle)
+        if not plan.constrained:
+            self.runner.sample(handle)
         self._in_flight.append((handle, began))
+        self._mask()
+
+    def _mask(self) -> None:
+        """Samples the oldest step in flight, if it is constrained and that is still to be done: all before it
+        have committed, so its masks can be made; its forward runs meanwhile.
+
+        INVARIANT: where anything is in flight, its oldest step is sampled when this returns; so no forward
+        is launched behind one that is not (see ``weft.types.plan.TokenMasks``).
+        """
+        if not self._in_flight or not (handle := self._in_flight[0][0]).plan.constrained:
+            return
+        if handle.sampled is not None:
+            return
+        launching, self._launching = self._launching, True  # an interrupt of it could not be resumed
+        began = self._clock.now()
+        masks = self.scheduler.masks(handle.plan)
+        self._mask_seconds += self._clock.now() - began
+        self.runner.sample(handle, masks)
+        self._launching = launching
 
     def _commit(self) -> list[TokenEvent]:
         """Waits for the oldest step, and commits it."""
@@ -319,13 +367,16 @@ class EngineCore:
         events = self.scheduler.commit(handle.plan, result, now)
         self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
         self.overlap.observe(handle.plan, handle.times)
-        return events + self._asked() if self.sources else events
+        self._mask()
+        return events + self._asked()
 
     def stats(self) -> HeadStats:
         """Counters and gauges of scheduler, transfers and overlap."""
         stats = self.scheduler.stats()
         return msgspec.structs.replace(
             stats,
+            mask_seconds=self._mask_seconds,
+            grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
@@ -349,6 +400,10 @@ class EngineCore:
             rooms="" if self.rooms is None else self.rooms.address,
         )
 
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        """``Scheduler.follow_prefixes``."""
+        return self.scheduler.follow_prefixes()
+
     def close(self, failed: bool = False) -> None:
         """Waits for what is in flight (its results are dropped) and ends the device thread and trace.
 
@@ -358,6 +413,7 @@ class EngineCore:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
+        self.grammars.close()
         if self.rooms is not None:
             self.rooms.close()
         while self._in_flight:

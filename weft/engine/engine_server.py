@@ -1,4 +1,4 @@
-"""The head process: an ``EngineCore`` behind one zmq ROUTER, speaking ``weft.types.messages``.
+"""The head process: an engine behind one zmq ROUTER, speaking ``weft.types.messages``.
 
 One thread does everything: between steps it takes what fronts sent, and a heartbeat leaves from the same
 loop that steps, so that a heartbeat proves progress. A bad frame is counted and dropped. What is answered is
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -18,12 +20,8 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.names import process_name
 from weft.config.resolved import EngineConfig
-from weft.engine.core import EngineCore
 from weft.engine.listener import Listener
-from weft.engine.start import start_executor
-from weft.engine.supervised_ranks import SupervisedRanks
-from weft.routing.head_protocol import HeadProtocol, Outgoing
-from weft.tracing.writer import open_writer
+from weft.routing.head_protocol import HeadEngine, HeadProtocol, Outgoing
 from weft.types import messages as m
 
 log = get_logger(__name__)
@@ -34,12 +32,45 @@ REPORT_S = 60.0
 """Seconds between two reports on drafts in the log, if there are any."""
 
 
-class EngineServer:
-    """Serves one ``EngineCore`` to fronts. ``run`` returns when told to shut down, or when drained."""
+class ServedEngine(HeadEngine, Protocol):
+    """What the loop needs of an engine. See ``weft.engine.core.EngineCore``, and
+    ``weft.engine.scripted.ScriptedEngine``.
+    """
 
-    def __init__(self, core: EngineCore, endpoint: str | Listener) -> None:
-        """``endpoint``: the address to listen at, or a listener that exists already."""
+    @property
+    def incarnation(self) -> int: ...
+
+    @property
+    def sockets(self) -> Sequence[Any]: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def transferring(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def hear(self) -> list[m.TokenEvent]: ...
+
+    def step(self) -> list[m.TokenEvent]: ...
+
+    def describe_speculation(self) -> str | None: ...
+
+    def close(self, failed: bool = False) -> None: ...
+
+
+class EngineServer:
+    """Serves one engine to fronts. ``run`` returns when told to shut down, or when drained."""
+
+    def __init__(
+        self, core: ServedEngine, endpoint: str | Listener, *, wait_ms: Callable[[], int] | None = None
+    ) -> None:
+        """``endpoint``: the address to listen at, or a listener that exists already. ``wait_ms``: how long
+        the engine's next step may wait for messages, while it has work; by default not at all.
+        """
         self._core = core
+        self._wait_ms = wait_ms or (lambda: 0)
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
         self._socket = self._listener.socket
         self._poller = zmq.Poller()
@@ -55,7 +86,7 @@ class EngineServer:
         try:
             while not self._protocol.stopped:
                 busy = self._core.has_work()
-                self._receive(0 if busy else IDLE_POLL_MS)
+                self._receive(self._wait_ms() if busy else IDLE_POLL_MS)
                 self._core.check()  # first: what ranks said of rooms is heard then
                 self._tell(self._core.hear())
                 if self._core.has_work():
@@ -94,7 +125,7 @@ class EngineServer:
         self._send(self._protocol.on(front, message))
 
     def _tell(self, events: list[m.TokenEvent]) -> None:
-        self._send(self._protocol.events(events, self._core.scheduler.steps))
+        self._send(self._protocol.events(events, self._core.steps))
 
     def _send(self, outgoing: Outgoing) -> None:
         for front, message in outgoing:
@@ -133,6 +164,12 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
 
     ``pipe``: the descriptor of the pipe to the rank supervisor; None: this process starts its workers itself.
     """
+    # Those import torch, which a head without a model does without.
+    from weft.engine.core import EngineCore
+    from weft.engine.start import start_executor
+    from weft.engine.supervised_ranks import SupervisedRanks
+    from weft.tracing.writer import open_writer
+
     try:
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
         spans = open_writer(config.runner.trace_requests, process_name(config))

@@ -10,7 +10,7 @@ from weft.runner.exports import Reports, Transfer
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 
@@ -40,7 +40,7 @@ class RankRunner(Protocol):
 
     def forward(self, plan: StepPlan) -> StepHandle: ...
 
-    def sample(self, handle: StepHandle) -> None: ...
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None: ...
 
     def read(self, handle: StepHandle) -> StepResult: ...
 

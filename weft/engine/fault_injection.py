@@ -12,7 +12,7 @@ from weft.engine.executor import RankRunner
 from weft.parallel.mesh import Mesh
 from weft.runner.runner import StepHandle
 from weft.types.faults import Fault, Phase
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 log = get_logger(__name__)
 
@@ -85,9 +85,9 @@ class _Faulty:
         self._faults.reach("stage")
         return self._runner.forward(plan)
 
-    def sample(self, handle: StepHandle) -> None:
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         self._faults.reach("sample")
-        self._runner.sample(handle)
+        self._runner.sample(handle, masks)
 
     def read(self, handle: StepHandle) -> StepResult:
         result = self._runner.read(handle)

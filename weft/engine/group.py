@@ -1,7 +1,7 @@
 """Carries out what ``weft.group.membership`` decides: every step is carried out by all ranks of a group.
 
     forward(plan)    digest, one frame to every rank, then this rank's own Runner
-    sample(handle)
+    sample(handle)   masks of a constrained step as another frame to every rank
     read(handle)     this rank's result, and every rank's outcome of the step before: a rank that failed, fell
                      silent or sampled something else raises GroupLost
 
@@ -20,9 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor as Carrier
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
@@ -30,6 +28,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner, checksum
+from weft.engine.group_links import Links, Share
 from weft.engine.group_rooms import GroupRooms
 from weft.engine.ranks import Ranks
 from weft.engine.watch import HeadWatch
@@ -39,16 +38,14 @@ from weft.group.membership import Membership
 from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.kv.digest import SlotDigest
-from weft.parallel.control import HeadChannel, NoRanks, PeerGone
+from weft.parallel.control import PeerGone
 from weft.parallel.group_comm import CommLost
-from weft.parallel.leases import Leases
-from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
 from weft.types import frames as f
-from weft.types.plan import StepPlan, StepResult
+from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 log = get_logger(__name__)
@@ -59,30 +56,6 @@ _TURN = 0.05
 """Seconds of one wait for frames; between two of them, what other threads found is looked at."""
 
 R = TypeVar("R")
-
-
-class Share(NamedTuple):
-    """This rank's share of a model, loaded."""
-
-    kv: KVConfig
-    """What it has room for."""
-    runner: Callable[[KVConfig], RankRunner]
-    """Allocates the pools that it is given. Once."""
-
-
-@dataclass(kw_only=True)
-class Links:
-    """What a group has to reach its ranks, and other replicas, with. By default there are neither."""
-
-    channel: HeadChannel = field(default_factory=NoRanks)
-    heartbeats: HeadChannel | None = None
-    processes: Ranks | None = None
-    """Of the workers on this host; None where there are none."""
-    mesh: Mesh = field(default_factory=Mesh)
-    leases: Leases | None = None
-    domain: Domain | None = None
-    resources: ExitStack = field(default_factory=ExitStack)
-    """What ends with the group."""
 
 
 class GroupExecutor:
@@ -211,15 +184,23 @@ class GroupExecutor:
             self._turn(0)
             self._check()
             epoch = self.membership.epoch
-            frame = f.encode(f.StepFrame(step=plan.step, epoch=epoch, plan=plan, digest=digest))
-            for rank, member in members.items():
-                self._send(member.peer, frame, rank)
-            self._check()
+            self._tell_all(f.StepFrame(step=plan.step, epoch=epoch, plan=plan, digest=digest))
         return self._guard(lambda: self._runner.forward(plan))
 
-    def sample(self, handle: StepHandle) -> None:
-        """Launches the step's sampling on this rank; the others sample when they have computed."""
-        self._guard(lambda: self._runner.sample(handle))
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        """Launches the step's sampling on this rank; the others sample when they have computed, and got its
+        ``masks``. Raises GroupLost.
+        """
+        if masks is not None and self.membership.members:
+            self._check()
+            self._tell_all(f.LateMasks(step=handle.plan.step, epoch=self.membership.epoch, masks=masks))
+        self._guard(lambda: self._runner.sample(handle, masks))
+
+    def _tell_all(self, frame: f.StepFrame | f.LateMasks) -> None:
+        data = f.encode(frame)
+        for rank, member in self.membership.members.items():
+            self._send(member.peer, data, rank)
+        self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
         """Waits for the step here, and for the one before it everywhere. Raises GroupLost.

@@ -10,6 +10,8 @@ import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import add
 
 import msgspec
 
@@ -216,5 +218,6 @@ def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | Non
     """None where no head has a role."""
     if not stats:
         return None
-    sums = {name: sum(getattr(one, name) for one in stats) for name in m.TransferStats.__struct_fields__}
+    fields = m.TransferStats.__struct_fields__
+    sums = {name: reduce(add, (getattr(one, name) for one in stats)) for name in fields}
     return m.TransferStats(**sums)

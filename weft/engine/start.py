@@ -23,7 +23,8 @@ from weft.engine.build import load, rank_mesh
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner
 from weft.engine.fault_injection import Faults
-from weft.engine.group import GroupExecutor, Links, Share
+from weft.engine.group import GroupExecutor
+from weft.engine.group_links import Links, Share
 from weft.engine.ranks import RankProcesses, rank_address, ranks_of, threads_each
 from weft.engine.supervised_ranks import SupervisedRanks
 from weft.group.meeting import Meeting

@@ -2,6 +2,7 @@
 
     no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
                           └── StepFrame: same step number, same digest, or the rank stops
+              LateMasks: of the step before, if that is constrained; nothing else may follow it
 
 It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
 epoch, in which all its slots are empty. When the head is gone it can join another one.
@@ -64,6 +65,8 @@ class Worker:
         self._incarnation = incarnation
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
+        self._unsampled: StepHandle | None = None
+        """The last of them, while its masks are to come."""
         self._store: Any = None
         self.epoch = -1
         """The one that runs, or ran last."""
@@ -159,8 +162,8 @@ class Worker:
             self._step(frame)
         elif isinstance(frame, f.RoomToRank):
             self._rooms.take(frame, self._runner.transfer)
-        elif isinstance(frame, f.LateMasks) and self._current(frame.epoch):
-            raise EngineDead("token masks came, and this rank has no grammar backend")
+        elif isinstance(frame, f.LateMasks):
+            self._sample(frame)
 
     def _tell(self) -> bool:
         """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
@@ -199,6 +202,8 @@ class Worker:
     def _step(self, frame: f.StepFrame) -> None:
         if not self._current(frame.epoch):
             return
+        if self._unsampled is not None:
+            raise EngineDead(f"step {frame.step} came where the masks of step {frame.step - 1} were due")
         if self._next is not None and frame.step != self._next:
             raise EngineDead(f"step {frame.step} came where step {self._next} was due")
         if frame.plan.step != frame.step:
@@ -211,10 +216,22 @@ class Worker:
             )
         self._next = frame.step + 1
         handle = self._runner.forward(frame.plan)
-        self._runner.sample(handle)
         self._in_flight.append(handle)
+        if frame.plan.constrained:
+            self._unsampled = handle
+            return
+        self._runner.sample(handle)
         if self._runner.done(handle):
             self._answer()
+
+    def _sample(self, frame: f.LateMasks) -> None:
+        if not self._current(frame.epoch):
+            return
+        handle = self._unsampled
+        if handle is None or handle.plan.step != frame.step:
+            raise EngineDead(f"masks of step {frame.step} came, which awaits none")
+        self._unsampled = None
+        self._runner.sample(handle, frame.masks)
 
     def _answer(self) -> None:
         result = self._runner.read(self._in_flight.popleft())
@@ -251,6 +268,7 @@ class Worker:
     def _leave(self) -> None:
         """Ends the epoch here: communicators are closed, steps in flight end and are forgotten."""
         self._running = False
+        self._unsampled = None
         self._mesh.abort()
         while self._in_flight:
             try:

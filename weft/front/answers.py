@@ -10,13 +10,30 @@ from msgspec import UNSET, UnsetType
 
 from weft.common.errors import ErrorInfo
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON can't write."""
 
 
-class PromptTokensDetails(msgspec.Struct, kw_only=True):
+class ShownMiss(msgspec.Struct, kw_only=True):
+    """Why the cached part of a prompt ends where it does."""
+
+    reason: str
+    """"none": nothing more could be cached. "differs": an earlier sequence goes on with other tokens.
+    "evicted", "state" (no snapshot of a recurrent state), "salt", "computing" (right now), "new",
+    "disabled"."""
+    position: int
+    """Tokens of the prompt that were found; with "differs", that are alike."""
+    ours: str | UnsetType = UNSET
+    """With "differs": how the prompt goes on from there."""
+    theirs: str | UnsetType = UNSET
+    """How the earlier sequence does."""
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int
+    cache_miss: ShownMiss | None = None
+    """Of the first prompt, where it was asked for."""
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
@@ -66,10 +83,27 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """One entry a prompt token; the first, which nothing predicts, is null."""
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+    """JSON text, if the call is whole."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
-    content: str
+    content: str | None
+    """Null where there is nothing but calls."""
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    """The same; clients read one or the other."""
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -91,9 +125,26 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first of a call has everything but its arguments, later ones have a piece of these."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -144,6 +195,25 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class Embedding(msgspec.Struct, kw_only=True):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Of length 1; with ``encoding_format`` base64 the bytes of little-endian float32 numbers."""
+
+
+class EmbeddingUsage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -187,7 +257,13 @@ def error_response(error: ErrorInfo) -> ErrorResponse:
     )
 
 
-def make_usage(prompt: int, completion: int, cached: int, drafts: tuple[int, int] | None = None) -> Usage:
+def make_usage(
+    prompt: int,
+    completion: int,
+    cached: int,
+    drafts: tuple[int, int] | None = None,
+    miss: ShownMiss | None = None,
+) -> Usage:
     """Token counts of a request over all its prompts and choices. ``drafts``: (accepted, rejected)."""
     details: CompletionTokensDetails | UnsetType = UNSET
     if drafts is not None:
@@ -198,7 +274,7 @@ def make_usage(prompt: int, completion: int, cached: int, drafts: tuple[int, int
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached, cache_miss=miss),
         completion_tokens_details=details,
     )
 
@@ -209,11 +285,6 @@ _encoder = msgspec.json.Encoder()
 def to_json(value: Any) -> bytes:
     """JSON bytes of a response."""
     return _encoder.encode(value)
-
-
-def event(value: Any) -> bytes:
-    """``value`` as one server-sent event."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
@@ -227,6 +298,3 @@ def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) ->
 
 _NO_CHOICES = b'"choices":[]'
 """Stands in no text of an answer: quotation marks in a JSON string are escaped."""
-
-
-DONE = b"data: [DONE]\n\n"

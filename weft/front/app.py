@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from typing import Any
 
 import fastapi.openapi.utils
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
 
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
-from weft.front import answers, docs_page, openapi
+from weft.front import answers, docs_page, openapi, page
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
+from weft.front.doors import OPEN_PATHS
+from weft.front.embeddings import embeddings
 from weft.front.lifecycle import Phase
+from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
-from weft.front.middleware import OPEN_PATHS, AccessGate, ApiKeys, error_answer
-from weft.front.protocol import ChatRequest, CompletionRequest
+from weft.front.middleware import AccessGate, error_answer
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
+from weft.front.responses.routes import add_responses
+from weft.front.small_routes import add_admin, add_tokenizing
 
 READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
@@ -29,12 +38,16 @@ def build_app(front: Front) -> AccessGate:
     """The whole application over ``front``."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
+    add_responses(app, front)
+    add_tokenizing(app, front)
+    add_admin(app, front)
+    add_messages(app, front)
     _add_models(app, front)
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(WeftError, _on_weft_error)
+    app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return AccessGate(app, ApiKeys(front.section.api_key), front.metrics)
+    return AccessGate(app, front.doors, front.metrics)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
@@ -53,6 +66,11 @@ def _add_generation(app: FastAPI, front: Front) -> None:
     async def create_completion(request: Request) -> Response:
         """Continues a text."""
         return await completions(front, request)
+
+    @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, answers.EmbeddingList))
+    async def create_embedding(request: Request) -> Response:
+        """Makes a vector of each text, from the model's last hidden states."""
+        return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
@@ -100,7 +118,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
         state = "ready" if good else "stalled" if phase is Phase.READY else phase.value
         return _json({"status": state}, 200 if good else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(await front.metrics_page(), media_type=CONTENT_TYPE)
@@ -109,6 +127,11 @@ def _add_state(app: FastAPI, front: Front) -> None:
     async def version() -> Response:
         """The server's version."""
         return _json({"version": __version__})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """A page for a browser: model, load and a chat box."""
+        return page.answer()
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
@@ -132,19 +155,23 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(answers.to_json(value), status, media_type="application/json")
 
 
-async def _on_weft_error(request: Request, error: Exception) -> Response:
+async def _on_weft_error(front: Front, request: Request, error: Exception) -> Response:
     assert isinstance(error, WeftError)
-    return error_answer(error.info())
+    info = error.info()
+    full = info.http_status == 429
+    wait = front.retry_after.refused(asyncio.get_running_loop().time()) if full else None
+    return error_answer(info, request.scope["path"], retry_after=wait)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     """The router's own errors: 404 for no such route, 405 for the wrong method, or an answer to OPTIONS."""
     if not isinstance(error, HTTPException) or error.status_code != 405:
-        return error_answer(NotFound("there is no such route").info())
+        return error_answer(NotFound("there is no such route").info(), request.scope["path"])
     allow = _allowed(request)
     if request.method == "OPTIONS":
         return Response(status_code=204, headers={"allow": allow})
-    return error_answer(MethodNotAllowed(f"this route takes {allow}").info(), allow=allow)
+    refused = MethodNotAllowed(f"this route takes {allow}")
+    return error_answer(refused.info(), request.scope["path"], allow)
 
 
 def _allowed(request: Request) -> str:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import secrets
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.common.errors import ErrorInfo
 from weft.front import answers as r
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import chat_logprobs, prompt_logprobs
+from weft.front.outputs import ChoiceOutput
 from weft.front.serving import handle
+from weft.front.streaming import StreamForm
 from weft.text.choice import Choice, TextDelta
+from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 
 
 async def chat(front: Front, request: Request) -> Response:
@@ -26,12 +30,16 @@ async def chat(front: Front, request: Request) -> Response:
 class ChatShape:
     """Answers of one chat request: one id, time and model throughout."""
 
+    form = StreamForm()
+
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
-        self._id = "chatcmpl-" + secrets.token_hex(12)
+        self._id = generation.named("chatcmpl-")
         self._created = int(time.time())
+        self._outputs: dict[int, ChoiceOutput] = {}
+        """Of a stream's choices that have begun."""
 
     def opening(self) -> list[r.ChatChunk]:
         """The role of every choice, before any content."""
@@ -47,19 +55,51 @@ class ChatShape:
         return 0 if delta.logprobs is None else delta.logprobs.candidates
 
     def chunks(self, delta: TextDelta) -> list[r.ChatChunk]:
+        output = self._output_of(delta.index)
+        deltas = list(self._deltas(output.take(delta)))
         shown = delta.logprobs is not None or self._asked.return_token_ids
-        if not (delta.text or delta.finish_reason or (shown and delta.token_ids)):
+        if not deltas and (delta.finish_reason or (shown and delta.token_ids)):
+            deltas = [r.Delta() if delta.finish_reason else r.Delta(content="")]
+        if not deltas:
             return []
-        choice = r.ChatChunkChoice(
-            index=delta.index,
-            delta=r.Delta(content=delta.text) if delta.text or not delta.finish_reason else r.Delta(),
-            finish_reason=delta.finish_reason,
-            token_ids=list(delta.token_ids) if self._asked.return_token_ids else UNSET,
-        )
+        choices = [r.ChatChunkChoice(index=delta.index, delta=made) for made in deltas]
+        choices[-1].finish_reason = output.finish_reason(delta)
+        if self._asked.return_token_ids:
+            for choice in choices:
+                choice.token_ids = []
+            choices[0].token_ids = list(delta.token_ids)
         if delta.logprobs:
             top = self._asked.top or 0
-            choice.logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
-        return [self._chunk([choice])]
+            choices[0].logprobs = chat_logprobs(self._tokenizer, delta.token_ids, delta.logprobs, top)
+        return [self._chunk([choice]) for choice in choices]
+
+    def _output_of(self, index: int) -> ChoiceOutput:
+        if index not in self._outputs:
+            self._outputs[index] = ChoiceOutput(self._generation.parser())
+        return self._outputs[index]
+
+    def _deltas(self, events: Iterable[OutputEvent]) -> Iterator[r.Delta]:
+        """One for each stretch of the same kind, in order."""
+        for (kind, call), stretch in itertools.groupby(events, _kind_of):
+            found = list(stretch)
+            text = "".join(getattr(event, "text", "") for event in found)
+            if kind is Content:
+                yield r.Delta(content=text)
+            elif kind is Reasoning and self._asked.include_reasoning:
+                yield r.Delta(reasoning_content=text, reasoning=text)
+            elif kind is CallArguments:
+                function = r.FunctionDelta(arguments=text)
+                yield r.Delta(tool_calls=[r.ToolCallDelta(index=call, function=function)])
+            elif isinstance(begin := found[0], CallBegin):
+                function = r.FunctionDelta(name=begin.name)
+                whole = r.ToolCallDelta(index=call, id=begin.id, type="function", function=function)
+                yield r.Delta(tool_calls=[whole])
+
+    def failed(self, error: ErrorInfo) -> list[r.ErrorResponse]:
+        return [r.error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Nothing: choices have all that the answer shows."""
 
     def closing(self, usage: r.Usage) -> list[r.ChatChunk]:
         if not self._asked.usage_in_stream:
@@ -82,18 +122,30 @@ class ChatShape:
         yield from r.with_choices(answer, map(self._choice, self._generation.choices))
 
     def _choice(self, choice: Choice) -> r.ChatChoice:
-        assert choice.finish_reason is not None
-        chat_choice = r.ChatChoice(
-            index=choice.index,
-            message=r.Message(role="assistant", content=choice.text),
-            finish_reason=choice.finish_reason,
-        )
+        end = TextDelta(index=choice.index, text=choice.text, finish_reason=choice.finish_reason)
+        output = ChoiceOutput(self._generation.parser())
+        output.take(end)
+        reason = output.finish_reason(end)
+        assert reason is not None
+        chat_choice = r.ChatChoice(index=choice.index, message=self._message(output), finish_reason=reason)
         if choice.logprobs is not None:
             top = self._asked.top or 0
             chat_choice.logprobs = chat_logprobs(self._tokenizer, choice.token_ids, choice.logprobs, top)
         if self._asked.return_token_ids:
             chat_choice.token_ids = choice.token_ids
         return chat_choice
+
+    def _message(self, output: ChoiceOutput) -> r.Message:
+        message = r.Message(role="assistant", content=output.content)
+        if output.reasoning and self._asked.include_reasoning:
+            message.reasoning_content = message.reasoning = output.reasoning
+        if output.calls:
+            message.content = output.content or None
+            message.tool_calls = [
+                r.ToolCall(id=call.id, function=r.FunctionCall(name=call.name, arguments=call.arguments))
+                for call in output.calls
+            ]
+        return message
 
     def _chunk(self, choices: list[r.ChatChunkChoice]) -> r.ChatChunk:
         return r.ChatChunk(
@@ -103,3 +155,9 @@ class ChatShape:
             choices=choices,
             usage=None if self._asked.usage_in_stream else UNSET,
         )
+
+
+def _kind_of(event: OutputEvent) -> tuple[type[OutputEvent], int]:
+    if isinstance(event, CallBegin | CallArguments | CallEnd):
+        return type(event), event.call
+    return type(event), -1

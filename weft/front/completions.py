@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 
@@ -11,12 +10,14 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.common.errors import ErrorInfo
 from weft.front import answers as r
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.logprobs import completion_logprobs, prompt_logprobs
 from weft.front.prompt_only import PromptOnly
 from weft.front.serving import AnswerShape, handle
+from weft.front.streaming import StreamForm
 from weft.text.choice import Choice, TextDelta
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import PositionLogprobs
@@ -36,11 +37,13 @@ def _shape(generation: Generation) -> AnswerShape:
 class CompletionShape:
     """Answers of one completions request: one id, time and model throughout."""
 
+    form = StreamForm()
+
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._asked = generation.job.asked
         self._tokenizer = generation.tokenizer
-        self._id = "cmpl-" + secrets.token_hex(12)
+        self._id = generation.named("cmpl-")
         self._created = int(time.time())
         self._echoed: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
@@ -75,6 +78,12 @@ class CompletionShape:
                 completion_choice.token_ids = list(delta.token_ids)
             chunks.append(self._answer([completion_choice]))
         return chunks
+
+    def failed(self, error: ErrorInfo) -> list[r.ErrorResponse]:
+        return [r.error_response(error)]
+
+    def take(self, delta: TextDelta) -> None:
+        """Nothing: choices have all that the answer shows."""
 
     def closing(self, usage: r.Usage) -> list[r.Completion]:
         if not self._asked.usage_in_stream:

@@ -8,28 +8,39 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
 
 from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
+from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
-from weft.config.sections import FrontSection
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
+from weft.front.doors import Doors
+from weft.front.kinds import KINDS, MADE
 from weft.front.lifecycle import Lifecycle
-from weft.front.metrics import Metrics
-from weft.front.read_worker import Setup, decode_answer, encode_setup, payload_of
-from weft.front.reading import KINDS, Job, Reader, check_model
+from weft.front.metrics import Metrics, as_vllm
+from weft.front.rate_limit import RateLimits
+from weft.front.read_worker import ReadAnswer, decode_answer, payload_of
+from weft.front.reading import Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
+from weft.front.retry_after import RetryAfter
+from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.front.workers import WorkerPool
 from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
+from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
+
+if TYPE_CHECKING:
+    from weft.front.generation import Generation
 
 log = get_logger(__name__)
 
@@ -92,16 +103,30 @@ class Front:
         self._reader: Reader | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
+        limits = (section.rate_limit_requests, section.rate_limit_tokens)
+        each_front = [-(-limit // section.fronts) for limit in limits]
+        self.doors = Doors(
+            section.api_key,
+            section.admin_key,
+            section.allowed_origins,
+            RateLimits(*each_front) if any(limits) else None,
+            time.monotonic,
+        )
+        self.retry_after = RetryAfter()
+        self.running: dict[str, Generation] = {}
+        """Requests that the engine works on, by the ids of their answers."""
+        self.drain: Callable[[], None] = lambda: None
+        """Drains and ends the server. Set by who runs it."""
         self.ids = IdMint()
         self.seeds = SeedMint(config.model.seed)
 
     async def start(self) -> None:
         """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
         if self._siblings is not None:
-            await self._siblings.start(self.metrics.own)
+            await self._siblings.start(self.metrics.own, self._abort_here)
         loop = asyncio.get_running_loop()
-        load = functools.partial(TextModel.load, self.config.tokenizer_path, self.section.chat_template)
-        text = await loop.run_in_executor(self._pool, load)
+        files = TextSetup.of(self.config, self.section)
+        text = await loop.run_in_executor(self._pool, files.load)
         if text.chat.problem is not None:
             log.warning(
                 "%s; chat completions are refused until --chat-template names another one", text.chat.problem
@@ -112,17 +137,17 @@ class Front:
         self.limits = ModelLimits(
             vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
         )
-        section = self.section
         setup = Setup(
-            tokenizer=str(self.config.tokenizer_path),
-            chat_template=section.chat_template,
+            text=files,
             names=self._accepted,
             limits=self.limits,
-            max_response_bytes=section.max_response_bytes,
+            max_response_bytes=self.section.max_response_bytes,
+            keep_attribution=self.section.keep_attribution_lines,
+            grammar_timeout=self.config.grammar.grammar_compile_timeout,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
-        self._workers = WorkerPool(command, encode_setup(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = Reader(text, self._accepted, self.limits, section.max_response_bytes)
+        self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
+        self._reader = setup.reader(text)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -144,13 +169,42 @@ class Front:
     async def metrics_page(self) -> bytes:
         """The metrics of the whole server, as Prometheus reads them."""
         if self._siblings is None:
-            return self.metrics.render()
-        others = await self._siblings.pages()
-        return self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
+            page = self.metrics.render()
+        else:
+            others = await self._siblings.pages()
+            page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
+        return page + as_vllm(page) if self.section.vllm_metrics else page
+
+    async def abort(self, rid: str) -> bool:
+        """Ends the request whose answer has exactly this id, whichever front has it; whether there is one."""
+        return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
+
+    def _abort_here(self, rid: str) -> bool:
+        generation = self.running.get(rid)
+        if generation is not None:
+            generation.abort()
+        return generation is not None
 
     @property
     def text(self) -> TextModel:
         return self._ready_reader().text
+
+    @property
+    def cache_block(self) -> int:
+        """Tokens of a block of the heads' prefix cache; 0 where nothing is cached, or they do not say."""
+        welcome = self.links.welcome
+        caches = self.config.kv.enable_prefix_caching
+        return welcome.block_size if caches and welcome is not None else 0
+
+    @functools.cached_property
+    def thought_end(self) -> tuple[int, ...]:
+        """Ids of what ends a thought."""
+        text = self.text.output.thought_end
+        return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
+
+    def parser(self, spec: OutputSpec) -> OutputParser:
+        """A parser for one output that is read as ``spec`` says."""
+        return self.text.output.parser(spec)
 
     def _ready_reader(self) -> Reader:
         if self._reader is None:
@@ -164,22 +218,34 @@ class Front:
         when too much text work waits.
         """
         reader = self._ready_reader()
-        if self._pooled >= TEXT_QUEUE:
-            raise Overloaded("too many requests wait to be read; try again later")
-        if sum(map(len, body)) <= SMALL_BODY:
+        data = await self._read_large(kind, body)
+        if data is None:
             return await self.in_thread(lambda: then(KINDS[kind](reader, b"".join(body))))
-        assert self._workers is not None
-        self._trim_later()
-        data = await self._workers.call(*payload_of(kind, body))
 
         def finish() -> T:
-            answer = decode_answer(data)
-            if answer.error is not None:
-                raise ReportedError(answer.error)
+            answer = _decoded(data)
             assert answer.job is not None
             return then(answer.job)
 
         return await self.in_thread(finish)
+
+    async def made(self, kind: str, body: list[bytes]) -> bytes:
+        """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
+        reader = self._ready_reader()
+        data = await self._read_large(kind, body)
+        if data is None:
+            return await self.in_thread(lambda: MADE[kind](reader, b"".join(body)))
+        return (await self.in_thread(_decoded, data)).made
+
+    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | None:
+        """What a process read; None for a body that is small enough to be read in a thread."""
+        if self._pooled >= TEXT_QUEUE:
+            raise Overloaded("too many requests wait to be read; try again later")
+        if sum(map(len, body)) <= SMALL_BODY:
+            return None
+        assert self._workers is not None
+        self._trim_later()
+        return await self._workers.call(*payload_of(kind, body))
 
     def _trim_later(self) -> None:
         """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""
@@ -204,3 +270,10 @@ class Front:
         """A served model, as /v1/models shows it: never by a name that is only accepted."""
         shown = name if name in self.names else self.names[0]
         return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
+
+
+def _decoded(data: bytes) -> ReadAnswer:
+    answer = decode_answer(data)
+    if answer.error is not None:
+        raise ReportedError(answer.error)
+    return answer

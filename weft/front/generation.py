@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Mapping
 
@@ -11,18 +12,21 @@ import msgspec
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded, ReportedError
 from weft.front.answers import Usage, make_usage
 from weft.front.context import Front
+from weft.front.misses import shown
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
 from weft.front.streaming import within
+from weft.front.thinking import ThoughtBudget, after, single
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
 from weft.text.choice import Choice, TextDelta
+from weft.text.parsing.engine import OutputEngine
+from weft.text.parsing.parser import OutputParser
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import Submit, ids_to_bytes
+from weft.types.messages import READINESS_SALT, Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
 
-PROBE_SALT = "weft readiness"
 MAX_SUBMITTED = 128 << 20
 """Bytes of prompts that one request may send to the engine, each choice with its own."""
 
@@ -41,6 +45,8 @@ class Generation:
         none.
         """
         self.choices: list[Choice] = []
+        self.explain = False
+        """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
         self.tokenizer = front.text.tokenizer
         self._front = front
         self._times = times
@@ -53,6 +59,17 @@ class Generation:
         self._open = True
         self._lock = threading.Lock()
         """Held to build, and to close: a request may be given up while its thread still builds."""
+        self.id = ""
+        """What its answer is called, once it has a name."""
+        self._aborted = False
+        self._budgets: dict[int, ThoughtBudget] = {}
+        """Of choices whose thoughts may still have to be ended, by their index."""
+        self._submitted: dict[int, Submit] = {}
+        """Of the same choices."""
+        self._ended_thoughts: set[int] = set()
+        """Choices that have gone on in another sequence."""
+        self._early: list[TextDelta] = []
+        """What is known before the engine has said anything."""
         self._held_bytes = 0
         """Of logprobs that wait for the end of an answer that is not streamed."""
 
@@ -61,7 +78,10 @@ class Generation:
         most = self._front.config.scheduler.max_queued_requests
         # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
         if len(job.prompts) * job.params.n > most:
-            raise InvalidRequest(f"prompts times n must be at most {most} on this server", param="n")
+            raise InvalidRequest(
+                f"prompts times n must be at most {most} on this server",
+                param="input" if job.asked.encoding else "n",
+            )
         size = sum(prompt.count for prompt in job.prompts) * 4 * job.params.n
         if size > MAX_SUBMITTED:
             raise InvalidRequest(
@@ -78,6 +98,7 @@ class Generation:
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
+        visible = self._front.text.output.visible_for(job.output)
         owner = self._front.ids.mint()
         self._ids.append(owner)
         for number, prompt in enumerate(job.prompts):
@@ -88,6 +109,11 @@ class Generation:
                 ids=self._front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
+                grammar=job.grammar,
+                explain=self.explain,
+                pooling=self._front.section.pooling if job.asked.encoding else "",
+                priority=job.sharing.priority,
+                salt=job.sharing.salt,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made
@@ -101,9 +127,24 @@ class Generation:
                 continues=job.continues,
                 stops=stops,
                 keep_logprobs=not job.asked.stream,
+                visible=visible,
             )
             self.choices.append(choice)
         self._by_sequence = {choice.sequence: choice for choice in self.choices}
+        if job.thinking_budget is not None:
+            self._set_budgets(job, job.thinking_budget)
+
+    def _set_budgets(self, job: Job, tokens: int) -> None:
+        for number, choice in enumerate(self.choices):
+            reader = self.parser()
+            assert isinstance(reader, OutputEngine)  # the request's reader has seen to it
+            budget = ThoughtBudget(tokens, reader)
+            self._budgets[choice.index] = budget
+            self._submitted[choice.index] = self._submits[number]
+            if budget.spent and (forced := self._force_end(choice)) is not None:
+                self._early.append(forced)
+                emitted = ids_to_bytes(choice.token_ids)
+                self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
 
     def submit(self) -> None:
         """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
@@ -114,12 +155,18 @@ class Generation:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
         self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
+        if self._early:
+            self._flow.wake()
 
     @property
     def flow(self) -> Flow:
         """Events of what ``submit`` sent."""
         assert self._flow is not None
         return self._flow
+
+    def parser(self) -> OutputParser:
+        """A parser for one choice's text, at its start."""
+        return self._front.parser(self.job.output)
 
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of choice ``index``."""
@@ -134,21 +181,87 @@ class Generation:
         """What came since the last call; may be empty. Raises WeftError when the request has failed."""
         async with within(self._deadline):
             events = await self.flow.next()
-        deltas = []
-        for event in events:
-            choice = self._by_sequence[event.sequence]
-            delta = choice.on_event(event)
-            if delta is None:
-                continue
-            if delta.send_finish:
-                self._front.links.finish(self.flow, choice.sequence)
-            if delta.finish_reason == "error" and delta.error is not None:
-                raise ReportedError(delta.error)
-            if delta.finish_reason == "abort":
-                raise EngineDead("the engine gave the request up")
-            self._hold(delta)
-            deltas.append(delta)
+        deltas = self._early + [delta for event in events for delta in self._take(event)]
+        self._early = []
+        if self._aborted:
+            deltas += self._cut()
         return deltas
+
+    def _take(self, event: TokenEvent) -> list[TextDelta]:
+        if not self._budgets:
+            return self._take_all(event)
+        return [delta for part in single(event) for delta in self._take_all(part)]
+
+    def _take_all(self, event: TokenEvent) -> list[TextDelta]:
+        """What an event of one sequence adds."""
+        choice = self._by_sequence.get(event.sequence)
+        if choice is None:  # another sequence goes on in its place
+            return []
+        if choice.index in self._ended_thoughts:
+            event = msgspec.structs.replace(event, num_cached=0)  # told of the prompt already
+        delta = choice.on_event(event)
+        if delta is None:
+            return []
+        if delta.send_finish:
+            self._front.links.finish(self.flow, choice.sequence)
+        if delta.finish_reason == "error" and delta.error is not None:
+            raise ReportedError(delta.error)
+        if delta.finish_reason == "abort":
+            raise EngineDead("the engine gave the request up")
+        self._hold(delta)
+        return [delta, *self._watch_thought(choice, delta)]
+
+    def _watch_thought(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
+        """Ends a thought whose budget is spent: its choice goes on in another sequence."""
+        budget = self._budgets.get(choice.index)
+        if budget is None or choice.finished:
+            return []
+        budget.take(delta.text)
+        forced = self._force_end(choice) if budget.spent else None
+        if forced is None:
+            return []
+        links, old = self._front.links, self._submitted[choice.index]
+        links.finish(self.flow, choice.sequence)
+        self._ended_thoughts.add(choice.index)
+        ids = self._front.ids
+        made = after(old, choice.token_ids, sequence=ids.mint(), request=ids.mint())
+        self._ids += [made.sequence, made.request]
+        del self._by_sequence[choice.sequence]
+        choice.sequence = made.sequence
+        self._by_sequence[made.sequence] = choice
+        if not choice.finished:
+            known = self._hashes.get(old.request)
+            links.extend(self.flow, made, {} if known is None else {made.request: known})
+        return [forced]
+
+    def _force_end(self, choice: Choice) -> TextDelta | None:
+        """Ends the choice's thought as if the model had; None where there is no room for it and an answer."""
+        del self._budgets[choice.index]
+        closing = self._front.thought_end
+        if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
+            return None
+        return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))
+
+    def named(self, prefix: str) -> str:
+        """Mints the answer's id, by which the generation can be aborted while it runs."""
+        self.id = prefix + secrets.token_hex(12)
+        self._front.running[self.id] = self
+        return self.id
+
+    def abort(self) -> None:
+        """Ends every open choice where it is, for "abort"."""
+        self._aborted = True
+        self.flow.wake()
+
+    def _cut(self) -> list[TextDelta]:
+        deltas = [choice.abort() for choice in self.choices]
+        for choice in self.choices:
+            self._front.links.finish(self.flow, choice.sequence)
+        return [delta for delta in deltas if delta is not None]
+
+    def spent(self) -> int:
+        """Tokens that the engine has worked on."""
+        return 0 if self._flow is None else self.usage().total_tokens
 
     def _hold(self, delta: TextDelta) -> None:
         """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
@@ -174,6 +287,7 @@ class Generation:
             completion=sum(len(choice.token_ids) for choice in self.choices),
             cached=sum(choice.num_cached for choice in self.choices[::n]),
             drafts=drafts,
+            miss=shown(self.choices[0].cache_miss, self.job.prompts[0].data, self.tokenizer),
         )
 
     def succeeded(self) -> None:
@@ -190,6 +304,9 @@ class Generation:
             self._open = False
         if self._flow is not None:
             self._front.links.release(self._flow)
+            self._front.retry_after.ended(asyncio.get_running_loop().time())
+        if self.id:
+            self._front.running.pop(self.id, None)
         for made in self._ids:
             self._front.ids.release(made)
 
@@ -204,7 +321,7 @@ async def probe(front: Front) -> None:
             seed=0,
             prompt_ids=ids_to_bytes([0]),
             params=TokenParams(temperature=0.0, max_tokens=1),
-            salt=PROBE_SALT,
+            salt=READINESS_SALT,
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]

@@ -109,6 +109,9 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         lambda s: s.preemptions,
     ),
     "engine_steps": ("Forward passes.", lambda s: s.steps),
+    "engine_prefill_rows": ("Rows of prompts in forward passes.", lambda s: s.prefill_rows),
+    "engine_prefill_tokens": ("Tokens of those rows.", lambda s: s.prefill_tokens),
+    "engine_decode_rows": ("Rows of running sequences in forward passes.", lambda s: s.decode_rows),
     "engine_mixed_steps": ("Forward passes with prefill and decode rows.", lambda s: s.mixed_steps),
     "spec_decode_num_draft_tokens": ("Drafts verified.", lambda s: sum(s.drafts)),
     "spec_decode_num_accepted_tokens": ("Drafts that became tokens.", lambda s: sum(s.drafts_accepted)),
@@ -117,6 +120,19 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         lambda s: s.idle_steps,
     ),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
+    "grammar_constrained_steps": (
+        "Forward passes in which a grammar said what some row may sample.",
+        lambda s: s.constrained_steps,
+    ),
+    "grammar_mask_seconds": (
+        "Seconds in which their masks were made, mostly while the device computed.",
+        lambda s: s.mask_seconds,
+    ),
+    "grammar_compiled": (
+        "Grammars compiled, or found compiled, for a sequence.",
+        lambda s: s.grammars_compiled,
+    ),
+    "grammar_errors": ("Sequences that their grammar ended with an error.", lambda s: s.grammar_errors),
     "group_recoveries": ("Times that ranks were lost and formed anew.", lambda s: s.recoveries),
     "num_requeued": ("Sequences that ran then and were computed again.", lambda s: s.requeued),
     "overlapped_steps": ("Steps computed in two micro-batches.", lambda s: s.overlapped_steps),
@@ -189,6 +205,10 @@ _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
         lambda c: c.local_prefills,
     ),
 }
+_DECISIONS = (
+    "Choices of a head among several by what they have cached: all had told that (exact), some (degraded), "
+    "or none (fallback)."
+)
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
     "engines_without_partner": (
@@ -210,6 +230,8 @@ class _LinkCollector(Collector):
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
             yield self._counter(name, text, [((), of_link(self._links))])
+        decisions = [((knew,), float(n)) for knew, n in self._links.routing_decisions.items()]
+        yield self._counter("routing_decisions", _DECISIONS, decisions, "knew")
 
     def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
         return self._fill(GaugeMetricFamily(f"weft:{name}", text, labels=["model_name", *labels]), values)
@@ -272,6 +294,7 @@ _EVENTS = (
     ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
     ("request_failure", "Requests that ended in an error.", ("model_name", "code")),
     ("http_requests", "HTTP requests answered.", ("route", "method", "status")),
+    ("prefix_cache_misses", "Prompts, by why the cached prefix ended.", ("model_name", "reason")),
 )
 
 
@@ -291,7 +314,7 @@ class Metrics:
         self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
             histogram.labels(model) for histogram in made
         )
-        self.success, self.failure, self.http = (
+        self.success, self.failure, self.http, self.misses = (
             Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
 
@@ -318,6 +341,11 @@ class Metrics:
         return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
 
 
+def as_vllm(page: bytes) -> bytes:
+    """The same exposition as vLLM's dashboards and gateways ask for it: names, and the engine's label."""
+    return page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
+
+
 class _Families(CollectorRegistry):
     """Metrics that were collected."""
 
@@ -342,6 +370,7 @@ def describe() -> str:
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]
     lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
+    lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")
     lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]
     for name, _, buckets in _HISTOGRAMS:

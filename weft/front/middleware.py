@@ -1,4 +1,5 @@
-"""What every HTTP request passes: ids, header size, API key, counting, and an answer for every failure.
+"""What every HTTP request passes: ids, header size, keys and their limits, counting, other origins, and an
+answer for every failure.
 
 Here, too, paths and methods become those of the routes: ``/health/`` is ``/health``, and HEAD is GET without
 its body.
@@ -6,77 +7,64 @@ its body.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import math
 import re
 import secrets
-from collections.abc import Iterable
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.common.errors import ErrorInfo, HeaderTooLarge, Unauthorized, WeftError
+from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
 from weft.front.answers import error_response, to_json
+from weft.front.doors import Doors, RateLimited
+from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
 
 log = get_logger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
-OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
-"""Probes need no key: they are asked by machinery that holds none, and tell nothing but a state."""
 _GOOD_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
-_RETRY_AFTER = {429: "1", 503: "5"}
+ALL_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
+_RETRY_AFTER = {429: 1, 503: 5}
 _CLOSE = frozenset({408, 413, 431})
 """Answers after which the rest of the request is not read."""
 
 
-class ApiKeys:
-    """The keys that open the API. Comparing takes the same time for every wrong key."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
-
-    def allow(self, authorization: bytes | None, x_api_key: bytes | None = None) -> bool:
-        """Whether a known key came (``Authorization: Bearer KEY`` or ``x-api-key: KEY``), or none is needed.
-
-        Where both headers came, Authorization alone counts.
-        """
-        if not self._digests:
-            return True
-        scheme = b"bearer"
-        key = x_api_key or b""
-        if authorization is not None:
-            scheme, _, key = authorization.partition(b" ")
-        given = _digest(key.strip())
-        found = False
-        for digest in self._digests:
-            found |= hmac.compare_digest(digest, given)
-        return found and scheme.lower() == b"bearer"
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def error_answer(error: ErrorInfo, allow: str | None = None) -> Response:
-    """The HTTP answer to a request that failed before its first byte. ``allow``: methods the route takes."""
+def error_answer(
+    error: ErrorInfo, path: str, allow: str | None = None, retry_after: float | None = None
+) -> Response:
+    """The HTTP answer to a request that failed before its first byte, in the shape that clients of ``path``
+    read. ``allow``: methods the route takes. ``retry_after``: seconds, where more is known than that the
+    server has no room.
+    """
     headers = {} if allow is None else {"allow": allow}
     if error.http_status in _RETRY_AFTER:
-        headers["retry-after"] = _RETRY_AFTER[error.http_status]
+        headers["retry-after"] = str(math.ceil(retry_after or _RETRY_AFTER[error.http_status]))
     if error.http_status in _CLOSE:
         headers["connection"] = "close"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(to_json(error_response(error)), error.http_status, headers, "application/json")
+    shown: Any = error_response(error)
+    if messages.applies(path):
+        error = messages.translated(error)
+        shown = messages.error_body(error)
+    return Response(to_json(shown), error.http_status, headers, "application/json")
+
+
+def refusal(error: WeftError, path: str) -> Response:
+    """The HTTP answer to what a request failed with before its first byte."""
+    wait = error.wait if isinstance(error, RateLimited) else None
+    return error_answer(error.info(), path, retry_after=wait)
 
 
 class AccessGate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, doors: Doors, metrics: Metrics) -> None:
         self._app = app
-        self._keys = keys
+        self._doors = doors
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,25 +76,34 @@ class AccessGate:
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
         status = 0
+        more = [(b"x-request-id", request_id), *self._doors.origins.headers(headers)]
+        if messages.applies(scope["path"]):
+            more.append((b"request-id", request_id))  # the name that its clients show
 
         async def answer(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", []), *more]
             await send(message)
 
         try:
-            self._admit(scope, headers)
+            _check_size(scope)
+            preflight = self._doors.origins.preflight(method, headers, ALL_METHODS)
+            if preflight is not None:
+                await preflight(scope, receive, answer)
+                return
+            more += self._doors.admit(scope, headers)
             await self._app(scope, receive, answer)
         except WeftError as error:
-            await error_answer(error.info())(scope, receive, answer)
+            more += error.headers if isinstance(error, RateLimited) else []
+            await refusal(error, scope["path"])(scope, receive, answer)
         except Exception:
             log.exception("a request failed")
             if status:
                 raise
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
-            await error_answer(failed)(scope, receive, answer)
+            await error_answer(failed, scope["path"])(scope, receive, answer)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), method, status)
             # Not the others: how often 503 and 504 are answered is up to clients. All are counted.
@@ -117,20 +114,15 @@ class AccessGate:
         """Counts an answer to what never became a request: a head that is malformed, too long or too slow."""
         self._count("other", "other", status)
 
-    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
-            raise HeaderTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes")
-        if scope["path"] in OPEN_PATHS:
-            return
-        if not self._keys.allow(headers.get(b"authorization"), headers.get(b"x-api-key")):
-            raise Unauthorized(
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
-            )
-
     def _count(self, route: str, method: str, status: int) -> None:
         """Labels are bounded: routes that exist, methods that exist."""
         known = method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
         self._metrics.http.labels(route, method if known else "other", str(status)).inc()
+
+
+def _check_size(scope: Scope) -> None:
+    if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+        raise HeaderTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes")
 
 
 def _as_routed(scope: Scope) -> Scope:

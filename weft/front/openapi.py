@@ -8,59 +8,75 @@ from typing import Any
 import msgspec
 
 from weft.front import answers
-from weft.front.protocol import ChatRequest, CompletionRequest
+from weft.front.protocol.parse import Body
 
-_SHOWN = (
-    ChatRequest,
-    CompletionRequest,
-    answers.ChatCompletion,
-    answers.ChatChunk,
-    answers.Completion,
-    answers.ModelList,
-    answers.ModelCard,
-    answers.ErrorResponse,
-)
+_shown: dict[type, None] = {}
+"""What routes have said that their requests and answers are."""
 
 
 def components() -> dict[str, Any]:
     """JSON schemas of everything that requests and answers are made of."""
-    _, schemas = msgspec.json.schema_components(_SHOWN, ref_template="#/components/schemas/{name}")
-    for request in (ChatRequest, CompletionRequest):
+    _, schemas = msgspec.json.schema_components(tuple(_shown), ref_template="#/components/schemas/{name}")
+    for request in (one for one in _shown if issubclass(one, Body)):
         schemas[request.__name__]["additionalProperties"] = False
     return schemas
 
 
 def _json(schema: type) -> dict[str, Any]:
+    _shown[schema] = None
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}}
 
 
-def _errors(*statuses: int) -> dict[str, Any]:
-    return {
-        str(status): {"description": "Error", "content": _json(answers.ErrorResponse)} for status in statuses
-    }
+def _errors(*statuses: int, shape: type = answers.ErrorResponse) -> dict[str, Any]:
+    return {str(status): {"description": "Error", "content": _json(shape)} for status in statuses}
 
 
-def generates(request: type, answer: type, chunk: type) -> dict[str, Any]:
-    """What FastAPI can't see of a route that generates: its body and its answers."""
+def _failures(error: type) -> dict[str, Any]:
+    """What a route that reads a body may answer beside 200."""
+    return _errors(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504, 529, shape=error)
+
+
+def generates(
+    request: type, answer: type, chunk: type | str, *, error: type = answers.ErrorResponse
+) -> dict[str, Any]:
+    """What FastAPI can't see of a route that generates: its body and its answers. ``chunk``: what streams
+    consist of; ``error``: the shape of a failure."""
+    if isinstance(chunk, str):
+        events = chunk
+    else:
+        events = f"events, each a {chunk.__name__}, then [DONE]"
+        _shown[chunk] = None
     content = _json(answer)
     content["text/event-stream"] = {
         "schema": {
             "type": "string",
-            "description": f"With stream: events, each a {chunk.__name__}, then [DONE].",
+            "description": f"With stream: {events}.",
         }
     }
     return {
         "requestBody": {"required": True, "content": _json(request)},
         "responses": {
             "200": {"description": "The completion", "content": content},
-            **_errors(400, 401, 404, 413, 415, 429, 500, 503, 504),
+            **_failures(error),
         },
     }
 
 
-def returns(answer: type) -> dict[str, Any]:
-    """The same for a route that only answers."""
-    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **_errors(401, 404)}}
+def answers_of(request: type, answer: type, *, error: type = answers.ErrorResponse) -> dict[str, Any]:
+    """The same for a route that reads a body and generates nothing."""
+    return {
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": {
+            "200": {"description": "OK", "content": _json(answer)},
+            **_failures(error),
+        },
+    }
+
+
+def returns(answer: type, *refusals: int) -> dict[str, Any]:
+    """The same for a route that only answers. ``refusals``: statuses of errors beside the usual ones."""
+    errors = _errors(*refusals, 401, 403, 404)
+    return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **errors}}
 
 
 def probes() -> dict[str, Any]:

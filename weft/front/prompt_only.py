@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from weft.common.errors import ErrorInfo
 from weft.front.answers import Usage
 from weft.front.generation import Generation
 from weft.front.serving import AnswerShape
+from weft.front.streaming import StreamForm
 from weft.text.choice import TextDelta
 from weft.text.logprobs import Logprobs
 
@@ -36,6 +38,16 @@ class PromptOnly:
             return []
         self._forget_output(delta.index)
         return self._shape.chunks(TextDelta(index=delta.index, finish_reason="length"))
+
+    @property
+    def form(self) -> StreamForm:
+        return self._shape.form
+
+    def failed(self, error: ErrorInfo) -> list[Any]:
+        return self._shape.failed(error)
+
+    def take(self, delta: TextDelta) -> None:
+        self._shape.take(delta)
 
     def closing(self, usage: Usage) -> list[Any]:
         return self._shape.closing(self._generation.usage())

@@ -20,10 +20,10 @@ from weft.common import signals
 from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.front.reading import KINDS, Job, Reader
+from weft.front.kinds import KINDS, MADE
+from weft.front.reading import Job, Reader
+from weft.front.setup import Setup
 from weft.front.workers import HEADER
-from weft.text.model import TextModel
-from weft.text.submit import ModelLimits
 
 log = get_logger(__name__)
 
@@ -31,24 +31,15 @@ NICENESS = 5
 """Steps of the engine go first where cores are short."""
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know: the arguments of ``Reader``, with the text model by its files."""
-
-    tokenizer: str
-    chat_template: str | None
-    names: tuple[str, ...]
-    limits: ModelLimits
-    max_response_bytes: int
-
-
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One of them is there."""
 
     job: Job | None = None
+    made: bytes = b""
+    """The answer's JSON, where no engine is needed for it."""
     error: ErrorInfo | None = None
 
 
-encode_setup = msgspec.msgpack.Encoder().encode
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
@@ -61,7 +52,10 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
     kind, _, body = payload.partition(b"\0")
     try:
-        return ReadAnswer(job=KINDS[kind.decode()](reader, body))
+        name = kind.decode()
+        if name in MADE:
+            return ReadAnswer(made=MADE[name](reader, body))
+        return ReadAnswer(job=KINDS[name](reader, body))
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:
@@ -80,8 +74,7 @@ def main() -> None:
     ):
         keep_heap_small()
         setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
-        text = TextModel.load(setup.tokenizer, setup.chat_template)
-        reader = Reader(text, setup.names, setup.limits, setup.max_response_bytes)
+        reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()
         while payload := _receive(stream):
             answer = encoder.encode(answer_to(reader, payload))

@@ -7,16 +7,28 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
-from weft.common.errors import ContextLength, InvalidRequest, NotFound
-from weft.front.protocol import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest, parse, printable
+from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
+from weft.front.asked_output import grammar_of, output_of, variables_of
+from weft.front.conversation import AnswerOptions, Conversation, Sharing
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
+from weft.front.protocol.embeddings import EmbeddingRequest
+from weft.front.protocol.parse import parse, printable
+from weft.front.turns import shows_system_inside, shows_users_apart
+from weft.grammar.service import GrammarService
+from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
+from weft.text.parsing.parser import OutputSpec
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
 from weft.text.tokenizer import TooManyTokens, check_text
+from weft.types.grammar import Grammar
 from weft.types.sampling import SamplingParams, TokenParams
 
 COLUMN_BYTES = 8
@@ -25,6 +37,8 @@ ECHO_BYTES = 28
 """Bytes of one candidate in the JSON of a completion, about."""
 PROMPT_LOGPROB_BYTES = 64
 """Bytes of one candidate in the JSON of ``prompt_logprobs``, about."""
+TAIL_TOKENS = 64
+"""At the end of a prompt of token ids, by which is seen whether it ends inside a thought."""
 TOKEN_BYTES = 40
 """Bytes of one position in the JSON of a completion's logprobs, besides its candidates, about."""
 
@@ -50,28 +64,6 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.data) // 4
 
 
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of the answer that a request asks for."""
-
-    model: str
-    stream: bool
-    usage_in_stream: bool
-    return_token_ids: bool
-    skip_special_tokens: bool
-    top: int | None
-    """Alternatives to show beside each output token; None without logprobs."""
-    prompt_logprobs: bool = False
-    """Whether the answer has the field of that name."""
-    echo: bool = False
-    prompt_only: bool = False
-    """Whether no output is wanted. The engine makes at least one token: it is not shown."""
-
-    @property
-    def heavy(self) -> bool:
-        """Whether an answer may be much larger than its text."""
-        return self.top is not None or self.prompt_logprobs
-
-
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A request after reading: everything is checked and resolved."""
 
@@ -85,20 +77,60 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the output goes on from the prompt's text."""
     param: str
     """The parameter that the prompt came in."""
+    output: OutputSpec = OutputSpec()
+    """How each choice's text is read."""
+    grammar: Grammar | None = None
+    """What each choice's whole output may be."""
+    sharing: Sharing = Sharing()
+    thinking_budget: int | None = None
+    facts: bytes = b""
+    """What the answer's shape needs to know of the request, as its API writes it down."""
+
+
+class Grammars(Protocol):
+    """What is needed of ``setup.GrammarCheck``."""
+
+    def service(self) -> GrammarService:
+        """Compiles grammars."""
 
 
 class Reader:
     """Reads requests for one server. Thread-safe."""
 
     def __init__(
-        self, text: TextModel, names: Sequence[str], limits: ModelLimits, max_response_bytes: int
+        self,
+        text: TextModel,
+        names: Sequence[str],
+        limits: ModelLimits,
+        max_response_bytes: int,
+        *,
+        grammars: Grammars | None = None,
+        keep_attribution: bool = False,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
-        the prompt may take."""
+        the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
+        ``keep_attribution``: see ``weft.front.messages.conversion``.
+        """
         self.text = text
         self.limits = limits
         self._names = names
         self._max_response_bytes = max_response_bytes
+        self._grammars = grammars
+        self.keep_attribution = keep_attribution
+
+    @functools.cached_property
+    def system_inside(self) -> bool:
+        """Whether the chat template shows a system message that is not the first one."""
+        return shows_system_inside(self.text.chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        """Whether the chat template takes two messages of the user in a row."""
+        return shows_users_apart(self.text.chat)
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFound unless ``name`` is served."""
+        check_model(name, self._names)
 
     def chat(self, body: bytes) -> Job:
         """Reads a chat request. Raises WeftError."""
@@ -107,12 +139,80 @@ class Reader:
         params = asked.sampling()
         continues = bool(asked.continue_final_message)
         opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
+        return self.converse(
+            Conversation(
+                messages=asked.messages,
+                params=params,
+                form=_form(asked, params, include_reasoning=asked.include_reasoning is not False),
+                tools=asked.tool_use(),
+                constraint=asked.constraint(),
+                effort=asked.reasoning_effort,
+                thinking_budget=asked.thinking_token_budget,
+                template=asked.chat_template_kwargs,
+                opens=opens,
+                continues=continues,
+                prompt_ids=asked.prompt_token_ids,
+                sharing=asked.sharing(),
+            )
+        )
+
+    def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
+        """Reads what any API for conversations asks. ``clip``: more output than the context leaves room for
+        may be asked for. Raises WeftError."""
+        param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
+        if asked.prompt_ids is None:
+            prompt = self.rendered(asked)
+        else:
+            prompt = self._given(asked.prompt_ids)
+        output = output_of(asked, prompt)
+        self._check_budget(asked)
+        params = asked.params
+        room = self.limits.max_model_len - len(prompt.ids)
+        if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
+            params = msgspec.structs.replace(params, max_tokens=room)
+        return self._job(
+            [(prompt.ids, "")],
+            params,
+            asked.form,
+            continues=asked.continues,
+            param=param,
+            output=output,
+            grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
+            sharing=asked.sharing,
+            thinking_budget=asked.thinking_budget,
+        )
+
+    def _check_budget(self, asked: Conversation) -> None:
+        name = "thinking_token_budget"
+        if asked.thinking_budget is None:
+            return
+        if not self.text.output.thought_end:
+            raise InvalidRequest(
+                "this model has no thoughts that the server knows; name their format with --reasoning-parser",
+                param=name,
+            )
+        if asked.params.logprobs is not None:
+            raise InvalidRequest(
+                "the tokens that end a thought for its budget have no logprobs; send either", param=name
+            )
+
+    def _given(self, ids: list[int]) -> ChatPrompt:
+        """A prompt that the client has rendered itself."""
+        self._prompt(ids, "prompt_token_ids", echo=False)
+        prompt_bytes(ids, self.limits, "prompt_token_ids")  # they are ids of the model
+        known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
+        end = self.text.tokenizer.decode(known, skip_special_tokens=False)
+        return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
+
+    def rendered(self, asked: Conversation) -> ChatPrompt:
+        """The prompt that the chat template makes. Raises WeftError."""
         try:
-            rendered = self.text.chat.encode(
+            return self.text.chat.encode(
                 asked.messages,
-                add_generation_prompt=opens,
-                continue_final_message=continues,
-                kwargs=asked.chat_template_kwargs,
+                add_generation_prompt=asked.opens,
+                continue_final_message=asked.continues,
+                tools=asked.tools.told,
+                kwargs=variables_of(asked, self.text),
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
@@ -120,8 +220,6 @@ class Reader:
             raise InvalidRequest(message, param="chat_template_kwargs") from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
-        form = _form(asked, params)
-        return self._job([(rendered.ids, "")], params, form, continues, "messages")
 
     def completions(self, body: bytes) -> Job:
         """Reads a completions request. Raises WeftError."""
@@ -129,23 +227,44 @@ class Reader:
         check_model(asked.model, self._names)
         params = asked.sampling()
         form = _form(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
-        prompts = [self._prompt(prompt, form.echo) for prompt in asked.prompts()]
+        constraint = asked.constraint()
+        grammar = None if constraint is None else constraint.grammar
+        if constraint is not None:
+            self._check_grammar(constraint.grammar, constraint.param)
+        prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
         if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
             least = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
             params = msgspec.structs.replace(params, max_tokens=least)
-        return self._job(prompts, params, form, True, "prompt")
+        return self._job(
+            prompts, params, form, continues=True, param="prompt", grammar=grammar, sharing=asked.sharing()
+        )
 
-    def _prompt(self, prompt: str | list[int], echo: bool) -> tuple[list[int], str]:
+    def embeddings(self, body: bytes) -> Job:
+        """Reads an embeddings request. Raises WeftError."""
+        asked = parse(body, EmbeddingRequest)
+        check_model(asked.model, self._names)
+        prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
+        return Job(
+            prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
+            params=SamplingParams(max_tokens=1),
+            token_params=TokenParams(max_tokens=1),
+            asked=AnswerOptions(model=asked.model, stream=False, encoding=asked.encoding_format or "float"),
+            continues=True,
+            param="input",
+            sharing=asked.sharing(),
+        )
+
+    def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
         """(ids, text as ``echo`` shows it)."""
         if isinstance(prompt, str):
-            check_text(prompt, "prompt")
+            check_text(prompt, param)
             try:
                 return self.text.tokenizer.encode(prompt, limit=self.limits.max_model_len), prompt
             except TooManyTokens as error:
-                raise self._too_long(error, "prompt") from None
+                raise self._too_long(error, param) from None
         if len(prompt) > self.limits.max_model_len:
-            raise self._too_long(TooManyTokens(len(prompt)), "prompt")
+            raise self._too_long(TooManyTokens(len(prompt)), param)
         return prompt, self.text.tokenizer.decode(prompt) if echo else ""
 
     def _too_long(self, error: TooManyTokens, param: str) -> ContextLength:
@@ -160,8 +279,13 @@ class Reader:
         prompts: Sequence[tuple[list[int], str]],
         params: SamplingParams,
         asked: AnswerOptions,
+        *,
         continues: bool,
         param: str,
+        output: OutputSpec = OutputSpec(),
+        grammar: Grammar | None = None,
+        sharing: Sharing = Sharing(),
+        thinking_budget: int | None = None,
     ) -> Job:
         limits = self.limits
         made = [
@@ -182,7 +306,26 @@ class Reader:
             asked=asked,
             continues=continues,
             param=param,
+            output=output,
+            grammar=grammar,
+            sharing=sharing,
+            thinking_budget=thinking_budget,
         )
+
+    def _check_grammar(self, grammar: Grammar, param: str) -> None:
+        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time."""
+        if self._grammars is None:
+            return
+        try:
+            self._grammars.service().compile(grammar)
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        except DeadlineExceeded:
+            raise InvalidRequest(
+                f"{param} takes too long to compile; ask for something simpler",
+                param=param,
+                code="grammar_timeout",
+            ) from None
 
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
@@ -217,8 +360,10 @@ class Reader:
 def _form(
     asked: ChatRequest | CompletionRequest,
     params: SamplingParams,
+    *,
     echo: bool = False,
     prompt_only: bool = False,
+    include_reasoning: bool = True,
 ) -> AnswerOptions:
     """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
     return AnswerOptions(
@@ -231,11 +376,8 @@ def _form(
         prompt_logprobs=asked.prompt_logprobs is not None,
         echo=echo,
         prompt_only=prompt_only,
+        include_reasoning=include_reasoning,
     )
-
-
-KINDS: dict[str, Callable[[Reader, bytes], Job]] = {"chat": Reader.chat, "completions": Reader.completions}
-"""How each kind of body is read."""
 
 
 def check_model(name: str, names: Sequence[str]) -> None:

@@ -32,6 +32,8 @@ class RequestTimes:
 
     def event(self, event: TokenEvent) -> None:
         """A token event of the request arrived."""
+        if event.cache_miss is not None:
+            self._metrics.misses.labels(self._metrics.model, event.cache_miss.reason).inc()
         if not event.token_ids:
             return
         now = time.monotonic()

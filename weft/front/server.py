@@ -64,6 +64,9 @@ class FrontSupervisor(Protocol):
     def ready(self) -> None:
         """Hears that this front answers requests."""
 
+    def drain(self) -> None:
+        """Drains and ends the whole server."""
+
 
 def serve(
     config: EngineConfig,
@@ -174,6 +177,7 @@ class FrontServer:
         joining = self._supervisor is not None and self._supervisor.serving
         front = Front(self._config, self._section, self._owner, self._siblings, joining)
         self._front = front
+        front.drain = self._drain_asked
         http = _Uvicorn(self._uvicorn_config(front))
         serving = asyncio.create_task(self._serve_http(http))
         try:
@@ -292,6 +296,13 @@ class FrontServer:
             self._stop_now.set()
         self._signal = self._signal or number
         self._stop.set()
+
+    def _drain_asked(self) -> None:
+        """An operator asks by HTTP; asked again, nothing is cut."""
+        if self._supervisor is not None:
+            self._supervisor.drain()
+        elif not self._signal:
+            self._on_signal(signal.SIGTERM)
 
     def _cut(self) -> None:
         self._stop_now.set()

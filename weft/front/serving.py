@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from weft.common.errors import Cancelled, DeadlineExceeded, WeftError
+from weft.common.errors import Cancelled, DeadlineExceeded, ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.front.answers import DONE, Usage, error_response, event
+from weft.front.answers import Usage
 from weft.front.body import read_json
 from weft.front.context import Front
 from weft.front.generation import Generation
+from weft.front.misses import explains
+from weft.front.reading import Job
 from weft.front.request_times import RequestTimes
-from weft.front.streaming import COMMENT, JSON, EventStream, Silence, watched, within
+from weft.front.streaming import JSON, EventStream, Silence, StreamForm, watched, within
 from weft.text.choice import TextDelta
 
 log = get_logger(__name__)
@@ -43,7 +45,11 @@ PIECE = 256 << 10
 
 class AnswerShape(Protocol):
     """How deltas become JSON. One object a request; the methods are called in this order, from one thread at
-    a time."""
+    a time. Of an answer that is not streamed only ``take`` and ``whole`` are."""
+
+    @property
+    def form(self) -> StreamForm:
+        """How its stream is written."""
 
     def opening(self) -> list[Any]:
         """Chunks before the first delta."""
@@ -57,12 +63,30 @@ class AnswerShape(Protocol):
     def closing(self, usage: Usage) -> list[Any]:
         """Chunks after the last delta."""
 
+    def failed(self, error: ErrorInfo) -> list[Any]:
+        """Chunks that end a stream that cannot go on, after any of the others."""
+
+    def take(self, delta: TextDelta) -> None:
+        """Notes a delta of an answer that is not streamed."""
+
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The JSON of an answer that is not streamed, in pieces. The only method called then."""
+        """The JSON of an answer that is not streamed, in pieces."""
+
+
+Prepare = Callable[[list[bytes]], Awaitable[list[bytes]]]
+"""Makes what is read out of a body. Raises WeftError."""
+
+
+async def _as_it_came(body: list[bytes]) -> list[bytes]:
+    return body
 
 
 async def handle(
-    front: Front, request: Request, kind: str, make_shape: Callable[[Generation], AnswerShape]
+    front: Front,
+    request: Request,
+    kind: str,
+    make_shape: Callable[[Generation], AnswerShape],
+    prepare: Prepare = _as_it_came,
 ) -> Response:
     """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
     first byte."""
@@ -76,10 +100,12 @@ async def handle(
             body = await read_json(request, upload)
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
+            generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
+            held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")
             async with within(deadline):
-                await front.read(kind, body, generation.build)
+                await front.read(kind, await prepare(body), generation.build)
             del body  # it may be large, and the answer long
             upload.close()
             generation.submit()
@@ -95,6 +121,17 @@ async def handle(
         return EventStream(events, deadline + SEND_GRACE, held.pop_all(), generation.flow, front.links)
 
 
+async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
+    """Reads a request that nothing is generated for. Raises WeftError."""
+    deadline = asyncio.get_running_loop().time() + front.section.request_timeout
+    front.lifecycle.check()
+    with front.bodies.upload() as upload:
+        body = await read_json(request, upload)
+        with front.lifecycle.request():
+            async with within(deadline):
+                return await front.read(kind, await prepare(body), lambda job: job)
+
+
 async def _answer(
     front: Front,
     receive: Receive,
@@ -105,7 +142,8 @@ async def _answer(
 ) -> Response:
     async with watched(receive, generation.flow):
         while not generation.done:
-            await generation.next()
+            for delta in await generation.next():
+                shape.take(delta)
     usage = generation.usage()
     pieces = shape.whole(usage)
     if not generation.job.asked.heavy and usage.total_tokens <= LONG_ANSWER:
@@ -154,7 +192,7 @@ async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[by
     """The events of one delta."""
 
     def encode() -> list[bytes]:
-        return [event(chunk) for chunk in shape.chunks(delta)]
+        return [shape.form.event(chunk) for chunk in shape.chunks(delta)]
 
     return encode() if shape.weight(delta) < HEAVY else await front.in_thread(encode)
 
@@ -177,7 +215,7 @@ async def _events(
                     if deltas and not opened:
                         opened = True
                         for chunk in shape.opening():
-                            yield event(chunk)
+                            yield shape.form.event(chunk)
                     for delta in deltas:
                         for data in await _encode(front, shape, delta):
                             yield data
@@ -186,11 +224,12 @@ async def _events(
                         break
                     deltas = await generation.next()
                     if silence.due:
-                        yield COMMENT
+                        yield shape.form.idle
                         silence.sent()
             for chunk in shape.closing(generation.usage()):
-                yield event(chunk)
-            yield DONE
+                yield shape.form.event(chunk)
+            if shape.form.end:
+                yield shape.form.end
             generation.succeeded()
     except GeneratorExit:  # closed before its end: the client did not read it by its deadline
         times.failed(DeadlineExceeded.code)
@@ -199,9 +238,11 @@ async def _events(
         times.failed(error.info().code)
     except WeftError as error:
         times.failed(error.info().code)
-        yield event(error_response(error.info()))
+        for chunk in shape.failed(error.info()):
+            yield shape.form.event(chunk)
     except Exception:
         log.exception("a stream failed")
         times.failed("internal_error")
         internal = WeftError("the server failed to answer this request")
-        yield event(error_response(internal.info()))
+        for chunk in shape.failed(internal.info()):
+            yield shape.form.event(chunk)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.common.errors import Cancelled, DeadlineExceeded
 from weft.common.log import get_logger
+from weft.front.answers import to_json
 from weft.links.flow import Flow
 
 log = get_logger(__name__)
@@ -21,8 +23,25 @@ JSON = "application/json"
 KEEP_ALIVE = 10.0
 """Seconds without an event after which a comment is sent, so that no proxy takes the stream for dead."""
 COMMENT = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
 PAUSE_AFTER = 0.4
 """Seconds for which a client may keep an event from being sent before its stream is paused."""
+
+
+class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How an API writes its streams."""
+
+    named: bool = False
+    """Whether each event has a line with its name, which is its ``type``."""
+    idle: bytes = COMMENT
+    """What is sent when there was no event for long."""
+    end: bytes = DONE
+    """What comes after the last event, unless the stream failed."""
+
+    def event(self, value: Any) -> bytes:
+        """``value`` as one server-sent event."""
+        data = b"data: " + to_json(value) + b"\n\n"
+        return b"event: " + value.type.encode() + b"\n" + data if self.named else data
 
 
 class FlowPauser(Protocol):

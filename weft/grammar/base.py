@@ -11,10 +11,15 @@ from weft.types.grammar import Grammar
 
 
 class Matcher(Protocol):
-    """Where one sequence is in its grammar. Not thread-safe."""
+    """Where one sequence is in its grammar. Not thread-safe.
+
+    ``accept`` and ``fill`` raise InvalidRequest when the output has become too complex to follow (limits of
+    the backend): the sequence cannot go on, others are not touched.
+    """
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; False, and nothing changes, when the grammar does not allow it."""
+        """Takes the next token; False, and nothing changes, when the grammar does not allow it. Behind an end
+        of turn only ends of turn are taken."""
 
     def rollback(self, tokens: int) -> None:
         """Takes back the last ``tokens`` that were accepted."""

@@ -11,6 +11,7 @@ import numpy as np
 from weft.common.errors import ConfigError
 from weft.config.resolved import KVConfig
 from weft.kv.kinds import CacheKind, FullKind, WindowKind, blocks_of
+from weft.kv.prefix_log import PrefixLog
 from weft.kv.snapshots import Marks, StateKind, marks_for
 from weft.types.plan import Op
 from weft.types.rooms import Blocks
@@ -56,6 +57,10 @@ class Caches:
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """The longest prefix, at most ``limit``, that every kind can go on from."""
         return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
+
+    def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
+        """``hit`` if no recurrent state were needed to go on."""
+        return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
         """Blocks of each kind, as ``CacheKind.needed``."""
@@ -140,6 +145,40 @@ class Caches:
         """``CacheKind.reset`` of each kind."""
         for kind in self.kinds:
             kind.reset()
+
+    def follow(self) -> tuple[PrefixLog, int] | None:
+        """A log of the prefixes that are cached, and at each multiple of how many positions it has a key.
+
+        Of the finest kind that keeps whole prefixes: others may have lost more of one, or have no snapshot
+        where it ends. None where no kind keeps them.
+        """
+        keeps = [kind for kind in self._tabled if not kind.slides]
+        if not keeps:
+            return None
+        finest = min(keeps, key=lambda kind: kind.block_size)
+        return finest.pool.follow(), finest.block_size
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """What is cached of this prefix is evicted after all that nobody keeps; of recurrent states the last
+        snapshot."""
+        for kind in self._tabled:
+            for key in hashes:
+                kind.pool.keep(key)
+        for kind in self._states:
+            last = next((key for key in reversed(hashes) if kind.pool.find(key)), None)
+            if last is not None:
+                kind.pool.keep(last)
+
+    def unkeep(self, hashes: Sequence[bytes]) -> None:
+        """The other side of one ``keep``."""
+        for kind in self.kinds:
+            for key in hashes:
+                kind.pool.unkeep(key)
+
+    def prefix_positions(self) -> int:
+        """Positions that the smallest pool of whole prefixes holds."""
+        keeps = [kind for kind in self._tabled if not kind.slides]
+        return min((kind.num_blocks * kind.block_size for kind in keeps), default=0)
 
     def num_on_hold(self) -> int:
         """Blocks of all kinds that are on hold."""

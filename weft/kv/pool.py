@@ -6,6 +6,7 @@ A block is in exactly one of these places:
                      │         ^   ╰────────────────────────────> cached (LRU) if its content is in the index
                   publish      ╰──share── cached
                                           cached ──take evicts it──> held, and out of the index
+                     (in place of cached: kept, if somebody keeps its content; evicted after all cached ones)
                                           cached ──forget──> free, and out of the index
 
 A reference given back while plans in flight still name the block lasts until the last of them commits.
@@ -20,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from weft.common.errors import EngineDead
+from weft.kv.prefix_log import PrefixLog
 
 NULL_BLOCK = 0
 
@@ -31,16 +33,25 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # the LRU order, oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # likewise
+        self._keeps: dict[int, int] = {}  # block -> how often its content is kept, if at all
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
         self._pending: dict[int, list[int]] = {}  # step -> references that end when it commits
         self._holds: dict[int, int] = {}  # block -> how many of its references are holds, if any
         self._last_commit = -1
+        self._log: PrefixLog | None = None
+
+    def follow(self) -> PrefixLog:
+        """The pool's log of its index, which the first call makes: it begins with what is in the index."""
+        if self._log is None:
+            self._log = PrefixLog(self._index)
+        return self._log
 
     def available(self) -> int:
         """Blocks that ``take`` can give now: free ones, and cached ones without references."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._kept)
 
     def pending(self) -> int:
         """Blocks that will be available once every step planned so far has committed."""
@@ -75,8 +86,8 @@ class BlockPool:
         """
         if self._free:
             block = self._free.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
+        elif self._cached or self._kept:
+            block, _ = (self._cached or self._kept).popitem(last=False)
             self._forget(block)
         else:
             raise EngineDead("a block was taken from a pool that has none")
@@ -88,8 +99,30 @@ class BlockPool:
         if self._key[block] is None:
             raise EngineDead("a block was shared that is not in the prefix index")
         if self._references[block] == 0:
-            del self._cached[block]
+            del self._place(block)[block]
         self._references[block] += 1
+
+    def keep(self, key: bytes) -> None:
+        """The block whose content is ``key`` is evicted after those that nobody keeps. Nothing happens when
+        there is none."""
+        block = self._index.get(key, NULL_BLOCK)
+        if block == NULL_BLOCK:
+            return
+        if block in self._cached:
+            del self._cached[block]
+            self._kept[block] = None
+        self._keeps[block] = self._keeps.get(block, 0) + 1
+
+    def unkeep(self, key: bytes) -> None:
+        """The other side of one ``keep``: if nobody keeps it now, it is the next to be evicted."""
+        block = self._index.get(key, NULL_BLOCK)
+        left = self._keeps.pop(block, 0) - 1
+        if left > 0:
+            self._keeps[block] = left
+        elif block in self._kept:
+            del self._kept[block]
+            self._cached[block] = None
+            self._cached.move_to_end(block, last=False)
 
     def publish(self, block: int, key: bytes) -> None:
         """Puts a full block with references into the index. It must not be written from now on.
@@ -101,12 +134,14 @@ class BlockPool:
         if self._key[block] is None and key not in self._index:
             self._key[block] = key
             self._index[key] = block
+            if self._log is not None:
+                self._log.add(key)
 
     def forget(self, key: bytes) -> None:
         """Frees the block whose content is ``key``, unless it is held. Nothing happens when there is none."""
         block = self._index.get(key, NULL_BLOCK)
         if block != NULL_BLOCK and not self._references[block]:
-            del self._cached[block]
+            del self._place(block)[block]
             self._forget(block)
             self._free.append(block)
 
@@ -144,7 +179,11 @@ class BlockPool:
     def reset(self) -> None:
         """Forgets all cached content and all plans in flight. The only references left are holds."""
         self._cached.clear()
+        self._kept.clear()
+        self._keeps.clear()
         self._index.clear()
+        if self._log is not None:
+            self._log.clear()
         self._pending.clear()
         self._key = [None] * (self.num_blocks + 1)
         self._references = [self._holds.get(block, 0) for block in range(self.num_blocks + 1)]
@@ -166,10 +205,17 @@ class BlockPool:
             if self._key[block] is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._place(block)[block] = None
+
+    def _place(self, block: int) -> OrderedDict[int, None]:
+        """Where a published block is that has no references."""
+        return self._kept if block in self._keeps else self._cached
 
     def _forget(self, block: int) -> None:
         key = self._key[block]
         if key is not None:
             del self._index[key]
             self._key[block] = None
+            self._keeps.pop(block, None)
+            if self._log is not None:
+                self._log.remove(key)

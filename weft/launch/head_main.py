@@ -32,9 +32,14 @@ def run(arguments: list[str]) -> int:
         progress.use_lines()
     try:
         listener = listen(config, endpoint)
-        from weft.engine.engine_server import run_head  # imports torch
+        if config.scripted:
+            from weft.engine.scripted import run_scripted
 
-        run_head(config, listener, int(pipe[0]) if pipe else None)
+            run_scripted(config, listener)
+        else:
+            from weft.engine.engine_server import run_head  # imports torch
+
+            run_head(config, listener, int(pipe[0]) if pipe else None)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ConfigError) else 1

@@ -18,6 +18,7 @@ from weft.config.flags import suggest
 _COMMANDS = {
     "serve": "weft.launch.serve:serve",
     "up": "weft.launch.up:up",
+    "chat": "weft.launch.chat:chat",
     "generate": "weft.launch.generate:generate",
     "eval": "weft.launch.evaluate:evaluate",
     "verify": "weft.launch.verify:verify",

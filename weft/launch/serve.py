@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -12,11 +12,6 @@ from weft.common.errors import ConfigError
 from weft.config.flags import SETTINGS
 from weft.config.sections import Config
 from weft.launch import options
-
-if TYPE_CHECKING:
-    pass
-
-_SECONDS_TO_CLOSE = 5.0
 
 
 @click.command(cls=options.Command)
@@ -30,24 +25,34 @@ def serve(model_name: str | None, **given: Any) -> int:
     outputs; each has the other flags. `weft up` starts groups that differ.
     """
     from weft.config.resolve import resolve
+    from weft.config.scripted import resolve_scripted
     from weft.config.topology import resolve_groups, short_form
     from weft.launch.server import configure_log, run
 
     config = with_keys(options.build(given, model_name))
     configure_log(config.front, config.parallel.node_rank)
+    if config.front.scripted is not None:
+        return run((resolve_scripted(config),), config.front)
     topology = short_form(config)
     return run((resolve(config),) if topology is None else resolve_groups(topology), config.front)
 
 
 def with_keys(config: Config) -> Config:
-    """``config`` with the API keys of WEFT_API_KEY, unless flags or the file give some.
+    """``config`` with the keys of WEFT_API_KEY and WEFT_ADMIN_KEY, unless flags or the file give some.
 
-    Raises ConfigError when the variable is set and holds none: that must not open the server.
+    Raises ConfigError when a variable is set and holds none: that must not open the server.
     """
-    if config.front.api_key or not env.is_set("WEFT_API_KEY"):
-        return config
-    text = env.get("WEFT_API_KEY")
+    front = config.front
+    if not front.api_key and env.is_set("WEFT_API_KEY"):
+        keys = _keys("api_key", "WEFT_API_KEY", env.get("WEFT_API_KEY"))
+        front = msgspec.structs.replace(front, api_key=keys)
+    if not front.admin_key and env.is_set("WEFT_ADMIN_KEY"):
+        keys = _keys("admin_key", "WEFT_ADMIN_KEY", env.get("WEFT_ADMIN_KEY"))
+        front = msgspec.structs.replace(front, admin_key=keys)
+    return msgspec.structs.replace(config, front=front)
+
+
+def _keys(setting: str, variable: str, text: str) -> Any:
     if not text.strip(", \t\r\n"):
-        raise ConfigError("WEFT_API_KEY is set and holds no key: give one, or unset it to serve without keys")
-    keys = SETTINGS["api_key"].parse(text, "WEFT_API_KEY")
-    return msgspec.structs.replace(config, front=msgspec.structs.replace(config.front, api_key=keys))
+        raise ConfigError(f"{variable} is set and holds no key: give one, or unset it to serve without keys")
+    return SETTINGS[setting].parse(text, variable)

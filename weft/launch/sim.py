@@ -21,6 +21,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import Config, SchedulerSection
 from weft.launch import options
 from weft.launch.sim_cluster import explore_command, replay_command
+from weft.launch.sim_plan import plan_command
 from weft.scheduler.step_cost import CostModel, StepShape
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
@@ -39,7 +40,7 @@ class _Sim(options.Command, click.Group):
         super().format_options(ctx, formatter)
 
 
-@click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[explore|replay] ...")
+@click.command(cls=_Sim, invoke_without_command=True, subcommand_metavar="[plan|explore|replay] ...")
 @click.option(
     "--cost-model",
     "cost_name",
@@ -110,7 +111,7 @@ def sim(cost_name: str, others: tuple[str, ...], json_file: str | None, **given:
     The scheduler is the real one; a cost model stands for model and machine. Times are as good as that model:
     compare rows, and measure before you promise.
 
-    explore and replay simulate a whole cluster with faults instead.
+    plan simulates several groups, explore and replay a whole cluster with faults instead.
     """
     context = click.get_current_context()
     if context.invoked_subcommand is not None:
@@ -288,5 +289,6 @@ def table(rows: Sequence[tuple[str, Report]]) -> str:
     )
 
 
+sim.add_command(plan_command)
 sim.add_command(explore_command)
 sim.add_command(replay_command)

@@ -189,6 +189,11 @@ class Links:
         return self._fleet.local_prefills
 
     @property
+    def routing_decisions(self) -> dict[str, int]:
+        """Choices among several heads by what they have cached: exact, degraded and fallback."""
+        return self._fleet.router.decisions
+
+    @property
     def unpaired(self) -> int:
         """Heads that live, have a role, and no partner that lives."""
         return self._fleet.table.unpaired
@@ -248,6 +253,12 @@ class Links:
             self._flows[submit.sequence] = flow
             self._feed(e.Opened((submit,), pinned=instance.name))
         return flow
+
+    def extend(self, flow: Flow, submit: m.Submit, hashes: Mapping[int, PromptHashes]) -> None:
+        """Sends one more sequence, whose events come to a flow that is open."""
+        flow.open[submit.sequence] = None
+        self._flows[submit.sequence] = flow
+        self._feed(e.Opened((submit,), hashes))
 
     def finish(self, flow: Flow, sequence: int) -> None:
         """Ends one sequence of a flow, if it is open: its head is told, later events of it are dropped."""

@@ -3,7 +3,8 @@
 For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the
 logits are float64):
 
-    1  allowed tokens, bad words, min_tokens    -> -inf         mask_entries_, allow_only_
+    1  masks of a grammar, allowed tokens,
+       bad words, min_tokens                    -> -inf         allow_bits_, allow_only_, mask_entries_
     2  logit bias                                               add_bias_
     3  repetition, then frequency and presence penalties        penalise_
     4  temperature below 1e-5: argmax                           greedy
@@ -59,6 +60,16 @@ def allow_only_(x: Tensor, allowing: Tensor, rows: Tensor, ids: Tensor) -> None:
     kept = x[rows, ids]
     x.masked_fill_(allowing.unsqueeze(1), NEG_INF)
     x[rows, ids] = kept
+
+
+def allow_bits_(x: Tensor, words: Tensor) -> None:
+    """Sets x[row, token] to -inf where bit ``token % 32`` of ``words[row, token // 32]`` is clear.
+
+    words: int32 [R, ceil(V / 32)].
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=x.device)
+    allowed = (words.unsqueeze(2) >> bits & 1).flatten(1)[:, : x.shape[1]]
+    x.masked_fill_(allowed == 0, NEG_INF)
 
 
 def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
@@ -347,6 +358,14 @@ def keep_within(
     return ids, keep, complete | cut
 
 
+def only_kept(x: Tensor, filters: Filters, whole: Tensor | None = None) -> Tensor:
+    """x with -inf where step 6 keeps nothing: [R, V]. ``whole``: ``mass_of`` x, where it is known."""
+    if whole is None and not filters.all_top_k:
+        whole = mass_of(x)
+    ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
+    return x.masked_fill(~torch.zeros_like(keep).scatter_(1, ids, keep), NEG_INF)
+
+
 def sample_filtered(
     x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
 ) -> Tensor:
@@ -358,9 +377,7 @@ def sample_filtered(
     if whole is None and not filters.all_top_k:
         whole = mass_of(x)
     if not widths or widths[0] >= x.shape[1]:
-        ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
-        kept = torch.zeros_like(keep).scatter_(1, ids, keep)
-        return sample_open(x.masked_fill(~kept, NEG_INF), None, noise)
+        return sample_open(only_kept(x, filters, whole), None, noise)
     ids, keep, settled = keep_within(x, filters, widths[0], whole)
     ids, order = ids.sort(dim=-1)
     score = x.gather(1, ids).double() + noise.column().of(ids)

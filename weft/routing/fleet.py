@@ -8,8 +8,7 @@
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
 process, so the simulator runs it, too. An open sequence is parked, paused, at an instance, or at a pair of
 them (``weft.routing.pairs``); it ends exactly once, with an event that has ``finish``. When an instance is
-lost its sequences go on at others, from the tokens that came so far. If no instance is alive, they wait for
-one that is being started, if any is.
+lost its sequences go on at others, from the tokens that came so far, or wait for one that is being started.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
+from weft.routing.abilities import speaking, too_old, understood
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
-from weft.routing.ledger import LedgerEntry, is_refusal
+from weft.routing.ledger import LedgerEntry, Unlanded, by_request, is_refusal
 from weft.routing.pairs import Route, Router, serve, ticketed
 from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
 from weft.routing.policy import Policies, make_policies
@@ -61,23 +61,18 @@ class Fleet:
         """Set when no instance is left and none will be started again."""
         self.late_events = 0
         """Events of sequences or attempts that have ended already."""
-        self.failovers = 0
-        """Sequences that went on after an instance was lost."""
+        self.failovers = 0  # sequences that went on after an instance was lost
         self.pauses = 0
-        self.paired = 0
-        """Sequences that were sent to two instances."""
-        self.local_prefills = 0
-        """Sequences whose prompt was computed where they are decoded, as none that prefills was there."""
+        self.paired = 0  # sequences that were sent to two instances
+        self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
         self._patience, self._front = patience, front
-        self._router = Router(policies or make_policies())
-        self._parked = Parked()
-        """Open sequences that wait for an instance, in order."""
-        self._paused: dict[int, None] = {}
-        """Open sequences that their client does not read."""
+        self.router = Router(policies or make_policies())
+        self._unlanded = Unlanded()
+        self._parked = Parked()  # open sequences that wait for an instance, in order
+        self._paused: dict[int, None] = {}  # open sequences that their client does not read
         self._requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
-        self._bereft: set[int] = set()
-        """Parked or paused sequences that lost their instance."""
+        self._bereft: set[int] = set()  # parked or paused sequences that lost their instance
         self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
         self._actions: list[e.Action] = []
@@ -98,7 +93,7 @@ class Fleet:
 
     def next_deadline(self) -> float:
         """When a ``Tick`` will change something, if nothing happens before; inf for never."""
-        return min(self.table.deadline(), self._lateness.deadline(), self._parked.deadline())
+        return min(one.deadline() for one in (self.table, self._lateness, self._parked, self._unlanded))
 
     def refusal(self) -> WeftError | None:
         """Why no request can begin now; None when it can."""
@@ -178,16 +173,17 @@ class Fleet:
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
-        groups: dict[int, list[int]] = {}
-        for sequence in ready:
-            groups.setdefault(self.entries[sequence].submit.request, []).append(sequence)
-        for request, group in groups.items():
+        for request, group in by_request(ready, self.entries).items():
             entry = self.entries[group[0]]
-            near = {name for each in self._requests[request] for name in self.entries[each].places}
-            route = self._router.route(takers, entry, group, near, self._lateness.local)
-            if route is None:
+            able = speaking(takers, entry.submit)
+            if takers and not able:
+                for sequence in group:
+                    self._end(sequence, too_old(entry.submit))
                 continue
-            self._place(route, group)
+            near = {name for each in self._requests[request] for name in self.entries[each].places}
+            route = self.router.route(able, entry, group, near, self._lateness.local)
+            if route is not None:
+                self._place(route, group)
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
 
@@ -206,9 +202,7 @@ class Fleet:
                 self.local_prefills += 1
             for instance, its in ticketed(route, submit, self._patience.transfer):
                 entry.places[instance.name] = entry.attempt
-                if instance.version < 2 and its.attempt:
-                    its = msgspec.structs.replace(its, attempt=0)
-                self._send(instance, its)
+                self._send(instance, understood(its, instance))
             self._parked.discard(sequence)
             if sequence in self._bereft:
                 self._bereft.discard(sequence)
@@ -216,8 +210,8 @@ class Fleet:
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        why = {s: self._lateness.why(begun=self.entries[s].attempt >= 0) for s in self._parked}
-        late = [(sequence, error) for sequence, error in why.items() if error is not None]
+        why = ((s, self._lateness.why(begun=self.entries[s].attempt >= 0)) for s in self._parked)
+        late = [(sequence, error) for sequence, error in why if error is not None]
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:
@@ -237,8 +231,9 @@ class Fleet:
         if isinstance(message, m.Tokens):
             for token_event in message.events:
                 self._take(instance, token_event)
-        elif isinstance(message, m.Heartbeat):
-            instance.heartbeat(message, self._now)
+        elif isinstance(message, m.Heartbeat | m.PrefixIndex):
+            if not self.router.hear(instance, message, self._now):
+                self._send(instance, m.WatchPrefixes())
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
@@ -252,6 +247,8 @@ class Fleet:
         except EngineDead as error:
             self._lose(instance, error)
             return
+        if self.router.asks(instance) and len(self.table.instances) > 1:
+            self._send(instance, m.WatchPrefixes())
         if self.table.complete and not complete:
             self._actions.append(e.Complete())
 
@@ -374,6 +371,7 @@ class Fleet:
             else:
                 self._depart(instance, entry)
                 self._go_on(entry)
+        self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
@@ -415,6 +413,8 @@ class Fleet:
     def _tick(self, event: e.Tick) -> None:
         for instance, error in self.table.overdue(self._now):
             self._lose(instance, error)
+        for entry in self._unlanded.late(self._now):
+            self._go_on(entry)
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)

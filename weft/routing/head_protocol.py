@@ -12,6 +12,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftError
+from weft.kv.prefix_log import PrefixLog
+from weft.routing.prefix_index import PrefixReports
 from weft.types import messages as m
 
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
@@ -33,6 +35,8 @@ class HeadEngine(Protocol):
     def stats(self) -> m.HeadStats: ...
 
     def welcome(self, incarnation: int) -> m.Welcome: ...
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
 
 
 class _Front(NamedTuple):
@@ -57,6 +61,7 @@ class HeadProtocol:
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
         """Front of each live sequence."""
+        self.prefixes = PrefixReports(engine)
         self.bad_frames = 0
         self.draining = False
         """Whether new sequences are refused."""
@@ -81,6 +86,8 @@ class HeadProtocol:
         elif isinstance(message, m.Finish):
             if message.sequence in self._owners and self._owners[message.sequence].front == front:
                 return self.events(self._engine.finish(message.sequence))
+        elif isinstance(message, m.WatchPrefixes):
+            return list(self.prefixes.watch(front))
         elif isinstance(message, m.Drain):
             self.draining = True
         elif isinstance(message, m.Goodbye):
@@ -117,14 +124,15 @@ class HeadProtocol:
         return tuple(events)
 
     def heartbeats(self) -> Outgoing:
-        """A heartbeat to every front that wants one now."""
+        """A heartbeat to every front that wants one now, and what changed in the prefix cache."""
         heartbeat = self._heartbeat()
         busy = {owner.front for owner in self._owners.values()}
-        return [
+        told: Outgoing = [
             (name, _heartbeat_of(heartbeat, front.version))
             for name, front in self._fronts.items()
             if name in busy or not front.quiet
         ]
+        return [*self.prefixes.changes(), *told]
 
     def failed(self, error: WeftError) -> Outgoing:
         """The engine failed. Sequences get no end of their own: their front may go on with them elsewhere."""
@@ -133,6 +141,7 @@ class HeadProtocol:
     def forget(self, front: bytes) -> None:
         """The front is gone: its sequences end."""
         self._fronts.pop(front, None)
+        self.prefixes.forget(front)
         for sequence in [s for s, owner in self._owners.items() if owner.front == front]:
             del self._owners[sequence]
             self._engine.finish(sequence)
@@ -191,9 +200,24 @@ class HeadProtocol:
         return m.Heartbeat(idle=self._engine.recovering or not self._engine.has_work(), stats=stats)
 
 
+_NO_STATS = m.HeadStats()
+"""Only its very defaults are left out of a message, not what equals them."""
+_SINCE_4 = (
+    "prefill_rows",
+    "prefill_tokens",
+    "decode_rows",
+    "constrained_steps",
+    "mask_seconds",
+    "grammars_compiled",
+    "grammar_errors",
+)
+
+
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     """``heartbeat`` as a front of ``version`` knows it."""
-    if version >= 3 or heartbeat.stats.transfers is None:
-        return heartbeat
-    stats = msgspec.structs.replace(heartbeat.stats, transfers=None)
-    return msgspec.structs.replace(heartbeat, stats=stats)
+    stats = heartbeat.stats
+    if version < 4:
+        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_4})
+    if version < 3 and stats.transfers is not None:
+        stats = msgspec.structs.replace(stats, transfers=None)
+    return heartbeat if stats is heartbeat.stats else msgspec.structs.replace(heartbeat, stats=stats)

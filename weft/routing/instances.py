@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from weft.routing.prefix_index import PrefixView
 from weft.types.messages import HeadStats, Heartbeat, Role, Welcome
 
 PROMPT_TOKENS = 256
@@ -83,6 +84,8 @@ class Instance:
     """Whether its present process has ended, as another one says that saw it: nothing is sent there."""
     lonely: bool = False
     """Whether it was said that its present process has no partner."""
+    prefixes: PrefixView = field(default_factory=PrefixView)
+    """What its present process has cached, as it tells."""
 
     @property
     def alive(self) -> bool:
@@ -133,6 +136,7 @@ class Instance:
         self.stats = HeadStats()
         self.elsewhere = 0
         self.unanswered.clear()
+        self.prefixes = PrefixView()
 
     def overdue(self, timeout: float, now: float) -> str | None:
         """Why one that is alive counts as dead after all, or None."""

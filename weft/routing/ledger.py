@@ -12,7 +12,10 @@ their tokens, so that what both tell is taken once.
 
 from __future__ import annotations
 
+import math
 from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import numpy as np
@@ -30,6 +33,7 @@ class LedgerEntry:
         "continued",
         "hashes",
         "held",
+        "landed",
         "losses",
         "pair",
         "pinned",
@@ -56,6 +60,8 @@ class LedgerEntry:
         """Who computes the prompt in the present attempt, and who decodes; None where one does both."""
         self.held: list[TokenEvent] = []
         """What the one that decodes has said while the other one was not done with the sequence."""
+        self.landed = False
+        """Whether the one that decodes has told a token in the present attempt: so it has the cache."""
         self.attempt = -1
         """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
@@ -108,6 +114,7 @@ class LedgerEntry:
         self.places.clear()
         self.held.clear()
         self.pair = None
+        self.landed = False
 
     def again(self) -> Submit:
         """The Submit of the next attempt, which continues after all tokens so far."""
@@ -141,6 +148,7 @@ class LedgerEntry:
         ``receives``: it is of the instance that decodes what another one has computed.
         """
         told = event.prompt_logprobs is not None
+        self.landed = self.landed or (receives and bool(event.token_ids))
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:
             event = _after(event, known)
@@ -170,6 +178,47 @@ class LedgerEntry:
             return event
         fresh = _without_first(columns, dropped) if dropped < count else None
         return msgspec.structs.replace(event, prompt_logprobs=fresh)
+
+
+class Unlanded:
+    """Sequences whose sender was lost when it had moved, and whose receiver has told no token yet.
+
+    It may have all of the cache, or still get it from memory that outlives the sender. If not, it knows by
+    itself where it sees that the sender has ended, or had heard of it; on another host it may know neither.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[tuple[float, LedgerEntry, int]] = deque()
+        """(when it is too late, sequence, attempt), in order of time."""
+
+    def add(self, sender: str, entries: Iterable[LedgerEntry], due: float) -> None:
+        """``sender`` is lost. ``due``: not before that of an earlier call."""
+        self._due += [
+            (due, entry, entry.attempt)
+            for entry in entries
+            if entry.pair is not None and entry.pair[0] == sender and not entry.landed
+        ]
+
+    def deadline(self) -> float:
+        """When ``late`` may have something; inf for never."""
+        return self._due[0][0] if self._due else math.inf
+
+    def late(self, now: float) -> list[LedgerEntry]:
+        """Those that are still where they were, and have waited for too long."""
+        found = []
+        while self._due and self._due[0][0] <= now:
+            _, entry, attempt = self._due.popleft()
+            if entry.attempt == attempt and entry.pair is not None and not entry.landed:
+                found.append(entry)
+        return found
+
+
+def by_request(sequences: Iterable[int], entries: Mapping[int, LedgerEntry]) -> dict[int, list[int]]:
+    """Those of one prompt together, in order."""
+    made: dict[int, list[int]] = {}
+    for sequence in sequences:
+        made.setdefault(entries[sequence].submit.request, []).append(sequence)
+    return made
 
 
 def is_refusal(event: TokenEvent) -> bool:

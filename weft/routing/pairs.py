@@ -15,11 +15,13 @@ import msgspec
 from weft.routing.instances import Instance
 from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import Hashes, Policies, hashes_of
-from weft.types.messages import Submit
+from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
 ROLES_SINCE = 3
 """The version of messages in which heads have roles."""
+PREFIXES_SINCE = 4
+"""The version in which they tell what they have cached."""
 
 
 class Route(NamedTuple):
@@ -80,6 +82,27 @@ class Router:
     def __init__(self, policies: Policies) -> None:
         self._policies = policies
 
+    @property
+    def decisions(self) -> dict[str, int]:
+        """``Policies.decisions``."""
+        return self._policies.decisions
+
+    def asks(self, instance: Instance) -> bool:
+        """Whether ``instance``, which is up, is to tell what it has cached."""
+        return self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
+
+    def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
+        """Takes in the load of ``instance``, or what it has cached. False: that has to be told again,
+        whole.
+        """
+        if isinstance(message, Heartbeat):
+            instance.heartbeat(message, now)
+        elif not instance.prefixes.take(message):
+            return False
+        for policy in self._policies:
+            policy.told(instance, isinstance(message, Heartbeat) and message.idle)
+        return True
+
     def route(
         self,
         takers: Sequence[Instance],
@@ -99,7 +122,12 @@ class Router:
         hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes)
         willing = [one for one in takers if one.name not in entry.refused]
         for able in (willing, takers):
-            route = self._pair(able, hashes, near) or self._alone(able, hashes, near, local)
+            route = None
+            if not entry.submit.pooling:
+                route = self._pair(able, hashes, near)
+            elif prefill := [one for one in able if one.role == "prefill"]:  # nothing goes on from there
+                route = Route(self._policies.compute.choose(_among(prefill, near), hashes))
+            route = route or self._alone(able, hashes, near, local)
             if route is not None:
                 return route
         return None

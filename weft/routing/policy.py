@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 from weft.common.recent import Recent
 from weft.kv.hashing import prompt_hashes
@@ -26,17 +27,50 @@ Hashes: TypeAlias = Callable[[int], Sequence[bytes]]
 """The same, computed when asked for."""
 
 
-class Policy(Protocol):
+class Decisions:
+    """How much was known when an instance was chosen among several by what they have cached."""
+
+    def __init__(self) -> None:
+        self.exact = 0
+        """All had told what they have cached."""
+        self.degraded = 0
+        """Some had not."""
+        self.fallback = 0
+        """None had."""
+
+    def count(self, instances: Sequence[Instance]) -> None:
+        """One more decision."""
+        knows = sum(instance.prefixes.known for instance in instances)
+        if knows == len(instances):
+            self.exact += 1
+        elif knows:
+            self.degraded += 1
+        else:
+            self.fallback += 1
+
+
+class Policy(abc.ABC):
     """Chooses among instances that take sequences; there is at least one."""
 
+    knows_prefixes = False
+    """Whether it asks what instances have cached."""
+
+    def __init__(self) -> None:
+        self.decisions = Decisions()
+
+    @abc.abstractmethod
     def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
         """``hashes``: of the prompt."""
 
+    def told(self, instance: Instance, idle: bool) -> None:  # noqa: B027, most need not know
+        """``instance`` has told what it has cached, or (``idle``) that it has nothing to compute."""
 
-class RoundRobin:
+
+class RoundRobin(Policy):
     """One after the other, in order."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._last = -1
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
@@ -45,17 +79,18 @@ class RoundRobin:
         return chosen
 
 
-class LeastLoad:
+class LeastLoad(Policy):
     """The least loaded; of equals the one chosen least often, then the first."""
 
     def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
         return min(instances, key=lambda instance: (instance.load, instance.chosen, instance.order))
 
 
-class TwoChoices:
+class TwoChoices(Policy):
     """The less loaded of two random ones: fronts that know old loads do not all choose the same one."""
 
     def __init__(self, seed: int) -> None:
+        super().__init__()
         self._random = random.Random(seed)
         self._least = LeastLoad()
 
@@ -63,15 +98,19 @@ class TwoChoices:
         return self._least.choose(self._random.sample(instances, min(2, len(instances))), hashes)
 
 
-class PrefixAffinity:
+class PrefixAffinity(Policy):
     """The least loaded, where prompt tokens that an instance has probably in its cache count as no load.
 
     So a conversation goes on where it was, unless that costs more in waiting than it saves. What an instance
-    has is what was sent to the same process of it: heads do not report what they keep.
+    has is what it tells (``PrefixView``), and what was sent to the same process of it and is not computed
+    yet; where it tells nothing, all that was sent there.
     """
+
+    knows_prefixes = True
 
     def __init__(self, tokens: float = PROMPT_TOKENS) -> None:
         """``tokens``: of a prompt, that weigh as much as a running sequence if they are not cached."""
+        super().__init__()
         self._tokens = tokens
         self._known: dict[str, tuple[int, Recent[bytes, bool]]] = {}
         """Instance -> the incarnation that it is about, and hashes."""
@@ -79,6 +118,7 @@ class PrefixAffinity:
     def choose(self, instances: Sequence[Instance], hashes: Hashes) -> Instance:
         if len(instances) == 1:  # many long prompts take long to hash, and there is nothing to choose
             return instances[0]
+        self.decisions.count(instances)
         cost = {instance.name: self._cost(instance, hashes) for instance in instances}
         chosen = min(instances, key=lambda one: (cost[one.name], one.chosen, one.order))
         self._remember(chosen, hashes(block_of(chosen)))
@@ -86,15 +126,9 @@ class PrefixAffinity:
 
     def _cost(self, instance: Instance, hashes: Hashes) -> float:
         incarnation, known = self._known.get(instance.name, (0, None))
-        if not known or incarnation != instance.incarnation:
-            return instance.load
-        block = block_of(instance)
-        hit = 0
-        for block_hash in hashes(block):
-            if block_hash not in known:
-                break
-            hit += 1
-        return instance.load - hit * block / self._tokens
+        if incarnation != instance.incarnation:
+            known = None
+        return instance.load - _cached(instance, hashes, known) / self._tokens
 
     def _remember(self, instance: Instance, hashes: Sequence[bytes]) -> None:
         incarnation, known = self._known.get(instance.name, (0, None))
@@ -104,6 +138,31 @@ class PrefixAffinity:
         for block_hash in reversed(hashes):  # so that a prefix outlives what follows it
             known.put(block_hash, True)
 
+    def told(self, instance: Instance, idle: bool) -> None:
+        """What was sent there and is not in its cache when it has nothing to compute will not come."""
+        incarnation, known = self._known.get(instance.name, (0, None))
+        if known is None or incarnation != instance.incarnation or not instance.prefixes.known:
+            return
+        if idle:
+            known.clear()
+        for key in instance.prefixes.removed:
+            known.discard(key)
+
+
+def _cached(instance: Instance, hashes: Hashes, sent: Collection[bytes] | None) -> int:
+    """Tokens of a prompt that ``instance`` has probably cached; ``sent``: blocks of what was sent there."""
+    block = block_of(instance)
+    view = instance.prefixes
+    each = max(view.positions // block, 1)
+    blocks = hashes(block)
+    hit = 0
+    for number in range(each - 1, len(blocks), each):
+        key = blocks[number]
+        if key not in view and (sent is None or key not in sent):
+            break
+        hit = number + 1
+    return hit * block
+
 
 class Policies(NamedTuple):
     """The two choices that there are: each has a memory of its own."""
@@ -112,6 +171,18 @@ class Policies(NamedTuple):
     """Where a prompt is computed."""
     decode: Policy
     """Where a sequence goes on whose prompt is computed elsewhere."""
+
+    @property
+    def knows_prefixes(self) -> bool:
+        """Whether any asks what instances have cached."""
+        return any(policy.knows_prefixes for policy in self)
+
+    @property
+    def decisions(self) -> dict[str, int]:
+        """How many were exact, degraded and fallback (``Decisions``)."""
+        each = [policy.decisions for policy in self]
+        names = ("exact", "degraded", "fallback")
+        return {name: sum(getattr(one, name) for one in each) for name in names}
 
 
 RoutingPolicy: TypeAlias = Literal["prefix", "least-load", "round-robin", "two-choices"]

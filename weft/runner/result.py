@@ -10,15 +10,21 @@ import torch
 
 from weft.common.errors import EngineDead, ErrorInfo, RowError
 from weft.runner.plan_columns import most_each, offsets_of
-from weft.runner.sampler import LogprobTensors, SampleOutput
-from weft.types.plan import EMPTY, LogprobRows, StepPlan, StepResult, column
+from weft.runner.pooling import Pooled
+from weft.runner.sampler import SampleOutput
+from weft.runner.token_logprobs import LogprobTensors
+from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepResult, column
 
 
 class HostCopy:
     """A step's sampled output on its way to the host. Read after ``wait``."""
 
     def __init__(
-        self, output: SampleOutput, accepted: torch.Tensor | None = None, drafts: torch.Tensor | None = None
+        self,
+        output: SampleOutput,
+        accepted: torch.Tensor | None = None,
+        drafts: torch.Tensor | None = None,
+        pooled: Pooled | None = None,
     ) -> None:
         """Starts the copies; they follow the step's kernels in stream order.
 
@@ -28,6 +34,7 @@ class HostCopy:
         self._cuda = output.tokens.is_cuda
         self.accepted = None if accepted is None else self._start(accepted)
         self.drafts = None if drafts is None else self._start(drafts)
+        self.pooled = None if pooled is None else Pooled(pooled.rows, self._start(pooled.values))
         self.output = output
         self.tokens, self.error = self._start(output.tokens), self._start(output.error)
         self.logprobs = self._start_all(output.logprobs)
@@ -114,7 +121,12 @@ def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
         row_error=_errors(np.concatenate(wrong)),
         logprobs=_rows(copy.logprobs, owner, len(rows)),
         prompt_logprobs=_rows(copy.prompt_logprobs, prompt_owner, len(rows)),
+        embeddings=_embeddings(copy.pooled),
     )
+
+
+def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
+    return None if pooled is None else EmbeddingRows(rows=column(pooled.rows), values=pooled.values.numpy())
 
 
 def _plain(plan: StepPlan, copy: HostCopy) -> StepResult:

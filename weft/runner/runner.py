@@ -41,8 +41,9 @@ from weft.runner.graphs import (
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
+from weft.runner.pooling import Pooled, Pooler
 from weft.runner.result import HostCopy, come_to_rest, to_result
-from weft.runner.sampler import Sampler
+from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
 from weft.runner.states import States
@@ -52,7 +53,7 @@ from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CaptureOptions
 from weft.speculation.mtp import MtpDrafter
 from weft.speculation.ngram import NgramDrafter
-from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult
+from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 Tensor = torch.Tensor
@@ -75,6 +76,8 @@ class StepHandle:
     """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
     micro_batches: list[StagingBuffer] = field(default_factory=list, repr=False)
     """Buffers of a step in micro-batches."""
+    pooled: Pooled | None = field(default=None, repr=False)
+    """Embeddings that the step has completed."""
     times: StepTimes | None = None
     """Where its time went, once it was read; None on a rank alone."""
 
@@ -99,16 +102,16 @@ class Runner:
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
         rooms: RankRooms | None = None,
+        processed: bool = False,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
+        ``processed``: see ``Sampler``.
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
         runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
         """
         self.kv = kv
-        self._model = model
-        self._backends = backends
-        self._device = device
+        self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
         self._rooms = rooms
         self._exports: Exports | None = None
@@ -119,7 +122,8 @@ class Runner:
         self._cache = by_layer(kv, memory)
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
-        self._sampler = Sampler(kv.num_slots, vocab_size, device)
+        self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
+        self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
         self._builder = BatchBuilder(self._state, kv, backends, dtype)
         self._launcher = launcher or Launcher()
@@ -133,8 +137,7 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
-        self._trace = trace
-        self._timeout = step_timeout
+        self._trace, self._timeout = trace, step_timeout
         self._next_step: int | None = None
         self._failed = False
         """Whether a step failed; until ``reset``."""
@@ -176,9 +179,12 @@ class Runner:
         handle.forwarded = self._queue.submit(self._forward, handle)
         return handle
 
-    def sample(self, handle: StepHandle) -> None:
-        """Launches the step's sampling: ids go into history, lengths move, results start for the host."""
-        handle.sampled = self._queue.submit(self._sample, handle)
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        """Launches the step's sampling: ids go into history, lengths move, results start for the host.
+
+        ``masks``: of a plan that is ``constrained``; they need not be there when its forward is launched.
+        """
+        handle.sampled = self._queue.submit(self._sample, handle, masks)
 
     def done(self, handle: StepHandle) -> bool:
         """Whether ``read`` would not wait."""
@@ -194,9 +200,10 @@ class Runner:
 
         When an interrupt cut the wait short, it can be called again.
         """
-        assert handle.sampled is not None, "read before sample"
         deadline = time.monotonic() + self._timeout
         result_of(handle.forwarded, deadline)
+        if handle.sampled is None:
+            raise EngineDead(f"step {handle.plan.step} was not sampled")
         copy: HostCopy = result_of(handle.sampled, deadline)
         copy.wait(deadline, self._launcher.check)
         result = to_result(handle.plan, copy)
@@ -219,6 +226,7 @@ class Runner:
             come_to_rest(self._device, self._timeout)
         self._state.clear()
         self._sampler.clear()
+        self._pooler.clear()
         self._ring.clear()
         self._micro_batched.clear()
         self._launcher.take()
@@ -252,8 +260,6 @@ class Runner:
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
         plan = handle.plan
-        if plan.constrained:
-            raise EngineDead("the plan has constrained rows, and this engine has no grammar backend")
         if self._next_step is not None and plan.step != self._next_step:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
@@ -270,6 +276,7 @@ class Runner:
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
+        self._pooler.apply(plan.ops)
         done = self._export(plan)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)
@@ -320,10 +327,10 @@ class Runner:
         """The step's logits, computed as two micro-batches."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
-        whole = self.drafter is not None and self.drafter.reads_hidden
+        whole = self._reads_hidden(plan)
         hidden, stretches = self._micro_batched.hidden(plan, handle.micro_batches, whole=whole, done=done)
         if whole:
-            handle.hidden = hidden
+            self._keep(handle, hidden)
             hidden = hidden[logits_index]
         return rows, drive(self._model.logits(hidden)), stretches
 
@@ -332,27 +339,43 @@ class Runner:
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
-        if self.drafter is None or not self.drafter.reads_hidden:
+        if not self._reads_hidden(plan):
             return batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
-        handle.hidden = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
-        wanted = handle.hidden
+        wanted = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
+        self._keep(handle, wanted)
         if len(batch.step.logits_index) < len(wanted):
             wanted = wanted[batch.step.logits_index]
         return batch, drive(self._model.logits(wanted))
 
-    def _sample(self, handle: StepHandle) -> HostCopy:
+    def _reads_hidden(self, plan: StepPlan) -> bool:
+        """Whether somebody reads the hidden states of all the plan's tokens."""
+        return (self.drafter is not None and self.drafter.reads_hidden) or self._pooler.wants(plan)
+
+    def _keep(self, handle: StepHandle, hidden: Tensor) -> None:
+        """``hidden``, [T, hidden] of all the step's tokens, for whoever reads them."""
+        handle.pooled = self._pooler.take(handle.plan, hidden) if self._pooler.wants(handle.plan) else None
+        if self.drafter is not None and self.drafter.reads_hidden:
+            handle.hidden = hidden
+
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         failed = self._failed
         self._failed = True
-        result = self._sample_whole(handle)
+        result = self._sample_whole(handle, masks)
         self._failed = failed
         return result
 
     @torch.inference_mode()
-    def _sample_whole(self, handle: StepHandle) -> HostCopy:
+    def _sample_whole(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
         step, logits = handle.forwarded.result()
         state = self._state
         rows = step.sample_rows
-        output = self._sampler.sample(logits, rows, state.history, state.num_prompt)
+        if masks is not None:
+            masks.check(handle.plan, self._vocab_size)
+        elif handle.plan.constrained:
+            raise EngineDead(f"step {handle.plan.step} is constrained, and has no masks")
+        output = self._sampler.sample(
+            logits, rows, state.history, state.num_prompt, NO_MASKS if masks is None else masks
+        )
         accepted = None if step.verify is None else accept(step.verify, output)
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
@@ -361,7 +384,7 @@ class Runner:
             self._exports.drafted(handle.plan)
         if handle.times is not None:
             handle.times = replace(handle.times, drafting=self._launcher.take())
-        return HostCopy(output, accepted, drafts)
+        return HostCopy(output, accepted, drafts, handle.pooled)
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
         """New drafts, which are in history when this returns."""

@@ -22,12 +22,14 @@ from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
-from weft.runner.token_lists import Lists, Words
-from weft.types.plan import AllocSlot
+from weft.runner.token_lists import Lists, lists_of, pairs_of
+from weft.runner.token_logprobs import LogprobTensors, assembled
+from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams
 
 Tensor = torch.Tensor
 
+NO_MASKS = TokenMasks()
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
 
@@ -35,9 +37,9 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_pena
 INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
 
 # What a row needs, as bits of its class; rows are worked on class by class.
-GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P = (1 << bit for bit in range(6))
+GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P, MASK = (1 << bit for bit in range(7))
 DIRECT = (0, GREEDY, MIN_P)  # classes that need neither changed logits nor an order of the tokens
-STAGE = 6
+STAGE = 7
 """The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
 
 
@@ -58,22 +60,6 @@ class SampleRows:
     prompt_slot: Tensor
     prompt_logits_row: Tensor
     prompt_position: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobTensors:
-    """Logprobs of n entries, on the device. Unused places (a row that asked for fewer) have id -1."""
-
-    entries: np.ndarray
-    """int64 [n], on the host: which of the S (or P) entries these are, ascending."""
-    ids: Tensor
-    """int64 [n, 1 + top]: the entry's own token, then the likeliest in order."""
-    values: Tensor
-    """float32 [n, 1 + top], float64 in E0. -inf where there is no id."""
-    rank: Tensor
-    """int64 [n]: 1 + how many tokens are ahead of the entry's own."""
-    error: Tensor
-    """bool [n]: the logits hold NaN or +inf, or nothing finite, and the values mean nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +86,22 @@ class _Rows:
     position: Tensor
     floats: Tensor
     ints: Tensor
+    words: Tensor
+    """int32 [masks, .]: of the whole step."""
+    mask: Tensor
+    """int64: each row's mask; of rows that have none, any number."""
 
     def at(self, rows: slice) -> _Rows:
-        tensors = (self.slot, self.logits_row, self.position, self.floats, self.ints)
-        return _Rows(self.slot_host[rows], *(tensor[rows] for tensor in tensors))
+        return _Rows(
+            self.slot_host[rows],
+            self.slot[rows],
+            self.logits_row[rows],
+            self.position[rows],
+            self.floats[rows],
+            self.ints[rows],
+            self.words,
+            self.mask[rows] if len(self.mask) else self.mask,
+        )
 
     def real(self, name: str) -> Tensor:
         return self.floats[:, FLOATS.index(name)]
@@ -115,22 +113,23 @@ class _Rows:
         return ops.Noise(seed=self.whole("seed"), choice=self.whole("choice"), position=self.position)
 
 
-def _columns(ids: list[int], vocab_size: int) -> np.ndarray:
-    array = np.unique(np.asarray(ids, dtype=np.int64))
-    return array[(array >= 0) & (array < vocab_size)]
-
-
 class Sampler:
     """Samples one group's steps. Owned by the runner and used from its thread only."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size: int, device: torch.device, processed: bool = False
+    ) -> None:
+        """``processed``: logprobs of sampled tokens are those after steps 1 to 6 of the rule, not before."""
         self._vocab = vocab_size
+        self._processed = processed
         self._device = torch.device(device)
         self._taken = np.zeros(num_slots, dtype=bool)
         self._floats = np.zeros((num_slots, len(FLOATS)), dtype=np.float64)
         self._ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
         self._classes = np.zeros(num_slots, dtype=np.int64)
         self._lists: list[Lists | None] = [None] * num_slots
+        empty = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._no_masks = empty.int(), empty
 
     def alloc(self, op: AllocSlot) -> None:
         """Gives the slot its sequence's parameters. Raises EngineDead when the slot is taken."""
@@ -142,7 +141,7 @@ class Sampler:
         self._taken[op.slot] = True
         self._floats[op.slot] = [getattr(params, name) for name in FLOATS]
         self._ints[op.slot] = [own[name] if name in own else getattr(params, name) for name in INTS]
-        lists = self._make_lists(params)
+        lists = lists_of(params, self._vocab, self._device)
         self._lists[op.slot] = lists
         self._classes[op.slot] = self._class(params, top_k, lists)
 
@@ -158,40 +157,39 @@ class Sampler:
         self._taken.fill(False)
         self._lists = [None] * len(self._lists)
 
-    def sample(self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor) -> SampleOutput:
+    def sample(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        history: Tensor,
+        num_prompt: Tensor,
+        masks: TokenMasks = NO_MASKS,
+    ) -> SampleOutput:
         """Draws the tokens of a step, by the sampling rule.
 
         logits [L, >= vocab] of any float dtype, never written; history int [slots, max_len], whose content
-        from an entry's position on is arbitrary; num_prompt int64 [slots].
+        from an entry's position on is arbitrary; num_prompt int64 [slots]. ``masks``: of some of the S
+        entries. Logprobs of sampled tokens know nothing of them, unless these are to be processed.
         """
-        tokens, error = self._draw_all(logits, rows, history, num_prompt)
+        tokens, error = self._draw_all(logits, rows, history, num_prompt, masks)
         return SampleOutput(
             tokens=tokens,
             error=error,
-            logprobs=self._sampled_logprobs(logits, rows, tokens),
+            logprobs=self._sampled_logprobs(logits, rows, tokens, history, num_prompt, masks),
             prompt_logprobs=self._prompt_logprobs(logits, rows, history),
         )
 
     def _draw_all(
-        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor
+        self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
     ) -> tuple[Tensor, Tensor]:
         entries = len(rows.slot_host)
-        classes = self._classes[rows.slot_host]
+        classes = self._classes_of(rows, masks)
         if (classes == GREEDY).all() and direct.serves(logits):
             tokens, error = direct.greedy(logits, rows.logits_row, self._vocab)
             return tokens.masked_fill_(error, 0), error
         order = np.argsort(classes, kind="stable")
-        slots = rows.slot_host[order]
         permuted = upload(order, self._device) if (order[1:] < order[:-1]).any() else None
-        place = slice(None) if permuted is None else permuted
-        step = _Rows(
-            slots,
-            rows.slot[place],
-            rows.logits_row[place],
-            rows.position[place],
-            upload(self._floats[slots], self._device),
-            upload(self._ints[slots], self._device),
-        )
+        step = self._rows_of(rows, order, permuted, masks)
         tokens = torch.zeros(entries, dtype=torch.int64, device=self._device)
         error = torch.zeros(entries, dtype=torch.bool, device=self._device)
         for kind, part in self._parts(classes[order], direct.serves(logits)):
@@ -202,31 +200,39 @@ class Sampler:
             error = torch.empty_like(error).index_copy_(0, permuted, error)
         return tokens, error
 
-    # --- parameters ---
+    def _classes_of(self, rows: SampleRows, masks: TokenMasks) -> np.ndarray:
+        """int64 [S]: what each entry needs."""
+        classes: np.ndarray = self._classes[rows.slot_host]
+        classes[masks.entries] |= MASK
+        return classes
 
-    def _make_lists(self, params: TokenParams) -> Lists | None:
-        vocab = self._vocab
-        bias = {token: value for token, value in params.logit_bias if 0 <= token < vocab}
-        words = [word for word in params.bad if len(word) > 1 and 0 <= word[-1] < vocab]
-        lists = Lists(
-            banned=_columns([word[0] for word in params.bad if len(word) == 1], vocab),
-            stop=_columns(list(params.stop_ids) if params.min_tokens > 0 else [], vocab),
-            bias_ids=np.fromiter(bias.keys(), np.int64, len(bias)),
-            bias=np.fromiter(bias.values(), np.float64, len(bias)),
-            allowed=None if params.allowed is None else _columns(list(params.allowed), vocab),
-            words=self._make_words(words) if words else None,
+    def _rows_of(self, rows: SampleRows, order: np.ndarray, place: Tensor | None, masks: TokenMasks) -> _Rows:
+        """The entries ``order``; ``place``: the same on the device, None for all as they are."""
+        slots = rows.slot_host[order]
+        at = slice(None) if place is None else place
+        return _Rows(
+            slots,
+            rows.slot[at],
+            rows.logits_row[at],
+            rows.position[at],
+            upload(self._floats[slots], self._device),
+            upload(self._ints[slots], self._device),
+            *self._upload_masks(masks, order),
         )
-        used = lists.allowed is not None or lists.words is not None
-        used = used or any(len(ids) for ids in (lists.banned, lists.stop, lists.bias_ids))
-        return lists if used else None
 
-    def _make_words(self, words: list[tuple[int, ...]]) -> Words:
-        lengths = np.array([len(word) - 1 for word in words], dtype=np.int64)
-        prefixes = np.full((len(words), int(lengths.max())), -1, dtype=np.int32)
-        for row, word in enumerate(words):
-            prefixes[row, prefixes.shape[1] - len(word) + 1 :] = word[:-1]
-        last = np.array([word[-1] for word in words], dtype=np.int64)
-        return Words(*(upload(column, self._device) for column in (prefixes, lengths, last)))
+    def _upload_masks(self, masks: TokenMasks, order: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(words int32 [masks, .], the mask of each entry in ``order``) on the device; two empty ones without
+        masks."""
+        if not len(masks.entries):
+            return self._no_masks
+        mask = np.zeros(1 + max(int(order.max()), int(masks.entries[-1])), np.int64)
+        mask[masks.entries] = np.arange(len(masks.entries))
+        words = masks.words.reshape(len(masks.entries), -1)
+        if not words.flags.writeable:  # of a frame: torch wants its own
+            words = words.copy()
+        return upload(words, self._device), upload(mask[order], self._device)
+
+    # --- parameters ---
 
     def _class(self, params: TokenParams, top_k: int, lists: Lists | None) -> int:
         kind = 0 if lists is None else LISTS
@@ -270,23 +276,39 @@ class Sampler:
         """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
         if (fast := direct.serves(logits)) and kind in DIRECT:
             return self._draw_directly(logits, rows.logits_row, rows, kind)
-        raw = self._take(logits, rows.logits_row)
         if kind == GREEDY:
-            return ops.greedy(raw)
-        x = ops.to_x(raw, self._vocab)
-        error = torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
-        if kind & (LISTS | PENALTY):
-            error = ops.broken(x)
-            x = x.clone(memory_format=torch.contiguous_format)
-        if kind & LISTS:
-            self._apply_lists(x, rows, history, num_prompt)
-        if kind & PENALTY:
-            self._apply_penalties(x, rows, history, num_prompt)
+            return ops.greedy(self._take(logits, rows.logits_row))
+        x, error = self._changed(logits, rows, kind, fast, history, num_prompt)
         if kind & GREEDY or (fast and not kind & (TOP_K | TOP_P)):
             tokens, wrong = self._draw_directly(x, None, rows, kind) if fast else ops.greedy(x)
             return tokens, error | wrong
         x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
         return self._sample(x, rows, kind), error | ops.broken(x)
+
+    def _changed(
+        self, logits: Tensor, rows: _Rows, kind: int, fast: bool, history: Tensor, num_prompt: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(x [R, V] after steps 1 to 3, error bool [R] of what they may hide)."""
+        x, error = self._changeable(logits, rows, kind, fast)
+        if kind & LISTS:
+            self._apply_lists(x, rows, history, num_prompt)
+        if kind & PENALTY:
+            self._apply_penalties(x, rows, history, num_prompt)
+        return x, error
+
+    def _changeable(self, logits: Tensor, rows: _Rows, kind: int, fast: bool) -> tuple[Tensor, Tensor]:
+        """(x [R, V] behind masks, error bool [R] of what steps 1 to 3 may hide). x is a view of the logits
+        where these change nothing."""
+        if kind & MASK and fast:
+            return direct.allow_bits(logits, rows.logits_row, self._vocab, rows.words, rows.mask)
+        x = ops.to_x(self._take(logits, rows.logits_row), self._vocab)
+        if not kind & (LISTS | PENALTY | MASK):
+            return x, torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
+        error = ops.broken(x)
+        x = x.clone(memory_format=torch.contiguous_format)
+        if kind & MASK:
+            ops.allow_bits_(x, rows.words[rows.mask])
+        return x, error
 
     def _draw_directly(self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int) -> tuple[Tensor, Tensor]:
         """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension."""
@@ -301,16 +323,19 @@ class Sampler:
         noise = rows.noise()
         if not kind & (TOP_K | TOP_P):
             return ops.sample_open(x, rows.real("min_p") if kind & MIN_P else None, noise)
-        filters = ops.Filters(
+        filters = self._filters(rows, kind)
+        widths = ops.WIDTHS[kind >> STAGE :]
+        if self._device.type != "cpu":
+            widths = widths[:1] if kind & TOP_K else ()
+        return ops.sample_filtered(x, filters, noise, widths)
+
+    def _filters(self, rows: _Rows, kind: int) -> ops.Filters:
+        return ops.Filters(
             top_k=rows.whole("top_k"),
             top_p=rows.real("top_p"),
             min_p=rows.real("min_p"),
             all_top_k=bool(kind & TOP_K),
         )
-        widths = ops.WIDTHS[kind >> STAGE :]
-        if self._device.type != "cpu":
-            widths = widths[:1] if kind & TOP_K else ()
-        return ops.sample_filtered(x, filters, noise, widths)
 
     def _apply_penalties(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
         longest = history.shape[1]
@@ -330,10 +355,10 @@ class Sampler:
         if allowed:
             chosen = np.zeros(len(lists), dtype=bool)
             chosen[[row for row, _ in allowed]] = True
-            ops.allow_only_(x, upload(chosen, self._device), *self._pairs(allowed))
-        banned = self._pairs([(row, of.banned) for row, of in entries])
+            ops.allow_only_(x, upload(chosen, self._device), *pairs_of(allowed, self._device))
+        banned = pairs_of([(row, of.banned) for row, of in entries], self._device)
         always = torch.ones(len(banned[0]), dtype=torch.bool, device=self._device)
-        stop = self._pairs([(row, of.stop) for row, of in entries])
+        stop = pairs_of([(row, of.stop) for row, of in entries], self._device)
         early = rows.position - num_prompt[rows.slot] < rows.whole("min_tokens")
         masks = [(*banned, always), (*stop, early[stop[0]])]
         for row, of in entries:
@@ -344,29 +369,62 @@ class Sampler:
                 done = ops.completes(ids, rows.position[row], words.prefixes, words.lengths)
                 masks.append((torch.full_like(words.last, row), words.last, done))
         ops.mask_entries_(x, *(torch.cat(columns) for columns in zip(*masks, strict=True)))
-        bias = self._pairs([(row, of.bias_ids) for row, of in entries])
+        bias = pairs_of([(row, of.bias_ids) for row, of in entries], self._device)
         if len(bias[0]):
             values = np.concatenate([of.bias for _, of in entries])
             ops.add_bias_(x, *bias, upload(values, self._device))
 
-    def _pairs(self, lists: list[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
-        """(row, id), int64 [N] each, of all ids of (row, ids)."""
-        ids = np.concatenate([ids for _, ids in lists]) if lists else np.empty(0, np.int64)
-        owner = np.repeat([row for row, _ in lists], [len(ids) for _, ids in lists]).astype(np.int64)
-        pairs = upload(np.stack([owner, ids]), self._device)
-        return pairs[0], pairs[1]
-
     # --- logprobs ---
 
-    def _sampled_logprobs(self, logits: Tensor, rows: SampleRows, tokens: Tensor) -> LogprobTensors | None:
+    def _sampled_logprobs(
+        self,
+        logits: Tensor,
+        rows: SampleRows,
+        tokens: Tensor,
+        history: Tensor,
+        num_prompt: Tensor,
+        masks: TokenMasks,
+    ) -> LogprobTensors | None:
         asked = self._ints[rows.slot_host, INTS.index("logprobs")]
         entries = np.flatnonzero(asked >= 0)
         if not len(entries):
             return None
+        if self._processed:
+            classes = self._classes_of(rows, masks)[entries]
+            by_class = np.argsort(classes, kind="stable")
+            order = entries[by_class]
+            place = upload(order, self._device)
+            step = self._rows_of(rows, order, place, masks)
+            parts = [
+                self._processed_logprobs(
+                    logits, step.at(part), kind, tokens[place[part]], int(asked.max()), history, num_prompt
+                )
+                for kind, part in self._parts(classes[by_class], False)
+            ]
+            return assembled(parts, entries, asked[entries], order)
         if len(entries) == len(asked):
             return self._logprobs(logits, rows.logits_row, tokens, entries, asked)
         index = upload(entries, self._device)
         return self._logprobs(logits, rows.logits_row[index], tokens[index], entries, asked[entries])
+
+    def _processed_logprobs(
+        self,
+        logits: Tensor,
+        rows: _Rows,
+        kind: int,
+        tokens: Tensor,
+        top: int,
+        history: Tensor,
+        num_prompt: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of what ``tokens`` were drawn from: rows of one class after steps 1 to 3, and 5 and 6 where they
+        are not drawn greedily."""
+        x, _ = self._changed(logits, rows, kind, False, history, num_prompt)
+        if not kind & GREEDY:
+            x = x / rows.real("temperature").to(x.dtype).unsqueeze(1)
+            if kind & (TOP_K | TOP_P | MIN_P):
+                x = ops.only_kept(x, self._filters(rows, kind))
+        return *ops.logprobs_of(x, tokens, top), ops.broken(x)
 
     def _prompt_logprobs(self, logits: Tensor, rows: SampleRows, history: Tensor) -> LogprobTensors | None:
         count = len(rows.prompt_slot_host)
@@ -387,8 +445,4 @@ class Sampler:
             untouched = ops.to_x(self._take(logits, logits_rows[part]), self._vocab)
             made = ops.logprobs_of(untouched, tokens[part], top)
             parts.append((*made, ops.broken(untouched)))
-        ids, values, rank, error = (torch.cat(column) for column in zip(*parts, strict=True))
-        if (asked < top).any():
-            beyond = torch.arange(1 + top, device=self._device) > upload(asked, self._device).unsqueeze(1)
-            ids, values = ids.masked_fill(beyond, -1), values.masked_fill(beyond, ops.NEG_INF)
-        return LogprobTensors(entries=entries, ids=ids, values=values, rank=rank, error=error)
+        return assembled(parts, entries, asked)

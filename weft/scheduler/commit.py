@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.common.errors import EngineDead, ErrorInfo
+from weft.common.errors import EngineDead, ErrorInfo, RowError
+from weft.scheduler.constraints import keep_drafts
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.sequence import Running, Sequence
 from weft.scheduler.state import SchedulerState
@@ -35,6 +36,8 @@ class _Row:
     error: ErrorInfo | None
     tokens: list[int]
     """Accepted drafts and one more, not valid with ``error``; none of a row that does not sample."""
+    embedding: bytes = b""
+    """Of a prompt that is complete with this row, where it ends with one."""
 
 
 def commit(
@@ -63,9 +66,15 @@ def commit(
     for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
         event = _commit_row(state, row, result)
         told += [(number, event)] if event is not None else []
+    if plan.constrained:
+        keep_drafts(plan, result, state.columns.gen, state.in_slot)
+        state.counts.constrained_steps += 1
     state.committed(plan.step)
     state.counts.steps += 1
     state.counts.idle_steps += not plan.rows
+    state.counts.prefill_rows += prefill.rows
+    state.counts.prefill_tokens += prefill.tokens
+    state.counts.decode_rows += decode.rows
     state.counts.mixed_steps += bool(prefill.rows and decode.rows)
     return _merge(quiet, plain, told)
 
@@ -192,6 +201,7 @@ def _rows(
     begins = result.offsets[answers]
     ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
     errors = dict(result.row_error)
+    embeddings = _embeddings(result)
     columns = zip(
         numbers.tolist(),
         state.in_slot[slots].tolist(),
@@ -209,8 +219,21 @@ def _rows(
         tokens = result.tokens[begin:end].tolist()
         error = errors.get(answer)
         row = _Row(*_running(sequence), computed, count, num_logits, num_sampled, answer, error, tokens)
+        if sequence.pooling and first + number in embeddings:
+            row.embedding, row.error = embeddings[first + number]
         rows.append((number, row))
     return rows
+
+
+def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]:
+    """By row of the plan: the embedding, and what is wrong with it."""
+    made = result.embeddings
+    if made is None:
+        return {}
+    broken = RowError("the model's output for this request is not finite").info()
+    errors = [None if right else broken for right in np.isfinite(made.values).all(axis=1).tolist()]
+    values = [row.astype("<f4").tobytes() for row in made.values]
+    return dict(zip(made.rows.tolist(), zip(values, errors, strict=True), strict=True))
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
@@ -240,9 +263,12 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
     state.counts.generation_tokens += len(made)
-    if error is not None and ending is None:
-        state.counts.row_errors += 1
+    if ending is None and error is not None:
         ending = ("error", None)
+    elif row.embedding:
+        ending = ("stop", None)
+    if ending is not None and ending[0] == "error":
+        error = _own_error(state, sequence, error)
     if not made and prompt_logprobs is None and ending is None:
         return None
     logprobs = None
@@ -256,6 +282,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     if finish is not None:
         state.end(sequence, finish, error)
     accepted = min(accepted, len(made))
+    miss, sequence.miss = sequence.miss, None
     return TokenEvent(
         sequence=sequence.id,
         token_ids=tuple(made),
@@ -268,7 +295,20 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         stop_id=stop_id,
         error=error if finish == "error" else None,
         position=position,
+        embedding=row.embedding if finish == "stop" else b"",
+        cache_miss=miss,
     )
+
+
+def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
+    """What ends a sequence whose row failed with ``error``, or that its grammar ends."""
+    constraint = sequence.constraint
+    own = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
+    if own is not None:
+        state.counts.grammar_errors += 1
+        return own
+    state.counts.row_errors += 1
+    return error
 
 
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
@@ -285,12 +325,13 @@ def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:
-    """Appends as many of ``tokens`` as the sequence takes: (those, how it ended)."""
+    """Appends as many of ``tokens`` as the sequence takes: (those, how it ended). One that its grammar
+    refuses, which is an error, is not among them."""
     for count, token in enumerate(tokens, 1):
-        sequence.tokens.append(token)
+        sequence.take(token)
         ending = sequence.ending()
         if ending is not None:
-            return tokens[:count], ending
+            return tokens[: count - (ending[0] == "error")], ending
     return tokens, None
 
 

@@ -37,11 +37,12 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
 def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
     """The last in order that has had ``TURN`` tokens since it was admitted.
 
-    Anybody of a larger share (no sibling, nobody who would ask the slot back) for a newcomer, so that
-    short requests get in where long ones have all slots; whoever of those came later for one that gave
-    way. A newcomer that turns out to be long so returns the slot, and the order is first come, first
-    served again: while one that gave way waits, it is first. Not without prefix caching, where all that
-    it had would be computed again; nor one whose cache came by a room, which would be sent again.
+    Anybody of a lower priority, or of the same and a larger share (no sibling, nobody who would ask the slot
+    back), for a newcomer, so that short and urgent requests get in where long ones have all slots; whoever
+    of those came later for one that gave way. A newcomer that turns out to be long so returns the slot, and
+    the order is first come, first served again: while one that gave way waits, it is first. Not without
+    prefix caching, where all that it had would be computed again; nor one whose cache came by a room, which
+    would be sent again.
     """
     share = sequence.share
     if share is None or not state.kv.enable_prefix_caching:
@@ -51,9 +52,10 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
     for other in state.in_slot[slots[had >= TURN][::-1]].tolist():
         if not sequence.newcomer and other.key < sequence.key:
             return None  # nor who comes before it
-        if other.key[0] != sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
+        if other.key[0] < sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
             continue
-        if other.room is None and other.share.running > share.running:
+        urgent = other.key[0] > sequence.key[0]
+        if other.room is None and (urgent or other.share.running > share.running):
             result: Sequence = other
             return result
     return None

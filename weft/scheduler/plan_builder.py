@@ -180,6 +180,7 @@ class PlanBuilder:
             ops=tuple(ops),
             prefill=self.prefill,
             decode=self.decode,
+            constrained=self._columns.constrains(self.prefill, self.decode),
             agreed=self.agreed,
             micro_batches=self.micro_batches,
         )

@@ -178,7 +178,8 @@ class Planner:
                 return
             hashes, num_hit = state.lookup(sequence)
             known = len(sequence.tokens)
-            needed = state.caches.needed(NO_SLOT, known + 1, num_hit, hashes)
+            behind = min(known + 1, sequence.limit)  # there is nothing behind a prompt that is only embedded
+            needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
             if sequence.tables is not None:
                 pass  # it has its blocks
             elif not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
@@ -201,7 +202,7 @@ class Planner:
             if self.drafts is not None:
                 self.drafts.enter(run.slot)
             self._add_chunk(builder, sequence, run, end, next_k, ops)
-            rest = state.caches.needed(run.slot, known + 1)
+            rest = state.caches.needed(run.slot, behind)
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
 
     # ---- parts of the phases
@@ -259,6 +260,7 @@ class Planner:
         total = [0] * len(state.caches.kinds)
         slots = state.order()
         for slot in slots[state.columns.prefilling(slots)].tolist():
-            needed = state.caches.needed(slot, int(state.columns.known[slot]) + 1)
+            behind = min(int(state.columns.known[slot]) + 1, int(state.columns.limit[slot]))
+            needed = state.caches.needed(slot, behind)
             total = [t + n for t, n in zip(total, needed, strict=True)]
         return total

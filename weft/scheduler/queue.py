@@ -1,5 +1,8 @@
 """The order of sequences: by key (priority, turn, arrival), whatever order they come in; and the next one.
 
+A smaller priority comes first. It decides who gets a slot, and who loses it where blocks are short; but of
+``PASSES`` sequences that get a slot one is of another priority than the first, if such wait.
+
 The turn of a sequence is the number of client requests that came before its own, plus its place among the
 sequences of its own. Where every client asks for one sequence that is first come, first served; of a large
 request the j-th sequence comes after the first one of each of the next j requests.
@@ -9,13 +12,26 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 
 from weft.common.errors import EngineDead
 from weft.scheduler.sequence import OwnerShare, Sequence
 
+PASSES = 64
+"""Sequences of other priorities that may get a slot, one after another, before one that waits does."""
+
 _key = attrgetter("key")
 _place = attrgetter("place")
+
+
+@dataclass(slots=True)
+class _Level:
+    """A priority of which sequences wait."""
+
+    since: int
+    """How many sequences had got a slot when one of these last did, or when they began to wait."""
+    waiting: int = 0
 
 
 class SequenceQueue:
@@ -56,9 +72,10 @@ class FairQueue:
     """Waiting sequences, and how many run, by the shares of client requests.
 
     Of the highest priority that waits, the share that runs fewest sequences is first; of equals the one whose
-    first sequence has the smaller key. Before all of them are sequences for which a slot is given up. A
-    sequence is in a share from ``enter`` to ``leave``; ``start`` and ``stop`` tell when it runs. Each is one
-    or two insertions into sorted lists.
+    first sequence has the smaller key. Before all of them are sequences for which a slot is given up. No
+    priority waits for ever: that which was passed by for longest is first after ``PASSES``. A sequence is in
+    a share from ``enter`` to ``leave``; ``start`` and ``stop`` tell when it runs. Each is one or two
+    insertions into sorted lists.
     """
 
     def __init__(self) -> None:
@@ -66,6 +83,10 @@ class FairQueue:
         self._order: list[OwnerShare] = []
         """Those with waiting sequences, by place. Places are unique (arrival is)."""
         self._length = 0
+        self._levels: dict[int, _Level] = {}
+        """By priority, those with waiting sequences, in the order of ``since``."""
+        self._started = 0
+        """Sequences that ever got a slot."""
         self._arrived = 0
         self.large = 0
         """Shares that run two sequences or more."""
@@ -95,6 +116,7 @@ class FairQueue:
         share = self._lift(sequence)
         insort(share.waiting, sequence, key=_key)
         self._length += 1
+        self._levels.setdefault(share.priority, _Level(self._started)).waiting += 1
         self._put(share)
 
     def remove(self, sequence: Sequence) -> None:
@@ -109,6 +131,10 @@ class FairQueue:
         self._take(share, sequence)
         share.running += 1
         self.large += share.running == 2
+        self._started += 1
+        if (level := self._levels.pop(share.priority, None)) is not None:
+            level.since = self._started
+            self._levels[share.priority] = level
         self._put(share)
 
     def stop(self, sequence: Sequence) -> None:
@@ -126,6 +152,9 @@ class FairQueue:
 
     def first(self) -> Sequence:
         share = self._order[0]
+        priority, level = next(iter(self._levels.items()))
+        if priority > share.priority and self._started - level.since >= PASSES:
+            share = self._order[bisect_left(self._order, (priority,), key=_place)]
         return share.invited or share.waiting[0]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -160,5 +189,9 @@ class FairQueue:
             raise EngineDead("a sequence was taken from a queue that does not hold it")
         del share.waiting[at]
         self._length -= 1
+        level = self._levels[share.priority]
+        level.waiting -= 1
+        if not level.waiting:
+            del self._levels[share.priority]
         if share.invited is sequence:
             share.invited = None

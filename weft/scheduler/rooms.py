@@ -142,11 +142,14 @@ class SchedulerRooms:
             self._book.wanted(record, offer)
 
     def _answer(self, record: RoomRecord) -> None:
-        """Answers an offer, unless it is of a sibling whose leader comes first."""
+        """Answers an offer, unless it is of a sibling whose leader comes first, or the sequence awaits its
+        grammar."""
         offer = record.offer
         sequence = record.sequence
         request = self._state.requests[sequence.request]
-        if offer is None or (request.leader is not sequence and not request.prompt_computed):
+        if offer is None or sequence.awaits:
+            return
+        if request.leader is not sequence and not request.prompt_computed:
             return
         record.offer = None
         del self._book.offers[record.key]
@@ -214,16 +217,18 @@ class SchedulerRooms:
         sequence.num_cached = min(record.hits, sequence.num_prompt)
         state.landed(sequence, tables, found.token)
         finish, stop_id = sequence.ending() or (None, None)
+        error = sequence.constraint.failure if sequence.constraint is not None else None
         if finish is not None:
-            state.end(sequence, finish)
+            state.end(sequence, finish, error)
         self._book.events.append(
             TokenEvent(
                 sequence=sequence.id,
-                token_ids=(found.token,),
-                logprobs=_unpacked(found),
+                token_ids=() if error is not None else (found.token,),
+                logprobs=None if error is not None else _unpacked(found),
                 num_cached=sequence.num_cached,
                 finish=finish,
                 stop_id=stop_id,
+                error=error,
                 position=sequence.num_output - 1,
             )
         )

@@ -15,13 +15,17 @@ the queue: when it cannot go on, it is given back to its front, with the end "ev
 
 from __future__ import annotations
 
-from weft.common.errors import DeadlineExceeded, EngineDead, InvalidRequest, Overloaded
+from collections.abc import Iterable
+
+from weft.common.errors import DeadlineExceeded, EngineDead, ErrorInfo, InvalidRequest, Overloaded
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.config.budget import check_budget
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
+from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
+from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
 from weft.scheduler.rooms import SchedulerRooms
@@ -29,7 +33,7 @@ from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
 from weft.scheduler.validate import check_submit
 from weft.types.messages import HeadStats, Submit, TokenEvent
-from weft.types.plan import AllocSlot, Op, StepPlan, StepResult
+from weft.types.plan import AllocSlot, Op, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
 
 MAX_IN_FLIGHT = 2
@@ -55,16 +59,19 @@ class Scheduler:
         vocab_size: int,
         speculation: SpeculationSection | None = None,
         transfer: TransferSection | None = None,
+        remembered_bytes: int = 0,
+        retention: float = 0.0,
     ) -> None:
         """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
-        the group's role."""
+        the group's role. ``remembered_bytes``: of earlier prompts, to explain why one was not cached.
+        ``retention``: seconds that what a session has cached is kept before others' blocks."""
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
-        self._state = SchedulerState(kv, longest)
+        self._state = SchedulerState(kv, longest, remembered_bytes, retention)
         self.planner = Planner(self._state, section, speculation)
         """Chooses the rows."""
         self._step = 0
@@ -87,8 +94,8 @@ class Scheduler:
         """Takes in a sequence. The returned event, if any, is its end: the emitted ids were complete already.
 
         ``awaits``: it cannot be admitted before ``arrived``, and fails if that does not come ``until`` then
-        (``AWAIT_S`` from ``now`` on by default). Raises InvalidRequest, ContextLength or
-        Overloaded before anything is changed.
+        (``AWAIT_S`` from ``now`` on by default). One with a grammar awaits ``constrain`` in the same way.
+        Raises InvalidRequest, ContextLength or Overloaded before anything is changed.
         """
         state = self._state
         tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len)
@@ -100,9 +107,10 @@ class Scheduler:
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
-        limit = min(num_prompt + submit.params.max_tokens, state.kv.max_model_len)
+        most = 0 if submit.pooling else submit.params.max_tokens
+        limit = min(num_prompt + most, state.kv.max_model_len)
         sequence = Sequence(submit, tokens, num_prompt, limit, self._arrivals)
-        sequence.awaits = awaits
+        sequence.awaits = awaits = awaits or submit.grammar is not None
         self._arrivals += 1
         if sequence.room is not None:
             state.rooms.open(sequence)
@@ -126,8 +134,40 @@ class Scheduler:
             self._state.arrived(found)
             self._blocked = False
 
+    def constrain(self, sequence: int, matcher: TokenMatcher, end_ids: Iterable[int]) -> list[TokenEvent]:
+        """The grammar that a sequence awaited is there; its output so far goes into ``matcher``, which stands
+        at the start. ``end_ids``: see ``Constraint``. Returns the sequence's end, if it cannot go on, or is
+        complete. Unknown ids are fine.
+        """
+        found = self._state.live.get(sequence)
+        if found is None:
+            return []
+        constraint = Constraint(matcher, end_ids, found.params, self._vocab_size)
+        constraint.walk(found.tokens[found.num_prompt :])
+        if constraint.failure is not None:
+            return self.fail(sequence, constraint.failure)
+        found.constraint = constraint
+        if constraint.finished:
+            self._awaited.pop(sequence, None)
+            self._state.end(found, "stop")
+            return [TokenEvent(sequence=sequence, finish="stop", position=found.position)]
+        self.arrived(sequence)
+        return []
+
+    def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
+        """Ends a sequence whose grammar is of no use. Unknown ids are fine."""
+        found = self._state.live.get(sequence)
+        if found is None:
+            return []
+        self._awaited.pop(sequence, None)
+        self._state.counts.grammar_errors += 1
+        self._state.end(found, "error", error)
+        self._blocked = False
+        return [TokenEvent(sequence=sequence, finish="error", error=error, position=found.position)]
+
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
+        self._state.retention.expire(now)
         self._blocked = self._blocked and self._holds.excuse(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
         events: list[TokenEvent] = []
@@ -249,6 +289,7 @@ class Scheduler:
         though work waits and no step is in flight.
         """
         self._state.rooms.now = now
+        self._state.retention.expire(now)
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
@@ -292,6 +333,14 @@ class Scheduler:
         column = self._state.columns.sequence
         return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
+    def masks(self, plan: StepPlan) -> TokenMasks:
+        """What the rows of ``plan`` may sample, which is ``constrained``. All plans before it have
+        committed. Raises EngineDead if not."""
+        state = self._state
+        if not state.in_flight or state.in_flight[0] is not plan:
+            raise EngineDead("masks are made once all steps before have committed")
+        return masks_of(plan, self._vocab_size, state.columns.gen, state.in_slot)
+
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         events = commit(self._state, plan, result, self.planner.drafts)
@@ -316,6 +365,10 @@ class Scheduler:
         """Steps committed."""
         return self._state.counts.steps
 
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        """``Caches.follow``; None as well where prefixes are not shared."""
+        return self._state.caches.follow() if self._state.kv.enable_prefix_caching else None
+
     def stats(self) -> HeadStats:
         """Counters and gauges."""
         state = self._state
@@ -337,6 +390,11 @@ class Scheduler:
             row_errors=counts.row_errors,
             recoveries=counts.recoveries,
             requeued=counts.requeued,
+            constrained_steps=counts.constrained_steps,
+            prefill_rows=counts.prefill_rows,
+            prefill_tokens=counts.prefill_tokens,
+            decode_rows=counts.decode_rows,
+            grammar_errors=counts.grammar_errors,
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),
             transfers=self._rooms.stats(),

@@ -21,8 +21,9 @@ from weft.common.errors import EngineDead
 from weft.common.restarts import MOST_LOSSES
 from weft.kv.hashing import HashChain
 from weft.kv.snapshots import Marks
+from weft.scheduler.constraints import Constraint
 from weft.scheduler.slot_columns import SlotColumns
-from weft.types.messages import Submit
+from weft.types.messages import CacheMiss, Submit
 from weft.types.plan import AllocSlot, column
 from weft.types.sampling import TokenParams
 
@@ -146,21 +147,26 @@ class Sequence:
         "awaits",
         "chain",
         "choice",
+        "constraint",
         "delivered",
+        "explains",
         "id",
         "key",
         "limit",
         "losses",
+        "miss",
         "num_cached",
         "num_prompt",
         "owner",
         "params",
+        "pooling",
         "preemptions",
         "prompt_logprobs",
         "request",
         "room",
         "salt",
         "seed",
+        "session",
         "share",
         "state",
         "stop_ids",
@@ -174,8 +180,11 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
+        self.session = submit.session
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
+        self.pooling = submit.pooling
+        """Of an embedding: it ends with its prompt, and no token is drawn."""
         self.tokens = tokens
         self.num_prompt = num_prompt
         self.room = submit.room
@@ -188,6 +197,7 @@ class Sequence:
         self.share: OwnerShare | None = None
         """From arrival to the end."""
         wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
+        wanted = wanted and not submit.pooling
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
         """Leading positions whose prompt logprobs this sequence computes. Only choice 0 does; with output
         emitted already they were delivered before."""
@@ -199,8 +209,13 @@ class Sequence:
         self.preemptions = 0
         self.yielded = 0
         """Preemptions that made room for another sequence."""
+        self.explains = submit.explain
+        self.miss: CacheMiss | None = None
+        """Why its prompt was not found further in the cache, until it is told."""
         self.losses = (0, 0)
         """(losses of the group while it ran, tokens when they began)."""
+        self.constraint: Constraint | None = None
+        """Where it is in the grammar of its output, if it has one and that was compiled."""
         self.awaits = False
         """Whether something is missing that comes from outside; it cannot be admitted meanwhile."""
         self.state: State = AwaitingLeader()
@@ -255,15 +270,27 @@ class Sequence:
         return -1 if self.room is None else self.num_output
 
     def may_skip(self) -> int:
-        """Leading positions that need no computing if the cache has them; the last known id always does."""
-        most = len(self.tokens) - 1
+        """Leading positions that need no computing if the cache has them; the last known id always does, and
+        all of which a mean is made."""
+        most = 0 if self.pooling == "mean" else len(self.tokens) - 1
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
+
+    def take(self, token: int) -> None:
+        """The next token of its output."""
+        self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.take(token)
 
     def ending(self) -> tuple[str, int | None] | None:
         """(finish, stop id) when the tokens so far end the sequence."""
         output = self.num_output
+        constraint = self.constraint
+        if constraint is not None and constraint.failure is not None:
+            return "error", None
         if output > self.params.min_tokens and self.tokens[-1] in self.stop_ids:
             return "stop", self.tokens[-1]
+        if constraint is not None and constraint.finished:
+            return "stop", None
         if len(self.tokens) >= self.limit:
             return "length", None
         return None
@@ -279,11 +306,12 @@ class Sequence:
             num_prompt=self.num_prompt,
             num_cached=num_cached,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array goes on growing
+            pooling=self.pooling,
         )
 
     def prefill_logits(self, start: int, end: int) -> tuple[int, int]:
         """(logits, sample) of a prefill row over ``start .. end - 1``: trailing positions of each."""
-        sample = int(end == len(self.tokens))
+        sample = int(end == len(self.tokens) and not self.pooling)
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
         return sample, sample

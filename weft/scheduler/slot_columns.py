@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from weft.types.plan import Segment
+
 NO_ORIGIN = 1 << 30
 """More than any length."""
 MAX_STOPS = 4
@@ -34,6 +36,7 @@ class SlotColumns:
     acceptance      float64: running share of its first drafts that were accepted
     exact           int32: how many of the last positions scheduled the device has the state after
     snapshot        int32: where the newest snapshot of its state was made; its hit, at first
+    constrained     bool: a grammar says what it may sample
     quiet           bool: a row that samples one token, which ends nothing, has nothing else to tell
     stops           int32 [slots, MAX_STOPS]: ids that may end it; -1 pads
     """
@@ -54,6 +57,7 @@ class SlotColumns:
         self.acceptance = np.zeros(num_slots, np.float64)
         self.exact = np.zeros(num_slots, np.int32)
         self.snapshot = np.zeros(num_slots, np.int32)
+        self.constrained = np.zeros(num_slots, bool)
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
@@ -67,6 +71,13 @@ class SlotColumns:
         """bool: which of ``slots`` have known ids that no plan computes yet."""
         prefilling: np.ndarray = self.num_scheduled[slots] < self.known[slots]
         return prefilling
+
+    def constrains(self, prefill: Segment, decode: Segment) -> bool:
+        """Whether a grammar says what some row samples, of those that a plan in the making has."""
+        if not self.constrained.any():
+            return False
+        sampling = prefill.slot[prefill.sample > 0]
+        return bool(self.constrained[sampling].any() or self.constrained[decode.slot].any())
 
     def may_end(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """bool: which of ``slots`` the next committed token, of ``tokens``, could end.

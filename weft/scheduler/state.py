@@ -17,8 +17,11 @@ from weft.kv.caches import Caches, make_kinds
 from weft.kv.hashing import HashChain, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
+from weft.scheduler.counts import Counts
 from weft.scheduler.holds import Holds
+from weft.scheduler.misses import Misses
 from weft.scheduler.queue import FairQueue, SequenceQueue
+from weft.scheduler.retention import Retention
 from weft.scheduler.room_book import RoomBook
 from weft.scheduler.sequence import (
     Awaiting,
@@ -46,30 +49,10 @@ class LiveRequest:
     """
 
 
-@dataclass(slots=True)
-class Counts:
-    """Counters since start; names as in HeadStats."""
-
-    steps: int = 0
-    mixed_steps: int = 0
-    idle_steps: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    row_errors: int = 0
-    recoveries: int = 0
-    requeued: int = 0
-    drafts: list[int] = field(default_factory=list)
-    """Drafts verified, by their place in the row."""
-    drafts_accepted: list[int] = field(default_factory=list)
-
-
 class SchedulerState:
     """All state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
-    def __init__(self, kv: KVConfig, max_chunk: int) -> None:
+    def __init__(self, kv: KVConfig, max_chunk: int, remembered_bytes: int = 0, retention: float = 0) -> None:
         self.kv = kv
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.holds = Holds(self.caches)
@@ -79,6 +62,8 @@ class SchedulerState:
         self.in_slot = np.full(kv.num_slots, None, object)
         """The running sequence of each slot; None where there is none."""
         self.live: dict[int, Sequence] = {}
+        self.misses = Misses(kv, self.caches, self.live, remembered_bytes)
+        self.retention = Retention(self.caches, kv.block_size, retention if kv.enable_prefix_caching else 0)
         self.requests: dict[int, LiveRequest] = {}
         self.waiting = FairQueue()
         self.running = SequenceQueue()
@@ -122,6 +107,8 @@ class SchedulerState:
         if isinstance(state, Running):
             if finish == "error":
                 self.caches.spoil(state.slot)
+            elif sequence.session and sequence.chain is not None:
+                self.retention.ended(sequence.session, sequence.chain.hashes, state.num_computed)
             self._release(sequence, state)
         elif isinstance(state, Waiting):
             self.waiting.remove(sequence)
@@ -179,6 +166,7 @@ class SchedulerState:
         self.in_flight.clear()
         self.ops.clear()
         self.caches.reset()
+        self.retention.clear()
         self.slots.reset()
         self.columns.gen[:] = 0
         self.in_slot[:] = None
@@ -279,7 +267,7 @@ class SchedulerState:
         hashes = self.hashes(sequence, known)
         if hashes:
             self.caches.publish(tables.number, known, hashes)
-        sequence.tokens.append(token)
+        sequence.take(token)
         sequence.move(Waiting(tables))
         self.waiting.add(sequence)
         self.prompt_computed(sequence)
@@ -383,7 +371,9 @@ class SchedulerState:
         columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
         columns.known[slot] = run.known
         columns.num_cached[slot] = sequence.num_cached
-        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
+        columns.constrained[slot] = constrained = sequence.constraint is not None
+        quiet = sequence.params.logprobs < 0 and not constrained
+        columns.set_stops(slot, sequence.stop_ids, quiet)
         columns.last_step[slot] = -1
         columns.drafts[slot] = 0
         columns.exact[slot] = 0
@@ -411,6 +401,7 @@ class SchedulerState:
 
     def _release(self, sequence: Sequence, run: Running) -> None:
         last_step = run.last_step
+        self.misses.left(sequence, run.num_computed)
         self.running.remove(sequence)
         self.waiting.stop(sequence)
         if sequence.room is None or self.rooms.leaves(sequence, last_step):
@@ -443,6 +434,7 @@ class SchedulerState:
         if sequence.num_cached < 0:
             sequence.num_cached = min(num_hit, sequence.num_prompt)
             self.counts.prompt_tokens += sequence.num_prompt
+            self.misses.admitted(sequence, num_hit)
         if sequence.chain is not None:
             self.counts.prefix_queries += known
             self.counts.prefix_hits += num_hit

@@ -26,9 +26,12 @@ def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[a
     num_prompt = len(tokens)
     if not num_prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    if num_prompt >= max_model_len:
+    if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.room is not None):
+        raise InvalidRequest("an embedding has no output, no grammar and no room", param="pooling")
+    if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):
+        output = "" if submit.pooling else ", output included"
         raise ContextLength(
-            f"the prompt has {num_prompt} tokens; the context is {max_model_len} tokens, output included: "
+            f"the prompt has {num_prompt} tokens; the context is {max_model_len} tokens{output}: "
             "shorten the prompt",
             param="prompt",
         )

@@ -6,6 +6,7 @@ same one, and every stream can be compared with what it must be.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -181,6 +182,12 @@ class Stream:
     """How it ended, by its own terminal event."""
     links: set[int] = field(default_factory=set)
     """Over which it was sent, of instances that have it."""
+    moved_over: int = 0
+    """The link over which the sender of its present attempt said that it has moved; 0 while it has not."""
+    lands_by: float = math.inf
+    """Where that instance is lost since: when it is given up, if the receiver tells no token."""
+    landed: bool = False
+    """Whether the receiver has told a token in that attempt."""
     losses: int = 0
     """Instances that were lost while they had it."""
     given_back: set[str] = field(default_factory=set)

@@ -17,6 +17,7 @@ from weft.sim import faults
 from weft.sim.check import Violation, require, token_key
 from weft.sim.clients import MOST_TRIES, Client, random_client
 from weft.sim.collectives import Collectives
+from weft.sim.excuses import check_prefixes
 from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
 from weft.sim.network import Link, Network
@@ -175,7 +176,10 @@ class Cluster(Timeline):
             if not front.alive:
                 continue
             require(not fleet.entries, f"{front.name}: sequences {list(fleet.entries)} are open at the end")
+            for knew, number in fleet.router.decisions.items():
+                self.counts[f"decisions: {knew}"] += number
             for name, one in fleet.table.instances.items():
+                check_prefixes(front, one)
                 load = one.load if one.alive else len(one.open)
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))

@@ -1,15 +1,20 @@
-"""For which reasons a sequence may fail, as the schedule knows them."""
+"""What a front may do and know, as the schedule tells: why a sequence may fail, and what heads have
+cached.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from weft.common.restarts import MOST_LOSSES
+from weft.routing import events as e
 from weft.routing.instance_table import Patience
+from weft.routing.instances import Instance
 from weft.routing.lateness import LATE, NO_PAIR
-from weft.routing.pairs import serve
+from weft.routing.pairs import PREFIXES_SINCE, serve
 from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, require
+from weft.types import messages as m
 
 if TYPE_CHECKING:
     from weft.sim.front import FrontProcess
@@ -52,3 +57,31 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         require(stream.losses > MOST_LOSSES, f"{why}, and lost {stream.losses}")
     else:  # it ends with its only instance
         require(stream.pinned is not None and code in ("engine_dead", "unavailable"), why)
+
+
+def check_prefixes(front: FrontProcess, instance: Instance) -> None:
+    """What it knows of a head's prefix cache, when all is quiet, is what is in it."""
+    head = front.cluster.supervisor.heads.get(instance.name)
+    if head is None or not head.alive or not instance.alive or instance.version < PREFIXES_SINCE:
+        return
+    followed = head.engine.follow_prefixes()
+    if followed is None or len(front.fleet.table.instances) == 1:
+        return
+    keys, view = followed[0].keys, instance.prefixes
+    known = len(view) == len(keys) and all(key in view for key in keys)
+    known = known or view.number < head.protocol.prefixes.number  # what changed last is on its way
+    require(known, f"{front.name} has a wrong view of what {head.name} has cached")
+    front.cluster.counts["prefix caches compared"] += bool(keys)
+
+
+def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
+    """Whether ``event`` tells tokens alone, and no end: then no sequence has changed its place, and no
+    instance.
+    """
+    if not isinstance(event, e.Received) or not isinstance(event.message, m.Tokens):
+        return False
+    if any(told.finish is not None for told in event.message.events):
+        return False
+    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
+        return not actions
+    return all(told.finish is None for told in actions[0].events)

@@ -5,6 +5,7 @@ Whatever the fleet does is compared with what the cluster knows to be so.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,7 @@ from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, explain
+from weft.sim.excuses import PATIENCE, explain, goes_on
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -88,10 +89,9 @@ class FrontProcess:
         for action in actions:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
-        if not tokens:
+        if not goes_on(event, actions):  # an end may tell that another instance is gone
             self._took = self._takes()
             self._served = self._serves()
-        if not (tokens and _goes_on(actions)):
             self._check()
         if self.clients:
             self._after()
@@ -138,11 +138,22 @@ class FrontProcess:
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
+            self._lands(stream)
             stream.links.add(link.number)
+            stream.moved_over = 0
+            stream.landed = False
             if stream.times_given_back and link.head.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
             self.streams[message.sequence].links.discard(link.number)
+            self._lands(self.streams[message.sequence])
+
+    def _lands(self, stream: Stream) -> None:
+        """It is taken from where it is."""
+        if self.cluster.now >= stream.lands_by:  # its cache has not landed in time
+            stream.losses += 1
+            self.cluster.count("lost when it had moved")
+        stream.lands_by = math.inf
 
     def _unlink(self, action: e.Unlink) -> None:
         if action.link not in self.links:  # it never had a process
@@ -155,7 +166,9 @@ class FrontProcess:
         link.unlinked = True
         cluster.note(self.name, "..", link.head.name, f"link {link.number} given up")
         for stream in self.streams.values():
-            if stream.open and link.number in stream.links:
+            if stream.open and link.number == stream.moved_over and not stream.landed:
+                stream.lands_by = min(stream.lands_by, cluster.now + PATIENCE.transfer)
+            elif stream.open and link.number in stream.links:
                 stream.links.discard(link.number)
                 if self._stays(stream, link):
                     cluster.count("went on without its sender")
@@ -255,6 +268,11 @@ class FrontProcess:
         elif refused or event.finish == "evicted":
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
+        stream.landed = stream.landed or (entry.receives(link.head.instance) and bool(event.token_ids))
+        if event.finish == "moved":
+            stream.moved_over = link.number
+        elif event.finish is not None or stream.landed:
+            stream.lands_by = math.inf
         # What decodes may be done before the other of the pair was heard: then its end is not told yet.
         held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
         if event.finish is not None and not held:
@@ -428,10 +446,3 @@ class FrontProcess:
                 raise Violation(f"{name}: the load of {place} is off")
         if placed:
             raise Violation(f"{name}: instances have {-placed} sequences that are not open")
-
-
-def _goes_on(actions: list[e.Action]) -> bool:
-    """Whether ``actions`` tell tokens alone, and no end: then no sequence has changed its place."""
-    if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
-        return not actions
-    return all(event.finish is None for event in actions[0].events)

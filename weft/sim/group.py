@@ -61,7 +61,7 @@ class Group:
             lag=lag,
         )
         self.troubled = False
-        """Whether an epoch, or a try to form one, was ever lost."""
+        """Whether an epoch, a try to form one, or a process of a rank was ever lost."""
         self.closed = False
         self.rooms: GroupRooms | None = None
         """What ranks have to do with rooms, in a group with a role, once it takes steps."""
@@ -370,6 +370,7 @@ class Group:
     def _spawn(self, action: t.Spawn) -> None:
         replica = self.replica
         if action.anew:
+            self.troubled = True
             replica.kill(action.rank)
             if self.rooms is not None:
                 self.rooms.ended(action.rank)

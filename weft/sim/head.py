@@ -379,18 +379,21 @@ class HeadProcess:
         state = self.engine.scheduler._state
         for sequence, owner in self.protocol._owners.items():
             link = self.links.get(owner.front)
-            if moving and state.rooms.of(state.live[sequence]) is None:
+            found = state.live.get(sequence)
+            if found is None or (moving and state.rooms.of(found) is None):
                 continue
             if link is not None and link.version > 1:
-                self.engine.finish(sequence)
                 event = m.TokenEvent(sequence=sequence, finish="evicted")
-                self._send(self.protocol.events([event]))
+                ended = [one for one in self.engine.finish(sequence) if one.sequence != sequence]
+                self._send(self.protocol.events([event, *ended]))
                 return sequence
         return None
 
     def check(self) -> None:
         """Raises Violation unless all that is live here belongs to a front, and all that belongs is live."""
-        live = self.engine.scheduler._state.live.keys()
+        state = self.engine.scheduler._state
+        given_back = {event.sequence for event in state.rooms.events}  # what fronts hear with the next turn
+        live = state.live.keys() | given_back
         owned = self.protocol._owners.keys()
         if live != owned:
             raise Violation(f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")

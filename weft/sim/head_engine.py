@@ -12,6 +12,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, TransferSection
 from weft.engine.rooms import HeadRooms
 from weft.kv.kinds import FullKind
+from weft.kv.prefix_log import PrefixLog
 from weft.scheduler import Scheduler
 from weft.sim.check import VOCABULARY, TokenModel, require
 from weft.sim.engine import depth_of
@@ -102,6 +103,9 @@ class Engine:
         if self.rooms is None:
             return stats
         return msgspec.structs.replace(stats, transfers=self.rooms.stats(stats.transfers))
+
+    def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
+        return self.scheduler.follow_prefixes()
 
     def welcome(self, incarnation: int) -> m.Welcome:
         """What a front must know of it."""

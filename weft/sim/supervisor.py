@@ -39,8 +39,10 @@ class Supervisor:
         self._upgrading: set[str] = set()
 
     def start(self, instance: str, version: int) -> None:
-        """Starts a process and tells the fronts."""
+        """Starts a process and tells the fronts, unless its domain was retired before the time had come."""
         cluster = self._cluster
+        if instance in self.retired:
+            return
         rng = self._cluster.rng
         head = HeadProcess(cluster, instance, self._started, version)
         self._started += 1

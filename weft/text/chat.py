@@ -17,30 +17,20 @@ a mark keeps apart only by deleting the mark's digits one by one; none does.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
+from weft.text.marks import Marks
+from weft.text.messages import Message, check_messages
+from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
 from weft.text.template import ChatTemplate
-from weft.text.tokenizer import Tokenizer, check_text
+from weft.text.tokenizer import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant")
-MAX_MESSAGES = 10_000
-_NOT_BUILT = (
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "audio",
-    "refusal",
-    "annotations",
-    "reasoning_content",
-    "reasoning",
-)
-"""Fields clients send back with nothing in them; with a value they are refused."""
 # fmt: off
 _RESERVED = frozenset((
     "messages", "tokenize", "chat_template", "template", "add_generation_prompt", "continue_final_message",
@@ -58,25 +48,41 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     ids: list[int]
     text: str
     """As the template wrote it, user text included."""
+    in_reasoning: bool = False
+    """Whether the prompt ends inside a thought, which the output goes on with."""
 
 
 class ChatFormat:
     """How a model wants conversations: its template and its tokenizer. Thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: str | None = None, *, allow_request_template: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: str | None = None,
+        *,
+        allow_request_template: bool = False,
+        default_kwargs: Mapping[str, Any] | None = None,
+        in_thought: Callable[[str, str], bool] | None = None,
     ) -> None:
-        """``template`` overrides the checkpoint's. A template that does not compile is reported when used."""
+        """``template`` overrides the checkpoint's. A template that does not compile is reported when used.
+
+        ``default_kwargs`` are variables for the template where a request sets none of the name.
+        ``in_thought`` says of a prompt, and of the message that the output continues (or ""), whether the
+        output begins inside a thought.
+        """
         self._tokenizer = tokenizer
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
+        self._default_kwargs = check_kwargs(default_kwargs)
+        self._in_thought = in_thought
+        self._form: ToolForm | None = None
         self._template: ChatTemplate | InvalidRequest | None = None
         if self._source is not None:
             try:
                 self._template = ChatTemplate(self._source)
             except InvalidRequest as error:
                 self._template = error
-        self._marks = _Marks(tuple(tokenizer.special))
+        self._marks = Marks(tuple(tokenizer.special))
 
     @property
     def source(self) -> str | None:
@@ -92,17 +98,20 @@ class ChatFormat:
         self,
         messages: Any,
         *,
+        tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Any = None,
         chat_template: str | None = None,
         limit: int | None = None,
     ) -> ChatPrompt:
-        """Ids and text of a conversation. ``kwargs`` are variables for the template, ``limit`` is the most
-        tokens that are of use (TooManyTokens beyond it, see ``Tokenizer.encode_private``).
+        """Ids and text of a conversation (of a request, or of ``Message``). ``tools`` are shown to the model,
+        ``kwargs`` are variables for the template, ``limit`` is the most tokens that are of use
+        (TooManyTokens beyond it, see ``Tokenizer.encode_private``).
 
         Raises InvalidRequest, naming the parameter, for messages or variables that cannot be used, a
-        template that fails or is missing, and a ``chat_template`` where those are not allowed.
+        template that fails, is missing or knows no tools, and a ``chat_template`` where those are not
+        allowed.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
@@ -110,18 +119,26 @@ class ChatFormat:
                 "continue_final_message needs add_generation_prompt to be false",
                 param="continue_final_message",
             )
+        if tools and not template.uses_tools:
+            raise InvalidRequest(
+                "the model's chat template knows no tools; send the request without tools, or give the "
+                "server a template that has them with --chat-template",
+                param="tools",
+            )
         mark = secret_digits()
-        checked = check_messages(messages)
-        conversation = [self._for_template(message, template, mark) for message in checked]
+        checked = messages if _are_checked(messages) else check_messages(messages)
+        form = self._tool_form(template)
+        conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
         if continue_final_message:
             _append(conversation[-1], tail)
+        extra = {**self._default_kwargs, **check_kwargs(kwargs)}
         variables = {
             **self._named(),
-            **{key: self._marks.inside(value, mark) for key, value in check_kwargs(kwargs).items()},
+            **{key: self._marks.inside(value, mark) for key, value in extra.items()},
             "messages": conversation,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": self._marks.everywhere(tool_objects(tools), mark) if tools else None,
             "documents": None,
         }
         rendered = template.render(variables)
@@ -129,7 +146,19 @@ class ChatFormat:
             rendered = _cut(rendered, tail)
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
-        return ChatPrompt(ids, rendered.replace(mark, ""))
+        text = rendered.replace(mark, "")
+        opens = add_generation_prompt or continue_final_message
+        last = checked[-1].text() if continue_final_message else ""
+        in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
+        return ChatPrompt(ids, text, in_thought)
+
+    def _tool_form(self, template: ChatTemplate) -> ToolForm:
+        """How the template wants calls; found out once."""
+        if template is not self._template:
+            return tool_form(template, self._named())
+        if self._form is None:
+            self._form = tool_form(template, self._named())
+        return self._form
 
     def end_of_turn(self) -> int | None:
         """Id of the added token that the template writes after an assistant's message, if it does.
@@ -156,7 +185,7 @@ class ChatFormat:
             return None
         _, _, after = text.rpartition(_PROBE)
         added = self._tokenizer.added
-        found = _Marks(tuple(added)).find(after.lstrip())
+        found = Marks(tuple(added)).find(after.lstrip())
         return None if found is None else added[found]
 
     def _choose(self, requested: str | None) -> ChatTemplate:
@@ -182,125 +211,9 @@ class ChatFormat:
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
         return {**files.named, **extra}
 
-    def _for_template(self, message: Mapping[str, Any], template: ChatTemplate, mark: str) -> dict[str, Any]:
-        role = message["role"]
-        if role == "developer" and not template.names_developer:
-            role = "system"  # what the template knows the same thing as
-        result: dict[str, Any] = {"role": role}
-        text = self._marks.around(message["content"], mark)
-        result["content"] = [{"type": "text", "text": text}] if template.wants_parts else text
-        if "name" in message:
-            result["name"] = self._marks.around(message["name"], mark)
-        return result
 
-
-class _Marks:
-    """Finds special tokens in strings and keeps user text from spelling them."""
-
-    def __init__(self, special: tuple[str, ...]) -> None:
-        self._special = special
-        longest_first = sorted(special, key=lambda text: (-len(text), text))
-        escaped = "|".join(map(re.escape, longest_first)) if special else "(?!)"
-        self._any = re.compile(escaped)
-        self._overlapping = re.compile(f"(?=(?:{escaped}))(.)", re.DOTALL)
-        self._single = "".join(re.escape(text) for text in special if len(text) == 1)
-        self._heads = frozenset(text[:cut] for text in special for cut in range(1, len(text)))
-        self._tails = frozenset(text[cut:] for text in special for cut in range(1, len(text)))
-        self._longest = max(map(len, special), default=0)
-
-    def find(self, text: str) -> str | None:
-        """The special token that ``text`` begins with."""
-        match = self._any.match(text)
-        return None if match is None else match[0]
-
-    def inside(self, value: Any, mark: str) -> Any:
-        """``value`` with a mark in every spelled special token of its strings, at any depth."""
-        if isinstance(value, str):
-            return (
-                self._overlapping.sub(lambda found: found[1] + mark, value)
-                if self._any.search(value)
-                else value
-            )
-        if isinstance(value, list):
-            return [self.inside(item, mark) for item in value]
-        if isinstance(value, dict):
-            return {self.inside(key, mark): self.inside(item, mark) for key, item in value.items()}
-        return value
-
-    def around(self, text: str, mark: str) -> str:
-        """``text`` marked inside, and at an end that could become part of a special token."""
-        reach = range(1, min(self._longest, len(text) + 1))
-        within = len(text) < self._longest and any(text in special for special in self._special)
-        before = within or any(text[:size] in self._tails for size in reach)
-        after = within or any(text[-size:] in self._heads for size in reach)
-        marked: str = self.inside(text, mark)
-        if not text:
-            return marked
-        return (mark if before else "") + marked + (mark if after else "")
-
-    def rewrite(self, rendered: str, mark: str, name: Any) -> str:
-        """The template's special tokens by their private names, user text as it was."""
-        if self._single:  # a token of one character is marked behind it, there being no inside
-            pattern = re.compile(f"(?:{self._any.pattern})(?!(?<=[{self._single}]){mark})")
-        else:
-            pattern = self._any
-        return pattern.sub(lambda match: name(match[0]), rendered).replace(mark, "")
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages as a list of {role, content: text[, name]}. Raises InvalidRequest for anything else."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise InvalidRequest("messages must be a list that is not empty", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages", param="messages")
-    return [_check_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def _check_message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(f"{where} must be an object with role and content", param=where)
-    role = message.get("role")
-    if role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    result: dict[str, Any] = {"role": role}
-    for key, value in message.items():
-        if key == "role":
-            continue
-        if key == "content" and not (value is None and role == "assistant"):
-            result["content"] = _content_text(value, f"{where}.content")
-        elif key == "name" and (value is None or isinstance(value, str)):
-            if value is not None:
-                check_text(value, f"{where}.name")
-                result["name"] = value
-        elif value is None or (key in _NOT_BUILT and value in ([], "")):
-            continue
-        else:
-            shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
-            raise InvalidRequest(f"{where}.{shown} is not supported", param=f"{where}.{shown}")
-    if "content" not in result:
-        if role == "assistant":  # one that said nothing, as clients send it back
-            return {**result, "content": ""}
-        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    return result
-
-
-def _content_text(content: Any, where: str) -> str:
-    """Text content, or the texts of a list of text parts in lines of their own."""
-    if isinstance(content, str):
-        check_text(content, where)
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{where} must be a string or a list of text parts", param=where)
-    texts: list[str] = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f'{where} may hold only parts of the form {{"type": "text", "text": ...}}', param=where
-            )
-        check_text(text, where)
-        texts.append(text)
-    return "\n".join(texts)
+def _are_checked(messages: Any) -> bool:
+    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message)
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:
@@ -331,7 +244,7 @@ def _append(message: dict[str, Any], tail: str) -> None:
     if isinstance(message["content"], list):
         message["content"][-1]["text"] += tail
     else:
-        message["content"] += tail
+        message["content"] = (message["content"] or "") + tail
 
 
 def _cut(rendered: str, tail: str) -> str:

@@ -16,7 +16,7 @@ from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import Logprobs
 from weft.text.stop import StopFinder, StopMatch, Stops
 from weft.text.tokenizer import Tokenizer
-from weft.types.messages import LogprobColumns, TokenEvent
+from weft.types.messages import CacheMiss, LogprobColumns, TokenEvent
 from weft.types.sampling import SamplingParams
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -59,6 +59,7 @@ class Choice:
         emitted_ids: Sequence[int] = (),
         stops: Stops | None = None,
         keep_logprobs: bool = True,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
         """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
 
@@ -67,6 +68,8 @@ class Choice:
 
         ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
         them. Stop strings that they complete ended the sequence before, so none is looked for in them.
+
+        ``visible``: special tokens that give text although others do not: what a parser must see.
         """
         self.sequence = sequence
         self.index = index
@@ -84,10 +87,17 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
+        self.embedding = b""
+        """Of a sequence that ends with one: float32, little-endian, not normalized."""
+        self.cache_miss: CacheMiss | None = None
+        """Why its prompt was not found further in the prefix cache, where that was asked for."""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=params.skip_special_tokens, continues=continues
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            continues=continues,
+            visible=visible,
         )
         self._stops = StopFinder(params.stop if stops is None else stops)
         self._keep_logprobs = keep_logprobs
@@ -109,6 +119,8 @@ class Choice:
         if self.finished:
             return None
         self.num_cached = max(self.num_cached, event.num_cached)
+        self.embedding = event.embedding or self.embedding
+        self.cache_miss = self.cache_miss or event.cache_miss
         if event.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = Logprobs(self._tokenizer)

@@ -37,9 +37,16 @@ class Detokenizer:
     """
 
     def __init__(
-        self, source: PieceSource, *, skip_special_tokens: bool = True, continues: bool = False
+        self,
+        source: PieceSource,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
+        """``visible``: special tokens that give text although special ones are skipped."""
         self._source = source
+        self._visible = visible
         self._skip = skip_special_tokens
         self._join = source.form.join
         self._first = not continues
@@ -52,10 +59,10 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """Takes the next token and returns the text that is certain now and was not before."""
+        if self._skip and self._source.is_special(token) and token not in self._visible:
+            return ""
         if self._join == "whole":
             self._ids.append(token)
-            return ""
-        if self._skip and self._source.is_special(token):
             return ""
         piece = self._source.piece(token)
         if piece is None:
@@ -75,7 +82,7 @@ class Detokenizer:
         Later tokens may still turn it into something else.
         """
         if self._join == "whole":
-            return self._source.decode(self._ids, self._skip).rstrip(REPLACEMENT)
+            return self._source.decode(self._ids, False).rstrip(REPLACEMENT)
         if not self._run:
             return ""
         try:
@@ -86,7 +93,7 @@ class Detokenizer:
     def finish(self) -> str:
         """The rest of the text. No token may follow."""
         if self._join == "whole":
-            return self._source.decode(self._ids, self._skip)
+            return self._source.decode(self._ids, False)
         if self._join == "level":
             return self._utf8.decode(b"", True)
         return self._stripped(self._end_run())

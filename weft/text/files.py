@@ -27,6 +27,8 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     """From generation_config.json and config.json."""
     chat_template: str | None
+    model_type: str = ""
+    """Of config.json."""
 
 
 def read_text_files(folder: str | Path) -> TextFiles:
@@ -49,7 +51,13 @@ def read_text_files(folder: str | Path) -> TextFiles:
         extra=_extra_tokens(special),
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
+        model_type=_model_type(root),
     )
+
+
+def _model_type(root: Path) -> str:
+    value = _read_json(root / "config.json").get("model_type")
+    return value if isinstance(value, str) else ""
 
 
 def _read_json(path: Path) -> dict[str, Any]:

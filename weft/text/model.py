@@ -2,41 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.chat import ChatFormat
+from weft.text.parsing.choose import ModelHints, choose
+from weft.text.parsing.output import ModelOutput
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 
 
 class TextModel:
-    """Tokenizer, conversation format and ends of turn. Thread-safe."""
+    """Tokenizer, conversation format, output format and ends of turn. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, output: ModelOutput | None = None) -> None:
+        """Without ``output`` nothing is told apart in what the model writes."""
         self.tokenizer = tokenizer
         self.chat = chat
+        self.output = ModelOutput(None, {}) if output is None else output
         turn = chat.end_of_turn()
         self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *([] if turn is None else [turn])}))
         """Every id that ends a turn: of the tokenizer, the generation config and the chat template."""
 
     @classmethod
-    def load(cls, folder: str | Path, chat_template: str | Path | None = None) -> TextModel:
-        """Reads a checkpoint's folder; ``chat_template`` is a file that replaces its template.
+    def load(
+        cls,
+        folder: str | Path,
+        chat_template: str | Path | None = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        *,
+        default_chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_request_template: bool = False,
+    ) -> TextModel:
+        """Reads a checkpoint's folder; ``chat_template`` is a file that replaces its template. The parsers
+        are names of ``weft.text.parsing.formats``, ``auto`` (by the model) or ``none``.
 
-        Raises ConfigError when either cannot be used.
+        Raises ConfigError when any cannot be used.
         """
         tokenizer = Tokenizer.load(folder)
-        source = None
-        if chat_template is not None:
-            try:
-                source = Path(chat_template).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                raise ConfigError(
-                    "--chat-template must name a readable text file", param="chat_template"
-                ) from None
-            try:
-                ChatTemplate(source)
-            except InvalidRequest as error:
-                raise ConfigError(f"--chat-template: {error.message}", param="chat_template") from None
-        return cls(tokenizer, ChatFormat(tokenizer, source))
+        source = None if chat_template is None else _read_template(chat_template)
+        used = tokenizer.files.chat_template if source is None else source
+        hints = ModelHints(
+            template=used or "",
+            added=frozenset(tokenizer.added),
+            model_type=tokenizer.files.model_type,
+            response_template=tokenizer.files.config.get("response_template"),
+        )
+        declared = choose(tool_call_parser, reasoning_parser, hints)
+        output = ModelOutput(declared, tokenizer.special)
+        try:
+            chat = ChatFormat(
+                tokenizer,
+                source,
+                allow_request_template=allow_request_template,
+                default_kwargs=default_chat_template_kwargs,
+                in_thought=output.in_thought,
+            )
+        except InvalidRequest as error:
+            message = error.message.replace("chat_template_kwargs", "--default-chat-template-kwargs")
+            raise ConfigError(message, param="default_chat_template_kwargs") from None
+        return cls(tokenizer, chat, output)
+
+
+def _read_template(path: str | Path) -> str:
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError("--chat-template must name a readable text file", param="chat_template") from None
+    try:
+        ChatTemplate(source)
+    except InvalidRequest as error:
+        raise ConfigError(f"--chat-template: {error.message}", param="chat_template") from None
+    return source

@@ -13,7 +13,8 @@ import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.text.tokenizer import Tokenizer
-from weft.types.messages import Submit
+from weft.types.grammar import Grammar
+from weft.types.messages import Pooling, Submit
 from weft.types.sampling import (
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
@@ -112,10 +113,13 @@ def submits_of(
     priority: int = 0,
     salt: str = "",
     owner: int = 0,
+    grammar: Grammar | None = None,
+    pooling: Pooling = "",
+    explain: bool = False,
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
-    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``: see
-    ``Submit``.
+    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
+    ``grammar`` and ``pooling``: see ``Submit``. ``explain``: likewise, of the first choice.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -126,6 +130,8 @@ def submits_of(
         priority=priority,
         salt=salt,
         owner=owner,
+        grammar=grammar,
+        pooling=pooling,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)
@@ -133,7 +139,7 @@ def submits_of(
         msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
         for choice in range(1, n)
     ]
-    return [first, *others]
+    return [msgspec.structs.replace(first, explain=True) if explain else first, *others]
 
 
 def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
 from weft.common.errors import InvalidRequest
@@ -33,6 +33,8 @@ class ChatTemplate:
         self.wants_parts = _loops_over_content(tree) and not re.search(r"content\S* is (not )?string", source)
         """Whether content must be a list of parts: the template loops over it and never asks for text."""
         self.names_developer = "developer" in source
+        self.uses_tools = "tools" in meta.find_undeclared_variables(tree)
+        """Whether it shows tools to the model."""
 
     def render(self, variables: dict[str, Any], budget: Budget | None = None) -> str:
         """The text. Raises InvalidRequest, naming ``messages``, when the template refuses or fails."""

@@ -32,7 +32,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 5
+VERSION = 6
 """Version of these frames. A rank with another version is refused, with an error that names both."""
 
 
@@ -127,9 +127,9 @@ class StepFrame(_Frame, frozen=True, kw_only=True):
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
-    """Head to rank, after the StepFrame of a plan with ``constrained``: the second frame of that step.
-
-    Reserved: this version has no grammars, and no plan is constrained.
+    """Head to rank, after the StepFrame of a plan with ``constrained``: the second frame of that step. The
+    rank computes it up to its logits without them, and samples when they have come. No frame of a later step
+    comes between.
     """
 
     step: int

@@ -31,9 +31,13 @@ class Text(_Part, frozen=True):
 
 
 class FreeText(_Part, frozen=True, kw_only=True):
-    """Any text, up to and with the first of ``ends``; with no ``ends`` up to the end of the output."""
+    """Any text, up to and with the first of ``ends``; with no ``ends`` up to the end of the output.
+
+    None of ``without`` comes up in it.
+    """
 
     ends: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 class JsonSchema(_Part, frozen=True, kw_only=True):

@@ -23,6 +23,12 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         counts[bisect_left(bounds, value)] += 1
         return Measures(counts=tuple(counts), total=self.total + value)
 
+    def __add__(self, other: Measures) -> Measures:
+        """Of both, whose bounds are equal."""
+        one, two = self.counts, other.counts
+        counts = tuple(map(sum, zip(one, two, strict=True))) if one and two else one or two
+        return Measures(counts=counts, total=self.total + other.total)
+
     def cumulative(self, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
         """(bound, numbers up to it), as Prometheus has them."""
         counts = self.counts if len(self.counts) == len(bounds) + 1 else (0,) * (len(bounds) + 1)

@@ -26,9 +26,13 @@ peer with an older version:
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
         Welcome
-    4   grammar, pooling and explain of Submit, embedding and cache_miss of TokenEvent
+    4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes
+        and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
+        grammars_compiled and grammar_errors of HeadStats
 """
 MAX_FRAME = 64 << 20
+READINESS_SALT = "weft readiness"
+"""Salt of the sequences with which fronts see whether heads make tokens."""
 
 
 Role: TypeAlias = Literal["unified", "prefill", "decode"]
@@ -111,6 +115,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether to tell why the prompt's prefix was not found further in the cache
     (``TokenEvent.cache_miss``).
     """
+    session: str = ""
+    """Of the conversation that this is a turn of, a hash; "" where it is not known. Its next turns go where
+    this one went, and what it has cached is kept for a while."""
 
 
 class Finish(_Message, frozen=True, kw_only=True):
@@ -125,6 +132,12 @@ class Drain(_Message, frozen=True, kw_only=True):
 
 class Goodbye(_Message, frozen=True, kw_only=True):
     """Front to head: this front leaves, and its sequences end. The head serves others."""
+
+
+class WatchPrefixes(_Message, frozen=True, kw_only=True):
+    """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
+    that has missed a change asks again.
+    """
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
@@ -178,13 +191,15 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
 
     ``reason`` is one of: "none" (nothing more could be cached: the last token is always computed),
     "differs" (a sequence seen before goes on with other tokens), "evicted" (it was cached, and its block
-    given to another sequence), "salt" (it is cached under another salt), "computing" (another sequence
-    computes it right now), "new" (no prompt like it is remembered), "disabled".
+    given to another sequence), "state" (it is cached, but no snapshot of the recurrent state is),
+    "salt" (it was seen under another salt), "computing" (another sequence computes it right now), "new" (no
+    prompt like it is remembered), "disabled" (nothing is remembered, or the request needs all computed).
     """
 
     reason: str
     position: int
-    """Tokens of the prompt that were found."""
+    """Tokens of the prompt that were found; where the reason is "differs", those that are alike, which may
+    be more: full blocks are found."""
     theirs: bytes = b""
     """Where the reason is "differs": the remembered ids from ``position`` on, at most 32, int32."""
 
@@ -284,6 +299,20 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """
     drafts_accepted: tuple[int, ...] = ()
     """Drafts accepted, by position in the draft: they and all drafts before them were right."""
+    prefill_rows: int = 0
+    """Rows of prompts in all steps: a prompt has one in each step that computes some of it."""
+    prefill_tokens: int = 0
+    """Tokens of those rows."""
+    decode_rows: int = 0
+    """Rows of sequences whose prompt is computed, in all steps."""
+    constrained_steps: int = 0
+    """Steps in which a grammar said what some row may sample."""
+    mask_seconds: float = 0.0
+    """Seconds in which their masks were made; steps computed meanwhile."""
+    grammars_compiled: int = 0
+    """Grammars that were compiled, or found compiled, for a sequence."""
+    grammar_errors: int = 0
+    """Sequences that their grammar ended with an error."""
     row_errors: int = 0
     recoveries: int = 0
     """Times that ranks were lost and their group was formed anew."""
@@ -315,6 +344,26 @@ class Heartbeat(_Message, frozen=True, kw_only=True):
     stats: HeadStats
 
 
+PREFIX_KEY = 16
+"""Bytes of a key of ``PrefixIndex``."""
+
+
+class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
+    """Head to front, to those that asked: which prefixes are cached. The first one has all, each further one
+    what changed since the one before; a number that is left out means that a change was missed.
+
+    A key is the hash of the block of a prefix that ends it (``weft.kv.hashing``). There is one at each
+    multiple of ``positions``, which is a whole number of ``Welcome.block_size``.
+    """
+
+    number: int
+    whole: bool = False
+    """Whether ``added`` is everything, and what was known before is void."""
+    positions: int
+    added: bytes = b""
+    removed: bytes = b""
+
+
 class HeadFailed(_Message, frozen=True, kw_only=True):
     """Head to front: the head failed with ``error`` and ends. The last message of a head; its sequences have
     ended.
@@ -323,8 +372,8 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | Drain | Goodbye | Shutdown
-ToFront = Welcome | Tokens | Heartbeat | HeadFailed
+ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Shutdown
+ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:

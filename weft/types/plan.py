@@ -63,6 +63,8 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
     """Leading positions whose cache is already there: the slot's first ``num_computed``."""
     token_ids: np.ndarray
     """int32 [prompt + emitted]."""
+    pooling: str = ""
+    """Of a sequence that ends with an embedding and no token: "last" or "mean"."""
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
@@ -284,7 +286,8 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprobs of many positions, of log_softmax of the untouched logits.
+    """Logprobs of many positions, of log_softmax of the untouched logits, or of those that a token was drawn
+    from (``--logprobs-mode``).
 
     ``ids[i, 0]`` is the position's own token (sampled, or the prompt's); the rest are the ``top`` likeliest
     in order (logit descending, id ascending), padded with -1 where a row asked for fewer.
@@ -298,6 +301,15 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [entries, 1 + top] (float64 in E0)."""
     rank: np.ndarray
     """int32 [entries]: 1 + how many tokens are ahead of the position's own token."""
+
+
+class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Embeddings of the prompts that a step has completed."""
+
+    rows: np.ndarray
+    """int32 [n], ascending: rows of the plan. They have no logits, and are no rows of the result."""
+    values: np.ndarray
+    """float32 [n, hidden], not normalized."""
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -322,3 +334,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None
     """Entries by ``logits - sample``: for token ``position + 1`` of each leading logits position."""
+    embeddings: EmbeddingRows | None = None

@@ -28,6 +28,19 @@ def greedy(logits: Tensor, rows: Tensor, vocab_size: int) -> tuple[Tensor, Tenso
     return ids, error
 
 
+def allow_bits(
+    logits: Tensor, rows: Tensor, vocab_size: int, words: Tensor, places: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(float32 [R, vocab_size]: ``logits[rows, :vocab_size]``, with -inf where a mask does not allow the
+    token; error bool [R], of the logits as they are).
+
+    logits, rows, error: as for ``greedy``. words: int32 [masks, ceil(vocab_size / 32)], bit i of word w is
+    token 32 w + i; places: int64 [R], the mask of each row.
+    """
+    made, error = torch.ops.weft_cpu.allow_bits.default(logits, rows, vocab_size, words, places)
+    return made, error
+
+
 def sample(
     logits: Tensor,
     rows: Tensor,

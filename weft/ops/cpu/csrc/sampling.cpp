@@ -307,6 +307,51 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
   return {ids, error};
 }
 
+// Rows of logits in float, with -inf for the tokens whose bit is clear in the row's mask; and broken rows.
+std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
+                                      const Tensor& places) {
+  const Rows of = check(logits, rows, vocab, "allow_bits");
+  const int64_t width = (vocab + 31) / 32;
+  TORCH_CHECK(places.dim() == 1 && places.size(0) == of.count && places.is_contiguous(), "allow_bits: places");
+  TORCH_CHECK(words.dim() == 2 && words.size(1) == width && words.is_contiguous(), "allow_bits: words");
+  const int64_t* place = places.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < of.count; ++r)
+    TORCH_CHECK(place[r] >= 0 && place[r] < words.size(0), "allow_bits: mask ", place[r], " of ", words.size(0));
+  const int32_t* masks = words.const_data_ptr<int32_t>();
+  Tensor made = at::empty({of.count, vocab}, logits.options().dtype(at::kFloat));
+  Tensor error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  float* out = made.mutable_data_ptr<float>();
+  bool* wrong = error.mutable_data_ptr<bool>();
+  by_dtype(logits, "allow_bits", [&]<class T>(T) {
+    const T* x = logits.const_data_ptr<T>();
+    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const T* from = x + of.index[r] * of.stride;
+        const int32_t* mask = masks + place[r] * width;
+        float* to = out + r * vocab;
+        vf largest = splat(-kInf), check = splat(0.0f);
+        for (int64_t i = 0; i < vocab; i += kLanes) {
+          const int left = int(std::min<int64_t>(kLanes, vocab - i));
+          const uint32_t bits = uint32_t(mask[i >> 5]) >> (i & 31) & 0xffffu, there = (1u << left) - 1;
+          const vf v = left == kLanes ? load(from + i) : load_n(from + i, left);
+          check = check + (v - v);  // NaN for NaN and infinities
+          largest = vmax(select(there, v, splat(-kInf)), largest);
+          const vf kept = select(bits, v, splat(-kInf));
+          if (left == kLanes)
+            store(to + i, kept);
+          else
+            store_n(to + i, kept, left);
+        }
+        bool nan = false;
+        if (any_nan(check))
+          for (int64_t i = 0; i < vocab; ++i) nan |= std::isnan(widen(from[i]));
+        wrong[r] = nan || !std::isfinite(reduce_max(largest));
+      }
+    });
+  });
+  return {made, error};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
@@ -314,6 +359,8 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def(
       "sample(Tensor logits, Tensor rows, int vocab, Tensor temperature, Tensor min_p, Tensor seed, Tensor choice, "
       "Tensor position) -> (Tensor, Tensor)");
+  m.def("allow_bits(Tensor logits, Tensor rows, int vocab, Tensor words, Tensor places) -> (Tensor, Tensor)");
+  m.impl("allow_bits", c10::DispatchKey::CPU, TORCH_FN(allow_bits));
   m.impl("greedy", c10::DispatchKey::CPU, TORCH_FN(greedy));
   m.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
 }

@@ -1,0 +1,70 @@
+"""Every ``curl`` command of the docs, run against a server."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import Running, Servers
+from tests.support.slowness import deadline
+from weft.common import env
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PORT = "http://127.0.0.1:8000"
+"""What the docs call the server."""
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers) -> Running:
+    """One that drafts: the docs look at its counters, too."""
+    return servers.weft("--threads", "1", "--speculative-method", "ngram")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of each in a block of code: from a line that begins with it to where its quotes end."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            lines = block.splitlines()
+            at = 0
+            while at < len(lines):
+                if re.match(r"(until |while )?curl ", lines[at]):
+                    command = lines[at]
+                    while open_ended(command) and at + 1 < len(lines):
+                        at += 1
+                        command += "\n" + lines[at]
+                    found.append((page.name, command))
+                at += 1
+    return found
+
+
+def open_ended(command: str) -> bool:
+    """Whether more lines belong to it."""
+    return command.endswith("\\") or command.count("'") % 2 == 1
+
+
+def test_the_docs_have_some() -> None:
+    assert len(commands()) >= 3
+    assert all("8000" in command for _, command in commands())
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_works(server: Running, page: str, command: str, tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    (tmp_path / ".curlrc").write_text("fail\nmax-time 60\nshow-error\n")
+    ended = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", command.replace(PORT, server.url)],
+        env=env.child_environment(HOME=str(tmp_path), CURL_HOME=str(tmp_path), NO_PROXY="*"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=deadline(60),
+        check=False,
+    )
+    assert ended.returncode == 0, f"{page}: {command}\n{ended.stdout}\n{ended.stderr}"

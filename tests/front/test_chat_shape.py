@@ -1,0 +1,146 @@
+"""Events of an output as chat answers, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from weft.front import answers
+from weft.front.chat import ChatShape
+from weft.front.conversation import AnswerOptions
+from weft.text.choice import Choice, FinishReason, TextDelta
+from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+from weft.text.parsing.parser import OutputParser
+
+USAGE = answers.make_usage(3, 5, 0)
+
+
+class Spelled:
+    """Reads a little language: ``t`` is thought, ``c`` content, ``(`` begins a call, ``a`` and ``b`` are its
+    arguments, ``)`` ends it."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def feed(self, text: str) -> list[OutputEvent]:
+        return [self._event(letter) for letter in text]
+
+    def _event(self, letter: str) -> OutputEvent:
+        if letter in "tc":
+            return Reasoning(letter) if letter == "t" else Content(letter)
+        if letter == "(":
+            self._calls += 1
+            return CallBegin(call=self._calls - 1, name=f"f{self._calls - 1}")
+        if letter == ")":
+            return CallEnd(call=self._calls - 1)
+        return CallArguments(call=self._calls - 1, text=letter)
+
+    def close(self) -> list[OutputEvent]:
+        return []
+
+
+def shape(choices: list[Choice] | None = None, **fields: Any) -> ChatShape:
+    def parser() -> OutputParser:
+        return Spelled()
+
+    asked = AnswerOptions(model="m", stream=choices is None, **fields)
+    job = SimpleNamespace(asked=asked, prompts=[])
+    made = SimpleNamespace(job=job, tokenizer=None, choices=choices or [], parser=parser, named=str)
+    return ChatShape(made)  # type: ignore[arg-type]
+
+
+def stream(made: ChatShape, *deltas: TextDelta) -> list[dict[str, Any]]:
+    """The choices of every chunk."""
+    found = [chunk for delta in deltas for chunk in made.chunks(delta)]
+    return [choice for chunk in msgspec.to_builtins(found) for choice in chunk["choices"]]
+
+
+def delta(text: str, finish: FinishReason | None = None, index: int = 0, **more: Any) -> TextDelta:
+    return TextDelta(index=index, text=text, finish_reason=finish, **more)
+
+
+def whole(text: str, finish: FinishReason = "stop", **fields: Any) -> dict[str, Any]:
+    choice: Any = SimpleNamespace(index=0, text=text, finish_reason=finish, logprobs=None, token_ids=[1])
+    made = json.loads(b"".join(shape([choice], **fields).whole(USAGE)))
+    answered: dict[str, Any] = made["choices"][0]
+    return answered
+
+
+def test_a_whole_answer_with_everything() -> None:
+    got = whole("ttc(ab)(b)")
+    message = got["message"]
+    assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("c", "tt", "tt")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "f0", "arguments": "ab"},
+        {"name": "f1", "arguments": "b"},
+    ]
+    assert {call["type"] for call in message["tool_calls"]} == {"function"}
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    assert got["finish_reason"] == "tool_calls"
+
+
+def test_content_is_null_beside_calls_alone() -> None:
+    assert whole("(a)")["message"]["content"] is None
+    assert whole("")["message"]["content"] == ""
+    assert "tool_calls" not in whole("c")["message"]
+    assert "reasoning" not in whole("c")["message"]
+
+
+def test_a_cut_call_is_shown_as_far_as_it_came() -> None:
+    got = whole("(a", "length")
+    assert got["finish_reason"] == "length"
+    assert got["message"]["tool_calls"][0]["function"]["arguments"] == "a"
+
+
+def test_the_form_of_streamed_calls() -> None:
+    got = stream(shape(), delta("c"), delta("(a"), delta("b"), delta(")(b)", "stop"))
+    assert [choice["finish_reason"] for choice in got[:-1]] == [None] * (len(got) - 1)
+    assert got[-1]["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for choice in got]
+    assert deltas[0] == {"content": "c"}
+    calls = [made["tool_calls"][0] for made in deltas[1:]]
+    for number, begin in enumerate((calls[0], calls[3])):
+        assert begin.pop("id").startswith("call_")
+        assert begin == {
+            "index": number,
+            "type": "function",
+            "function": {"name": f"f{number}", "arguments": ""},
+        }
+    rest = [(call["index"], call["function"]) for call in (*calls[1:3], calls[4])]
+    assert rest == [(0, {"arguments": "a"}), (0, {"arguments": "b"}), (1, {"arguments": "b"})]
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_streamed_thoughts(included: bool) -> None:
+    got = stream(shape(include_reasoning=included), delta("tt"), delta("tc"), delta("", "stop"))
+    deltas = [choice["delta"] for choice in got]
+    thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("tt", "t")] if included else []
+    assert deltas == [*thoughts, {"content": "c"}, {}]
+    assert got[-1]["finish_reason"] == "stop"
+    message = whole("ttc", include_reasoning=included)["message"]
+    assert message.get("reasoning") == ("tt" if included else None)
+    assert message["content"] == "c"
+
+
+def test_ids_of_tokens_come_once_whatever_the_events() -> None:
+    made = shape(return_token_ids=True, include_reasoning=False)
+    got = stream(
+        made, delta("t", token_ids=(1,)), delta("tc(", token_ids=(2, 3)), delta("", "stop", token_ids=(4,))
+    )
+    assert [token for choice in got for token in choice["token_ids"]] == [1, 2, 3, 4]
+
+
+def test_choices_have_parsers_of_their_own() -> None:
+    got = stream(shape(), delta("(a", index=0), delta("(b)", "stop", index=1), delta(")", "stop", index=0))
+    names = [
+        (choice["index"], call["function"]["name"])
+        for choice in got
+        for call in choice["delta"].get("tool_calls", [])
+        if "name" in call["function"]
+    ]
+    assert names == [(0, "f0"), (1, "f0")]
+    assert [c["finish_reason"] for c in got if c["finish_reason"]] == ["tool_calls", "tool_calls"]

@@ -1,0 +1,178 @@
+"""The page at ``/`` in a real browser, over a server that plays a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.browser import CHROMIUM, Browser
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
+
+TEMPLATE = """{%- if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}{% for call in message.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1234 * (2 + 3)"}}\n</tool_call>'
+MARKUP = """# Title
+
+<b>not bold</b> and `code`
+
+```
+<script>1</script>
+```
+- one
+- two
+
+[x](javascript:1) [y](https://a.b/)"""
+SCRIPT = [
+    {"match": "1234", "text": "Let me see. " + CALL},
+    {"match": {"contains": ["6170"]}, "text": "It is **6170**."},
+    {
+        "match": "markup",
+        "text": MARKUP,
+    },
+    {"match": "slow", "text": "word " * 400, "delay_ms": 50, "repeat": True},
+    {"text": "Hello.", "repeat": True},
+]
+
+
+@pytest.fixture
+def server(start_weft: Any, tmp_path: Path) -> Any:
+    script, template = tmp_path / "script.yaml", tmp_path / "template.jinja"
+    script.write_text(json.dumps(SCRIPT))
+    template.write_text(TEMPLATE)
+    return start_weft(
+        "--scripted", str(script), "--chat-template", str(template), "--tool-call-parser", "hermes"
+    )
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as one:
+        yield one
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.evaluate("document.getElementById('question').focus()")
+    browser.write(text)
+    browser.press("Enter", 13, "\r")
+
+
+def log(browser: Browser) -> str:
+    return str(browser.evaluate("document.getElementById('log').innerText"))
+
+
+def test_it_loads_nothing_from_elsewhere_and_needs_no_key(server: Any) -> None:
+    answer = server.http.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "src=" not in answer.text
+    assert "@import" not in answer.text
+    assert server.http.head("/").status_code == 200
+
+
+@needs_browser
+def test_a_conversation_with_a_tool_call_and_what_the_charts_say(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    assert server.model in browser.evaluate("document.getElementById('card').innerText")
+    browser.evaluate("document.getElementById('calculator').click()")
+    ask(browser, "What is 1234 times 5?")
+    browser.wait("document.getElementById('log').innerText.includes('It is 6170.')")
+    text = log(browser)
+    assert "Let me see." in text
+    assert '{"expression": "1234 * (2 + 3)"}' in text
+    assert "6170\n" in text
+    assert "<tool_call>" not in text
+    assert browser.evaluate("document.querySelector('#log strong:last-child') !== null")
+    assert browser.evaluate("document.activeElement.id") == "question", "the next message can be typed"
+    browser.wait("document.getElementById('heads').rows.length === 1")
+    browser.wait("document.querySelector('#tokens polyline').getAttribute('points').length > 0")
+    label = browser.evaluate("document.getElementById('ttft').getAttribute('aria-label')")
+    assert "Time to first token, median and 99%" in label
+    browser.wait("document.getElementById('ttft-now').textContent.includes('ms')")
+    assert browser.complaints() == []
+    assert {url.split("/")[2] for url in browser.asked() if url.startswith("http")} == {
+        server.url.split("/")[2]
+    }
+
+
+@needs_browser
+def test_text_of_the_model_is_text(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    ask(browser, "markup please")
+    browser.wait("document.querySelectorAll('#log li').length === 2")
+    assert browser.evaluate("document.querySelectorAll('#log b, #log script').length") == 0
+    assert "<b>not bold</b>" in log(browser)
+    assert browser.evaluate("document.querySelector('#log pre').textContent") == "<script>1</script>\n"
+    links = browser.evaluate("[...document.querySelectorAll('#log a')].map((a) => a.href)")
+    assert links == ["https://a.b/"]
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_escape_stops_a_reply_and_the_server_hears_of_it(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    ask(browser, "slow")
+    browser.wait("document.getElementById('log').innerText.includes('word word')")
+    browser.press("Escape", 27)
+    browser.wait("document.getElementById('log').innerText.includes('Stopped.')")
+    server.wait(lambda: server.metric("num_requests_running") == 0, 10)
+    browser.evaluate("document.getElementById('fresh').click()")
+    assert log(browser).strip() == ""
+    ask(browser, "hello")
+    browser.wait("document.getElementById('log').innerText.includes('Hello.')")
+
+
+@needs_browser
+def test_names_roles_and_contrast(server: Any, browser: Browser) -> None:
+    """What a screen reader needs: every control has a name, landmarks and headings, an order of focus."""
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('heads').rows.length === 1")
+    nodes = browser.send("Accessibility.getFullAXTree")["nodes"]
+    named = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in nodes
+        if not node["ignored"] and node.get("role", {}).get("value")
+    ]
+    controls = {"button", "textbox", "spinbutton", "checkbox", "link", "meter", "image", "log", "table"}
+    assert [pair for pair in named if pair[0] in controls and not pair[1]] == []
+    roles = [role for role, _ in named]
+    for landmark in ("banner", "main", "navigation", "log", "status"):
+        assert landmark in roles, landmark
+    browser.evaluate("document.activeElement.blur()")
+    browser.press("Tab", 9, "\t")
+    assert browser.evaluate("document.activeElement.textContent") == "Skip to the chat"
+
+
+@needs_browser
+def test_a_server_with_a_key_asks_for_it(start_weft: Any, tmp_path: Path, browser: Browser) -> None:
+    script = tmp_path / "script.yaml"
+    script.write_text(json.dumps([{"text": "Hello.", "repeat": True}]))
+    server = start_weft("--scripted", str(script), "--api-key", "sesame")
+    assert httpx.get(server.url + "/v1/models").status_code == 401
+    browser.open(server.url + "/")
+    browser.wait("!document.getElementById('key-form').hidden")
+    assert browser.evaluate("document.getElementById('state').textContent") == "an API key is needed"
+    browser.evaluate("document.getElementById('key').focus()")
+    browser.write("sesame")
+    browser.press("Enter", 13, "\r")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    browser.wait("document.getElementById('key-form').hidden")
+    ask(browser, "hi")
+    browser.wait("document.getElementById('log').innerText.includes('Hello.')")

@@ -1,0 +1,167 @@
+"""JSON schemas: what is refused, by name and place, and what patterns and formats come to."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.grammar.rig import BACKENDS, Rig, schema
+from weft.common.errors import InvalidRequest
+from weft.grammar.patterns import ECMA, whole_pattern
+from weft.types.grammar import JsonSchema
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"not": {}}, "not is not supported by llguidance (at /)"),
+    ({"properties": {"a/b": {"if": True}}}, "if is not supported by llguidance (at /properties/a~1b)"),
+    ({"items": {"uniqueItems": True}}, "uniqueItems is not supported by llguidance (at /items)"),
+    ({"type": "foo"}, '"foo" is no type of JSON (at /type)'),
+    ({"minimun": 3}, "minimun is not supported"),
+    ({"nullable": True}, "nullable is not supported"),
+    ({"type": "string", "format": "regex"}, 'format "regex" is not supported'),
+    ({"type": "string", "pattern": "(?=a)"}, "look-around"),
+    ({"type": "string", "pattern": "("}, "not closed"),
+    ({"type": "integer", "exclusiveMinimum": True}, "a number is expected (at /exclusiveMinimum)"),
+    ({"type": "string", "maxLength": -1}, "(at /maxLength)"),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf"),
+    ({"$ref": "http://localhost/x"}, "$ref points outside"),
+    ({"$ref": "#/$defs/none"}, "$ref points to nothing"),
+    ({"$ref": "#"}, "$ref leads to itself"),
+    ({"items": [{"type": "integer"}]}, "prefixItems"),
+    ({"type": "object", "minProperties": 3}, "minProperties"),
+    ({"enum": []}, "enum"),
+    ({"enum": ["\x00"]}, "control characters"),
+    ({"const": 2**60}, "too large"),
+    ({"properties": {"a": 5}}, "must be an object or a boolean (at /properties/a)"),
+    (False, "must be an object"),
+    ([], "must be an object"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), REFUSED)
+def test_what_is_not_held_to_is_refused_by_name_and_place(value: Any, message: str) -> None:
+    assert message in Rig("llguidance", "bundled").refusal(schema(value))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_text_that_is_no_schema_is_refused(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    for text in ("", "{", "nothing", '{"minimum": NaN}', "[" * 100_000):
+        assert rig.refusal(JsonSchema(schema=text))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options_of_the_library_in_a_schema_do_nothing(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    options = {"lenient": True, "whitespace_flexible": False}
+    closed = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    rig.check(schema({**closed, "x-guidance": options}), ['{ "a" : 1 }'], ['{"a":"x"}'])
+    assert "not" in rig.refusal(schema({**closed, "not": {}, "x-guidance": options}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_key_cannot_pass_for_another_by_its_spelling(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    listed = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    rig.check(
+        schema(listed), ['{"a":1}', "{}"], ['{"\\u0061":"x"}', '{"a":1,"a":"x"}', '{"a":1,"\\u0061":"x"}']
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_references_and_recursion(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    node = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["v", "next"],
+        "additionalProperties": False,
+    }
+    rig.check(schema(node), ['{"v":1,"next":{"v":2,"next":null}}'], ['{"v":1,"next":{"v":2}}', '{"v":1}'])
+    odd = {"$ref": "#/definitions/a%20b~1c", "definitions": {"a b/c": {"const": {"$ref": "x"}}}}
+    rig.check(schema(odd), ['{"$ref":"x"}'], ['{"$ref":"y"}'])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_of_schemas_that_exclude_each_other(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    kinds = [
+        {
+            "type": "object",
+            "properties": {"kind": {"const": name}, name: {"type": "integer"}},
+            "required": ["kind"],
+            "additionalProperties": False,
+        }
+        for name in ("a", "b")
+    ]
+    value = {
+        "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        "$defs": dict(zip("AB", kinds, strict=True)),
+    }
+    rig.check(schema(value), ['{"kind":"a"}', '{"kind":"b","b":1}'], ['{"kind":"a","b":1}', '{"kind":"c"}'])
+
+
+FORMATS = {
+    "date": (["2024-02-29", "0001-01-01"], ["2023-02-29", "2024-13-01", "2024-04-31", "0000-01-01"]),
+    "time": (["23:59:59Z", "00:00:00.5+02:00"], ["24:00:00Z", "12:00", "12:00:00"]),
+    "date-time": (["2024-02-29T12:00:00Z"], ["2024-02-30T12:00:00Z", "2024-02-29 12:00:00Z"]),
+    "duration": (["P1D", "PT5M", "P1Y2M3DT4H"], ["P", "PT", "1D", "P1DT"]),
+    "email": (["a.b+c@d-e.org"], ["a@", "@b", "a b@c", "a@-b"]),
+    "hostname": (["a.b-c.org"], ["-a", "a..b", "a_b"]),
+    "ipv4": (["0.0.0.0", "255.1.20.3"], ["256.1.1.1", "1.1.1", "01.1.1.1"]),
+    "ipv6": (
+        ["::", "::1", "1::2:3", "1:2:3:4:5:6:7:8", "::1.2.3.4"],
+        ["1:2:3:4:5:6:7", "1::2::3", ":1", "g::"],
+    ),
+    "uuid": (["123e4567-E89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
+    "uri": (["https://a.b/c?d=%20#e"], ["a.b", "https://", "https://a b"]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_formats_are_held_to(backend: str) -> None:
+    rig = Rig(backend, "bundled")
+    for name, (good, bad) in FORMATS.items():
+        form = schema({"type": "string", "format": name})
+        rig.check(form, [json.dumps(text) for text in good], [json.dumps(text) for text in bad])
+
+
+PATTERNS = [
+    "^a+$", "b", "^a|b$", r"^\d{2,3}$", r"\w", r"^\S*$", r"^\s?x$", "^[^ab]$", "^.?$", r"^(a|b)*c{2}$",
+    r"^[\w.-]+@[a-b]+\.(com|de)$", r"\.", "^[+-]?[0-9]*$", r"^\u0061\x62$", "(?:ab){1,2}?", "(?<n>a)b",
+    "a{", "^$", "[a]]", "[a-b-]",
+]  # fmt: skip
+
+
+@given(st.sampled_from(PATTERNS), st.text(alphabet="abcxy01 .@-+\n\té٣", max_size=6))
+@settings(max_examples=600, deadline=None, database=None)
+def test_a_rewritten_pattern_matches_what_is_found_and_nothing_else(pattern: str, text: str) -> None:
+    """Python's own engine reads both; over ASCII without line ends they mean the same."""
+    rewritten = re.fullmatch(whole_pattern(pattern, ECMA), text) is not None
+    found = re.search(pattern.replace("(?<n>", "(?P<n>"), text) is not None
+    assert found or not rewritten
+    if text.isascii() and "\n" not in text and "\t" not in text:
+        assert found == rewritten
+
+
+def test_patterns_that_dialects_read_differently_are_refused() -> None:
+    for pattern in (
+        "(?i)a",
+        r"\bword",
+        r"(a)\1",
+        "(?!x)",
+        "a++",
+        "^a$b",
+        "(a$)",
+        "[",
+        "[z-a]",
+        "\\",
+        r"\p{L}",
+        "a{3,2}",
+    ):
+        with pytest.raises(InvalidRequest):
+            whole_pattern(pattern)

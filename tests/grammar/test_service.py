@@ -1,0 +1,234 @@
+"""Compiles beside the loop: cache, deadline, one compile a source, and what a hostile grammar can do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from tests.grammar.rig import BACKENDS, Rig, folder, schema
+from tests.support.slowness import deadline
+from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WeftError
+from weft.grammar.service import MAX_ABANDONED, MAX_KEPT_BYTES, GrammarService
+from weft.types.grammar import ContextFree, Grammar, Regex, Repeated, Text
+
+
+class Gate:
+    """A compiler that waits to be let through; the result is the grammar itself."""
+
+    name = "gate"
+
+    def __init__(self, *, open_: bool = True) -> None:
+        self.gate = threading.Event()
+        self.compiled: list[Grammar] = []
+        if open_:
+            self.gate.set()
+
+    def compile(self, grammar: Grammar) -> Any:
+        self.compiled.append(grammar)
+        assert self.gate.wait(60)
+        if grammar == Text("bad"):
+            raise InvalidRequest("bad", param="schema")
+        if grammar == Text("bug"):
+            raise KeyError("bug")
+        return grammar
+
+
+@contextmanager
+def serving(compiler: Any, timeout: float = 30, **keywords: Any) -> Iterator[GrammarService]:
+    service = GrammarService(compiler, timeout=timeout, **keywords)
+    try:
+        yield service
+    finally:
+        service.close()
+        if isinstance(compiler, Gate):
+            compiler.gate.set()
+
+
+def test_equal_grammars_are_compiled_once_at_a_time_and_kept() -> None:
+    gate = Gate(open_=False)
+    with serving(gate) as service:
+        waits = [service.submit(Text("a")) for _ in range(20)]
+        assert not waits[0].done()
+        gate.gate.set()
+        assert {id(one.wait()) for one in waits} == {id(waits[0].result())}
+        assert service.submit(Text("a")).done()
+        assert gate.compiled == [Text("a")]
+
+
+def test_refusals_are_kept_and_defects_are_not() -> None:
+    gate = Gate()
+    with serving(gate) as service:
+        for _ in range(2):
+            with pytest.raises(InvalidRequest) as refused:
+                service.compile(Text("bad"))
+            assert refused.value.param == "schema"
+            with pytest.raises(WeftError, match="could not be compiled"):
+                service.compile(Text("bug"))
+        assert gate.compiled == [Text("bad"), Text("bug"), Text("bug")]
+
+
+def test_a_late_compile_is_a_504_and_late_threads_are_few() -> None:
+    gate = Gate(open_=False)
+    with serving(gate, timeout=0.05) as service:
+        for number in range(MAX_ABANDONED):
+            with pytest.raises(DeadlineExceeded):
+                service.compile(Text(str(number)))
+        assert service.abandoned == MAX_ABANDONED
+        with pytest.raises(Unavailable):
+            service.compile(Text("next"))
+        with pytest.raises(DeadlineExceeded):  # the same again: no further thread
+            service.compile(Text("0"))
+        assert len(gate.compiled) == MAX_ABANDONED
+        gate.gate.set()
+        until = time.monotonic() + deadline(30)
+        while service.abandoned and time.monotonic() < until:
+            time.sleep(0.01)
+        assert service.compile(Text("next")) == Text("next")
+        assert service.compile(Text("0")) == Text("0")
+
+
+def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
+    with serving(Gate(), entries=100) as service:
+        most = 0
+        for number in range(100_000):
+            service.submit(Text(f"{number}"))
+            most = max(most, threading.active_count())
+        until = time.monotonic() + deadline(30)
+        while not service.submit(Text("last")).done() or service.kept[0] == 0:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        entries, size = service.kept
+        assert entries <= 100
+        assert size < 100 * 40
+        assert most < 20
+    with serving(Gate()) as service:
+        for number in range(200):
+            service.compile(Text(f"{number}" + "x" * 100_000))
+        assert service.kept[1] <= MAX_KEPT_BYTES
+
+
+def test_what_waits_at_the_end_is_told() -> None:
+    gate = Gate(open_=False)
+    with serving(gate) as service:
+        waits = [service.submit(Text(str(number))) for number in range(10)]
+        service.close()
+        with pytest.raises(Unavailable):
+            waits[-1].wait()
+        with pytest.raises(Unavailable):
+            service.compile(Text("x"))
+
+
+def _nested(levels: int) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for _ in range(levels):
+        result = {"type": "object", "properties": {"a": result}, "required": ["a"]}
+    return result
+
+
+def _powers() -> dict[str, Any]:
+    return {
+        "$ref": "#/$defs/d0",
+        "$defs": {
+            f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} if n < 40 else {"type": "integer"}
+            for n in range(41)
+        },
+    }
+
+
+def _products() -> dict[str, Any]:
+    parts = [{"minimum": 1}, {"maximum": 9}, {"multipleOf": 2}]
+    return {
+        "type": "integer",
+        "allOf": [{"anyOf": [{**part, "title": str(n)} for part in parts]} for n in range(14)],
+    }
+
+
+BOMBS: dict[str, Grammar] = {
+    "deep": schema(_nested(60)),
+    "too deep": schema(_nested(5000 // 20)),
+    "wide": schema({"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(1000)}}),
+    "too wide": schema({"type": "object", "properties": {f"p{n}": {} for n in range(9000)}}),
+    "values": schema({"enum": [f"value {n}" for n in range(12_000)]}),
+    "long": schema({"type": "string", "minLength": 99_999}),
+    "longer": schema({"type": "string", "minLength": 10**9}),
+    "items": schema({"type": "array", "minItems": 90_000, "items": {"type": "array", "minItems": 90_000}}),
+    "powers": schema(_powers()),
+    "products": schema(_products()),
+    "cycle": schema({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}),
+    "patterns": schema({"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}),
+    "back and forth": schema({"type": "string", "pattern": "^(a|aa|aaa|b)*c(a|b){2000}$"}),
+    "optional": Regex("(?:a?){5000}a{5000}"),
+    "states": Regex("(?:(?:a|b)*c(?:a|b){1000}){100}"),
+    "parentheses": Regex("(" * 5000 + "a" + ")" * 5000),
+    "words": Regex("|".join(f"word{n}" for n in range(20_000))),
+    "letters": Regex(r"\p{L}{1,10000}x\p{L}{1,10000}"),
+    "repeats": Repeated(part=Repeated(part=Repeated(part=Text("ab"), least=4000), least=4000), least=4000),
+    "rules": ContextFree("\n".join(f"r{n}: r{n + 1}" for n in range(20_000))),
+    "few": ContextFree("start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(490)) + '\nr490: "a"'),
+    "brackets": ContextFree("start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "gbnf": ContextFree("root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "ambiguous": ContextFree('start: start start start | "a" | '),
+    "nullable": ContextFree(
+        "start: " + " ".join(f"r{n}" for n in range(400)) + "\n"
+        + "\n".join(f'r{n}: r{(n * 7 + 1) % 400}? "a" | r{(n * 3) % 400}*' for n in range(400))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hostile_grammars_end_in_time_and_leave_other_threads_running(backend: str) -> None:
+    """Each is compiled, refused, or late: no crash, and the interpreter's lock is not held for long."""
+    rig = Rig(backend, "bundled")
+    stalls, stop = [0.0], threading.Event()
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not stop.wait(0.001):
+            now = time.monotonic()
+            stalls.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        for name, bomb in BOMBS.items():
+            with serving(rig.compiler, timeout=deadline(5)) as service:
+                start = time.monotonic()
+                with suppress(InvalidRequest, DeadlineExceeded):
+                    service.compile(bomb).matcher()
+                assert time.monotonic() - start < deadline(5) + 1, name
+    finally:
+        stop.set()
+        thread.join()
+    assert max(stalls) < deadline(1)
+
+
+def test_a_chain_of_references_overflows_no_stack() -> None:
+    """Compiled by the service, then followed from a thread of the usual size."""
+    chain = {
+        f"d{n}": {"type": "object", "required": ["a"], "properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}}
+        for n in range(250)
+    }
+    text = json.dumps({"$ref": "#/$defs/d0", "$defs": {**chain, "d250": {"type": "integer"}}})
+    code = (
+        "import numpy as np\n"
+        "from weft.grammar.registry import make_compiler\n"
+        "from weft.grammar.service import GrammarService\n"
+        "from weft.types.grammar import JsonSchema\n"
+        f"compiler = make_compiler('auto', {str(folder('bundled'))!r}, 1024, (0, 2))\n"
+        "service = GrammarService(compiler, timeout=60)\n"
+        f"compiled = service.compile(JsonSchema(schema={text!r}))\n"
+        "matcher = compiled.matcher()\n"
+        "matcher.fill(np.zeros(32, np.int32))\n"
+        "del matcher, compiled\n"
+        "service.close()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

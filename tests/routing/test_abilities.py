@@ -1,0 +1,81 @@
+"""Sequences that only heads of a later release understand: they go to one, or are told to whom to turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.routing.driver import Driver, error_of
+from weft.routing import events as e
+from weft.types import messages as m
+from weft.types.grammar import Text
+from weft.types.sampling import TokenParams
+
+NEW: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": Text("yes")}, "response formats and tool grammars"),
+    ({"pooling": "last"}, "embeddings"),
+    ({"explain": True}, "explanations of cache misses"),
+]
+
+
+@pytest.mark.parametrize(("fields", "what"), NEW)
+def test_they_go_to_one_that_understands_them(fields: dict[str, Any], what: str) -> None:
+    one = Driver("a", "b", versions={"a": 3, "b": 4}).up()
+    for number in range(1, 9):
+        assert one.open(number, request=number, **fields) == "b"
+    assert one.open(99, request=99) == "a"
+
+
+@pytest.mark.parametrize(("fields", "what"), NEW)
+def test_where_none_does_the_upgrade_is_named(fields: dict[str, Any], what: str) -> None:
+    one = Driver("a", "b", versions={"a": 3, "b": 2}).up()
+    assert one.open(1, 2, **fields) is None
+    errors = [error_of(event) for event in one.told()]
+    assert [(error.code, error.http_status, error.retryable) for error in errors] == [
+        ("unavailable", 503, True)
+    ] * 2
+    assert what in errors[0].message
+    assert "upgrade" in errors[0].message
+    assert one.fleet.entries == {}
+    assert one.open(3, request=3) == "a"
+
+
+def test_one_that_lost_its_engine_goes_to_no_older_one() -> None:
+    one = Driver("a", "b", versions={"a": 4, "b": 3}).up()
+    assert one.open(1, grammar=Text("yes")) == "a"
+    one.tokens("a", 1, 5)
+    one.lose("a")
+    assert not [sent for sent in one.sent() if isinstance(sent, m.Submit)]
+    assert "upgrade" in error_of(one.told()[-1]).message
+
+
+def test_one_continues_with_its_grammar_elsewhere() -> None:
+    one = Driver("a", "b", versions={"a": 4, "b": 4}).up()
+    assert one.open(1, grammar=Text("yes")) == "a"
+    one.tokens("a", 1, 5)
+    one.lose("a")
+    (submit,) = [sent for sent in one.sent() if isinstance(sent, m.Submit)]
+    assert (submit.grammar, m.ids_from_bytes(submit.emitted_ids).tolist()) == (Text("yes"), [5])
+
+
+def test_pairs_are_made_of_those_that_understand() -> None:
+    roles: dict[str, m.Role] = {"p": "prefill", "q": "prefill", "d": "decode"}
+    one = Driver("p", "q", "d", roles=roles, versions={"p": 3, "q": 4, "d": 4}).up()
+    submit = m.Submit(
+        sequence=1,
+        request=1,
+        seed=7,
+        prompt_ids=m.ids_to_bytes([1, 2]),
+        params=TokenParams(),
+        grammar=Text("yes"),
+    )
+    one.on(e.Opened((submit,)))
+    assert {action.instance for action in one.of(e.Send)} == {"q", "d"}
+
+
+def test_they_wait_while_no_engine_takes_sequences() -> None:
+    one = Driver("a", versions={"a": 4}).up()
+    one.lose("a")
+    assert one.open(1, grammar=Text("yes")) is None
+    assert one.told() == []

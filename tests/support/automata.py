@@ -1,0 +1,160 @@
+"""Grammars over token ids: automata, their matchers, and a compiler that knows them by number."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from weft.common.errors import WeftError
+from weft.engine.grammars import GrammarSource
+from weft.types.grammar import Grammar, Text
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """State 0 is the start. A state without edges is the end of the output."""
+
+    edges: tuple[dict[int, int], ...]
+    """Of each state: token -> state."""
+    accepting: frozenset[int]
+    """Where an end id may follow."""
+    ends: tuple[int, ...] = ()
+    """The end ids."""
+
+    def allowed(self, tokens: Sequence[int]) -> set[int] | None:
+        """What may follow ``tokens``; None where they do not match. Nothing follows an end id."""
+        state = 0
+        for number, token in enumerate(tokens):
+            if token in self.ends and state in self.accepting:
+                return set() if number == len(tokens) - 1 else None
+            if token not in self.edges[state]:
+                return None
+            state = self.edges[state][token]
+        return {*self.edges[state], *(self.ends if state in self.accepting else ())}
+
+
+def random_automaton(rng: random.Random, vocab: int, ends: Sequence[int] = (), states: int = 7) -> Automaton:
+    """Every state but the last leads to one or a few others, never nowhere; the last is an end, if
+    ``ends``.
+    """
+    ids = [token for token in range(vocab) if token not in ends]
+    edges: list[dict[int, int]] = []
+    for state in range(states):
+        count = rng.choice((1, 1, 2, 3, 12))
+        last = states if ends and state > states // 2 else states - 1
+        edges.append({token: rng.randrange(last) for token in rng.sample(ids, count)})
+    accepting = {state for state in range(states) if ends and rng.random() < 0.12}
+    if ends:
+        edges[-1] = {}
+        accepting.add(states - 1)
+    return Automaton(tuple(edges), frozenset(accepting), tuple(ends))
+
+
+_OVER = -1
+
+
+@dataclass
+class AutomatonMatcher:
+    """A ``weft.grammar.base.Matcher``. It refuses to be used as none should be."""
+
+    automaton: Automaton
+    path: list[int] = field(default_factory=lambda: [0])
+    """States; ``_OVER`` behind an end id."""
+    rolled: int = 0
+    """Tokens that were taken back."""
+
+    def accept(self, token: int) -> bool:
+        state = self.path[-1]
+        if state == _OVER:
+            return False
+        if token in self.automaton.ends and state in self.automaton.accepting:
+            self.path.append(_OVER)
+        elif token in self.automaton.edges[state]:
+            self.path.append(self.automaton.edges[state][token])
+        else:
+            return False
+        return True
+
+    def rollback(self, tokens: int) -> None:
+        assert 0 < tokens < len(self.path)
+        self.rolled += tokens
+        del self.path[-tokens:]
+
+    def fill(self, words: np.ndarray) -> None:
+        assert words.dtype == np.int32
+        assert words.ndim == 1
+        assert words.flags.c_contiguous
+        state = self.path[-1]
+        allowed = [] if state == _OVER else [*self.automaton.edges[state]]
+        allowed += self.automaton.ends if state in self.automaton.accepting else ()
+        bits = np.zeros(32 * len(words), np.uint8)
+        bits[allowed] = 1
+        words[:] = np.packbits(bits, bitorder="little").view("<i4")
+
+    @property
+    def ended(self) -> bool:
+        return self.path[-1] == _OVER or not self.automaton.edges[self.path[-1]]
+
+
+def named(number: int) -> Grammar:
+    """The grammar that stands for automaton ``number`` of an ``Automata``."""
+    return Text(f"automaton {number}")
+
+
+class _Compile:
+    """One that ends after ``turns`` looks, with ``error`` if there is one."""
+
+    def __init__(self, automata: Automata, grammar: Grammar, turns: int) -> None:
+        self._automata, self._grammar, self._turns = automata, grammar, turns
+
+    def done(self) -> bool:
+        self._turns -= 1
+        return self._turns < 0
+
+    def result(self) -> Any:
+        return self
+
+    def matcher(self) -> Any:
+        assert isinstance(self._grammar, Text)
+        found = self._automata.automata[int(self._grammar.text.split()[1])]
+        if isinstance(found, WeftError):
+            raise found
+        made = found if not isinstance(found, Automaton) else AutomatonMatcher(found)
+        self._automata.matchers.append(made)
+        return made
+
+
+@dataclass
+class Automata:
+    """A ``weft.engine.grammars.Compiler`` of automata."""
+
+    automata: Sequence[Automaton | WeftError | Any]
+    """Also errors, which compiling them raises, and matchers."""
+    end_ids: Iterable[int] = ()
+    turns: int = 0
+    """How often a compile is looked at before it has ended."""
+    rings: bool = False
+    matchers: list[Any] = field(default_factory=list)
+    """All that were made."""
+    closed: bool = False
+
+    def submit(self, grammar: Grammar, ring: Callable[[], None]) -> _Compile:
+        if self.rings:
+            threading.Timer(0.05, ring).start()
+        return _Compile(self, grammar, self.turns)
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def rolled(self) -> int:
+        """Tokens that matchers took back."""
+        return sum(matcher.rolled for matcher in self.matchers)
+
+    def source(self) -> GrammarSource:
+        return GrammarSource(lambda: self)

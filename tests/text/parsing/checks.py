@@ -1,0 +1,103 @@
+"""What holds for every output, right or wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from tests.text.parsing.families import TOOLS, joined
+from weft.text.parsing.declaration import Kind, OutputFormat
+from weft.text.parsing.engine import OutputEngine
+from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+from weft.text.parsing.parser import OutputSpec
+from weft.text.parsing.tape import Tape
+
+_JSON_MARKUP = re.compile(r'"(?:name|arguments|parameters|id|type)"|"|[{}\[\]():;,=]|null|[A-Za-z0-9_.\-]*"')
+
+
+class Recorder(Tape):
+    """A tape that notes what every character became."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[Kind, int, int]] = []
+
+    def mark(self, kind: Kind, end: int) -> None:
+        if end > self.done:
+            self.spans.append((kind, self.done, end))
+        super().mark(kind, end)
+
+
+def read(
+    declared: OutputFormat, spec: OutputSpec, pieces: Sequence[str], tape: Tape | None = None
+) -> list[OutputEvent]:
+    """The events of an output that comes in ``pieces``; neighbours joined."""
+    engine = OutputEngine(declared, spec, tape)
+    events: list[OutputEvent] = []
+    for piece in pieces:
+        events += engine.feed(piece)
+    return joined([*events, *engine.close()])
+
+
+def check_output(declared: OutputFormat, spec: OutputSpec, text: str, *, raw_arguments: bool) -> Recorder:
+    """Every character exactly once, in order; calls are what calls must be. ``raw_arguments``: arguments are
+    written as JSON, so their text is the model's own."""
+    tape = Recorder()
+    events = read(declared, spec, [text], tape)
+    position = 0
+    for _, start, end in tape.spans:
+        assert start == position, f"characters {position} to {start} are nowhere"
+        position = end
+    assert position == len(text), f"the output from {position} on is nowhere: {text[position:]!r}"
+    given = [
+        (type(event), event.name if isinstance(event, CallBegin) else event.text)
+        for event in events
+        if not isinstance(event, CallEnd)
+    ]
+    spans: list[tuple[type, str]] = []
+    kinds: dict[str, type] = {"content": Content, "reasoning": Reasoning, "argument": CallArguments}
+    kinds["name"] = CallBegin
+    for kind, start, end in tape.spans:
+        if kind in ("markup", "id"):
+            if kind == "markup":
+                check_markup(declared, text[start:end])
+            continue
+        if spans and spans[-1][0] is kinds[kind] and kind != "name":
+            spans[-1] = (kinds[kind], spans[-1][1] + text[start:end])
+        else:
+            spans.append((kinds[kind], text[start:end]))
+    for kind_of in (Content, Reasoning, CallBegin):
+        assert [one for one in given if one[0] is kind_of] == [one for one in spans if one[0] is kind_of]
+    if raw_arguments:
+        early = {one[1] for one in given if one[0] is CallArguments} - {"{}"}
+        assert early <= {one[1] for one in spans if one[0] is CallArguments} | {"{}"}
+    check_calls(events, spec)
+    return tape
+
+
+def check_markup(declared: OutputFormat, markup: str) -> None:
+    """Nothing that a user could miss is called markup."""
+    rest = markup
+    for mark in sorted([*declared.marks(), ' string="'], key=len, reverse=True):
+        rest = rest.replace(mark, " ")
+    if declared.channels is not None:
+        rest = re.sub(
+            r"\b(assistant|analysis|commentary|final|json|code|text)\b|to=functions\.|to=", " ", rest
+        )
+    left = _JSON_MARKUP.sub("", rest.replace("function", "").replace("true", "").replace("false", ""))
+    assert not left.strip(), f"{left!r} of {markup!r} is called markup"
+
+
+def check_calls(events: Sequence[OutputEvent], spec: OutputSpec) -> None:
+    """Calls are numbered, known, and whole ones have arguments that are a JSON object."""
+    begun = [event for event in events if isinstance(event, CallBegin)]
+    assert [event.call for event in begun] == list(range(len(begun)))
+    assert all(event.name in {tool.name for tool in TOOLS} for event in begun)
+    assert spec.parallel or len(begun) <= 1
+    for event in events:
+        if isinstance(event, CallEnd):
+            text = "".join(
+                one.text for one in events if isinstance(one, CallArguments) and one.call == event.call
+            )
+            assert isinstance(json.loads(text), dict)

@@ -1,0 +1,287 @@
+"""What each family's outputs look like, written by hand from its templates: the oracle of the parser's tests.
+
+An output is a list of parts: thoughts, texts and groups of calls. ``Family.render`` writes it down as the
+family does, and ``expected`` says which events it must give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.text.parsing.declaration import OutputFormat, combined
+from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+from weft.text.parsing.formats import CALLS, THOUGHTS
+from weft.text.parsing.parser import OutputSpec, Tool
+
+PROPERTIES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "note": {"type": "string", "description": "free text"},
+    "days": {"type": "integer"},
+    "scale": {"type": "number"},
+    "exact": {"type": "boolean"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "area": {"type": "object"},
+}
+TOOLS = (
+    Tool(name="get_weather", parameters={"type": "object", "properties": PROPERTIES}),
+    Tool(name="get", parameters={"type": "object", "properties": PROPERTIES}),
+    Tool(name="mcp__files-read.v2", parameters={"type": "object", "properties": PROPERTIES}),
+)
+SPEC = OutputSpec(tools=TOOLS, tool_calls=True, reasoning=True)
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Thought:
+    text: str
+
+
+@dataclass(frozen=True)
+class Calls:
+    calls: tuple[Call, ...]
+
+
+Part = str | Thought | Calls
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: its parsers' names, and how it writes a group of calls."""
+
+    name: str
+    calls: str
+    thoughts: str
+    write_calls: Callable[[Sequence[Call], int], str]
+    """Of calls, the first of which has this number in the output."""
+    open: str = "<think>"
+    close: str = "</think>"
+    ids: Callable[[str, int], str] = field(default=lambda name, number: "")
+
+    @property
+    def declared(self) -> OutputFormat:
+        made = combined(THOUGHTS[self.thoughts], CALLS[self.calls])
+        assert made is not None
+        return made
+
+    def render(self, parts: Sequence[Part]) -> str:
+        """The output's text. Texts and thoughts must not begin or end with white space."""
+        if self.name == "gpt_oss":
+            return _render_channels(parts)
+        text = ""
+        number = 0
+        for part in parts:
+            if isinstance(part, Thought):
+                text += f"\n{self.open}\n{part.text}\n{self.close}\n\n" if text else self._first(part)
+            elif isinstance(part, Calls):
+                text += ("\n\n" if text and not text.endswith("\n") else "") + self.write_calls(
+                    part.calls, number
+                )
+                number += len(part.calls)
+            else:
+                text += part
+        return text
+
+    def _first(self, part: Thought) -> str:
+        return f"{self.open}\n{part.text}\n{self.close}\n\n"
+
+    def expected(self, parts: Sequence[Part]) -> list[OutputEvent]:
+        """The events of ``render(parts)``, texts joined."""
+        events: list[OutputEvent] = []
+        number = 0
+        for part in parts:
+            if isinstance(part, Thought):
+                events.append(Reasoning(part.text))
+            elif isinstance(part, Calls):
+                for call in part.calls:
+                    events.append(CallBegin(call=number, name=call.name, id=self.ids(call.name, number)))
+                    events.append(CallArguments(call=number, text=json.dumps(call.arguments)))
+                    events.append(CallEnd(call=number))
+                    number += 1
+            else:
+                events.append(Content(part))
+        return joined(events)
+
+
+def joined(events: Sequence[OutputEvent]) -> list[OutputEvent]:
+    """Events with neighbouring pieces of the same text joined."""
+    result: list[OutputEvent] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            result[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            result[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.call == event.call:
+            result[-1] = CallArguments(call=event.call, text=last.text + event.text)
+        else:
+            result.append(event)
+    return result
+
+
+def by_value(events: Sequence[OutputEvent]) -> list[Any]:
+    """Events with whole arguments as the values they mean."""
+    return [
+        (event.call, json.loads(event.text)) if isinstance(event, CallArguments) else event
+        for event in joined(events)
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _hermes(calls: Sequence[Call], first: int) -> str:
+    return "\n".join(
+        "<tool_call>\n" + _json({"name": call.name, "arguments": call.arguments}) + "\n</tool_call>"
+        for call in calls
+    )
+
+
+def _bare(calls: Sequence[Call], first: int) -> str:
+    return "\n".join(_json({"name": call.name, "arguments": call.arguments}) for call in calls)
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _qwen3_coder(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in call.arguments.items()
+        )
+        text.append(f"<tool_call>\n<function={call.name}>\n{values}</function>\n</tool_call>")
+    return "\n".join(text)
+
+
+def _glm45(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_plain(value)}</arg_value>\n"
+            for key, value in call.arguments.items()
+        )
+        text.append(f"<tool_call>{call.name}\n{values}</tool_call>")
+    return "\n".join(text)
+
+
+def _deepseek_v3(calls: Sequence[Call], first: int) -> str:
+    made = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n```json\n{_json(call.arguments)}\n```"
+        "<｜tool▁call▁end｜>"
+        for call in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v31(calls: Sequence[Call], first: int) -> str:
+    made = "".join(
+        f"<｜tool▁call▁begin｜>{call.name}<｜tool▁sep｜>{_json(call.arguments)}<｜tool▁call▁end｜>"
+        for call in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_v32(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
+            f"{_plain(value)}</｜DSML｜parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        text.append(f'<｜DSML｜invoke name="{call.name}">\n{values}</｜DSML｜invoke>\n')
+    return f"<｜DSML｜function_calls>\n{''.join(text)}</｜DSML｜function_calls>"
+
+
+def _llama3_json(calls: Sequence[Call], first: int) -> str:
+    return "; ".join(_json({"name": call.name, "parameters": call.arguments}) for call in calls)
+
+
+def _python_tag(calls: Sequence[Call], first: int) -> str:
+    return "<|python_tag|>" + _llama3_json(calls, first)
+
+
+def _pythonic(calls: Sequence[Call], first: int) -> str:
+    made = ", ".join(
+        f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        for call in calls
+    )
+    return f"[{made}]"
+
+
+def _mistral_list(calls: Sequence[Call], first: int) -> str:
+    made = [
+        {"name": call.name, "arguments": call.arguments, "id": f"call{first + number:05d}"}
+        for number, call in enumerate(calls)
+    ]
+    return "[TOOL_CALLS]" + _json(made)
+
+
+def _mistral(calls: Sequence[Call], first: int) -> str:
+    return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{_json(call.arguments)}" for call in calls)
+
+
+def _kimi_k2(calls: Sequence[Call], first: int) -> str:
+    made = "".join(
+        f"<|tool_call_begin|>functions.{call.name}:{first + number}<|tool_call_argument_begin|>"
+        f"{_json(call.arguments)}<|tool_call_end|>"
+        for number, call in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{made}<|tool_calls_section_end|>"
+
+
+def _render_channels(parts: Sequence[Part]) -> str:
+    messages: list[str] = []
+    for part in parts:
+        if isinstance(part, Thought):
+            messages.append(f"<|channel|>analysis<|message|>{part.text}<|end|>")
+        elif isinstance(part, Calls):
+            messages += [
+                f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>"
+                f"{_json(call.arguments)}<|call|>"
+                for call in part.calls
+            ]
+        else:
+            messages.append(f"<|channel|>final<|message|>{part}<|end|>")
+    return "<|start|>assistant".join(messages)
+
+
+def _never(calls: Sequence[Call], first: int) -> str:
+    raise AssertionError("written by messages")
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("hermes", "hermes", "qwen3", _hermes),
+        Family("bare", "hermes", "qwen3", _bare),
+        Family("qwen3_coder", "qwen3_coder", "qwen3", _qwen3_coder),
+        Family("glm45", "glm45", "glm45", _glm45),
+        Family("deepseek_v3", "deepseek_v3", "deepseek_r1", _deepseek_v3),
+        Family("deepseek_v31", "deepseek_v31", "deepseek_v3", _deepseek_v31),
+        Family("deepseek_v32", "deepseek_v32", "deepseek_v3", _deepseek_v32),
+        Family("llama3_json", "llama3_json", "qwen3", _llama3_json),
+        Family("python_tag", "llama3_json", "qwen3", _python_tag),
+        Family("pythonic", "pythonic", "qwen3", _pythonic),
+        Family("mistral", "mistral", "mistral", _mistral, open="[THINK]", close="[/THINK]"),
+        Family("mistral_list", "mistral", "mistral", _mistral_list, open="[THINK]", close="[/THINK]"),
+        Family(
+            "kimi_k2",
+            "kimi_k2",
+            "kimi_k2",
+            _kimi_k2,
+            ids=lambda name, number: f"functions.{name}:{number}",
+        ),
+        Family("gpt_oss", "openai", "openai_gptoss", _never),
+    )
+}

@@ -1,0 +1,108 @@
+"""Which declaration a model gets: by flags, by its template, by its tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.text_folders import write_tokenizer
+from tests.text.parsing.test_response_template import template
+from weft.common.errors import ConfigError
+from weft.text.model import TextModel
+from weft.text.parsing.choose import ModelHints, choose
+
+TEMPLATES = {
+    "<tool_call>\n{{ x }}</tool_call>": "hermes",
+    "<tool_call>\n<function={{ x }}>\n<parameter=": "qwen3_coder",
+    "<tool_call>{{ x }}\n<arg_key>": "glm45",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>x\n```json\n": "deepseek_v3",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>": "deepseek_v31",
+    "<｜DSML｜function_calls>": "deepseek_v32",
+    "<|tool_calls_section_begin|><|tool_call_begin|>": "kimi_k2",
+    "[TOOL_CALLS][ARGS]": "mistral",
+    "<|start|>assistant<|channel|>final<|message|>": "gpt_oss",
+    "<|python_tag|>": "llama3_json",
+    "[func_name1(params_name1=params_value1": "pythonic",
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+def test_calls_by_the_template(source: str) -> None:
+    declared = choose("auto", "none", ModelHints(template=source))
+    assert declared is not None
+    assert declared.name == TEMPLATES[source]
+    assert declared.tells_calls
+    assert not declared.tells_thoughts
+    assert choose("none", "none", ModelHints(template=source)) is None
+
+
+def test_thoughts_by_template_or_tokens() -> None:
+    for hints, name in (
+        (ModelHints(template="<think>\n"), "qwen3"),
+        (ModelHints(added=frozenset({"<think>", "</think>"})), "qwen3"),
+        (ModelHints(template="content.split('</think>')[-1]"), "deepseek_r1"),
+        (ModelHints(added=frozenset({"[THINK]", "[/THINK]"})), "mistral"),
+        (ModelHints(template="<|channel|>analysis<|message|>"), "gpt_oss"),
+    ):
+        declared = choose("none", "auto", hints)
+        assert declared is not None
+        assert declared.name == name
+        assert declared.tells_thoughts
+        assert not declared.tells_calls
+    assert choose("auto", "auto", ModelHints(template="{{ messages }}")) is None
+
+
+def test_two_flags_make_one_declaration() -> None:
+    declared = choose("hermes", "qwen3", ModelHints())
+    assert declared is not None
+    assert declared.thoughts
+    assert declared.calls
+    assert declared.name == "qwen3+hermes"
+
+
+def test_wrong_flags_are_named() -> None:
+    with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, none, deepseek_v3"):
+        choose("herms", "auto", ModelHints())
+    with pytest.raises(ConfigError, match="--reasoning-parser must be one of"):
+        choose("auto", "hermes", ModelHints())
+    with pytest.raises(ConfigError, match="do not go together"):
+        choose("pythonic", "mistral", ModelHints())
+
+
+def test_mistral_is_written_as_its_template_does() -> None:
+    newer = choose("mistral", "none", ModelHints(template="[TOOL_CALLS]x[ARGS]"))
+    older = choose("auto", "none", ModelHints(template="[TOOL_CALLS] [{"))
+    assert newer is not None
+    assert older is not None
+    assert newer.calls == older.calls[::-1]
+    assert newer.calls[0].section is None
+
+
+def test_a_response_template_goes_first() -> None:
+    hints = ModelHints(template="<tool_call>", response_template=template("deepseek_v31"))
+    declared = choose("auto", "auto", hints)
+    assert declared is not None
+    assert declared.name == "response_template"
+    named = choose("hermes", "auto", hints)
+    assert named is not None
+    assert named.name == "response_template+hermes"
+    unreadable = choose("auto", "auto", ModelHints(template="<tool_call>", response_template={"fields": 1}))
+    assert unreadable is not None
+    assert unreadable.name == "hermes"
+
+
+def test_a_folder_says_it_all(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, added=("<think>", "</think>"))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["response_template"] = template("hermes")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    output = TextModel.load(tmp_path).output
+    assert output.declared is not None
+    assert output.declared.name == "response_template"
+    assert TextModel.load(tmp_path, None, "none", "none").output.declared is None
+    with pytest.raises(ConfigError, match="--tool-call-parser"):
+        TextModel.load(tmp_path, None, "nothing")
+    with pytest.raises(ConfigError, match="--default-chat-template-kwargs cannot set messages"):
+        TextModel.load(tmp_path, default_chat_template_kwargs={"messages": []})

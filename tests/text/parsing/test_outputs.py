@@ -1,0 +1,74 @@
+"""Every output of every family: read rightly, every character once, the same in any pieces."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.text.parsing.checks import check_output, read
+from tests.text.parsing.families import FAMILIES, SPEC, by_value
+from tests.text.parsing.outputs import Maker
+
+RAW = frozenset(FAMILIES) - {"qwen3_coder", "glm45", "deepseek_v32", "pythonic"}
+SEEDS = st.integers(0, 2**63)
+GRID = 5_000
+
+
+def check_right(name: str, seed: int) -> None:
+    """An output as the family writes it gives exactly its parts, in any pieces."""
+    family = FAMILIES[name]
+    maker = Maker(family, random.Random(seed))
+    parts = maker.parts()
+    text = family.render(parts)
+    events = read(family.declared, SPEC, [text])
+    assert by_value(events) == by_value(family.expected(parts)), text
+    assert read(family.declared, SPEC, maker.pieces(text)) == events, text
+    check_output(family.declared, SPEC, text, raw_arguments=name in RAW)
+
+
+def check_wrong(name: str, seed: int) -> None:
+    """A mutated output loses nothing, and is read the same in any pieces."""
+    family = FAMILIES[name]
+    maker = Maker(family, random.Random(seed))
+    text = maker.mutated(maker.output())
+    spec = SPEC
+    if maker.source.random() < 0.2:
+        spec = type(SPEC)(
+            tools=SPEC.tools,
+            tool_calls=maker.source.random() < 0.7,
+            reasoning=maker.source.random() < 0.7,
+            in_reasoning=maker.source.random() < 0.5,
+            parallel=False,
+        )
+    check_output(family.declared, spec, text, raw_arguments=name in RAW)
+    events = read(family.declared, spec, [text])
+    assert read(family.declared, spec, maker.pieces(text)) == events, text
+    assert read(family.declared, spec, list(text)) == events, text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS)
+def test_an_output_gives_its_parts(name: str, seed: int) -> None:
+    check_right(name, seed)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=200, deadline=None)
+@given(seed=SEEDS)
+def test_a_mutated_output_loses_nothing(name: str, seed: int) -> None:
+    check_wrong(name, seed)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", FAMILIES)
+def test_five_thousand_outputs_lose_nothing(name: str) -> None:
+    for seed in range(GRID):
+        try:
+            check_right(name, seed)
+            check_wrong(name, seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}") from error

@@ -1,0 +1,79 @@
+"""The configuration of a server without a model, whose heads play a script: of a checkpoint only its
+configuration, its tokenizer and its template are read.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config import hub
+from weft.config.families import load_spec
+from weft.config.names import accepted_names, served_names
+from weft.config.resolve import check_checkpoint, check_files
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.sections import Config
+
+
+def resolve_scripted(config: Config) -> EngineConfig:
+    """The configuration of ``--scripted``. Raises ConfigError naming flags that need a model."""
+    scripted = config.front.scripted
+    assert scripted is not None, "the caller asked for a script"
+    _check_flags(config)
+    if not Path(scripted).is_file():
+        raise ConfigError("--scripted names no file: give the path of a script", param="--scripted")
+    check_files(config.runner, config.front)
+    model = msgspec.structs.replace(config.model, load_format="dummy")
+    path = hub.resolve_model_path(model.model, model.revision, load_format="dummy")
+    tokenizer_path = path
+    if model.tokenizer is not None:
+        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
+    check_checkpoint(model, path, tokenizer_path)
+    spec = load_spec(path, trust_remote_code=model.trust_remote_code)
+    if model.tokenizer is not None:  # its ids are not those of the model's own ends
+        spec = msgspec.structs.replace(spec, eos_ids=())
+    length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+    return EngineConfig(
+        model_path=path,
+        tokenizer_path=tokenizer_path,
+        served_names=served_names(model, path),
+        accepted_names=accepted_names(model, path),
+        spec=spec,
+        dtype="float32",
+        device="cpu",
+        model=model,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        runner=config.runner,
+        kv=KVConfig(
+            pools=(),
+            block_size=config.cache.block_size,
+            enable_prefix_caching=False,
+            max_model_len=length,
+            num_slots=config.scheduler.max_num_seqs,
+        ),
+        parallel=config.parallel,
+        transfer=config.transfer,
+        scripted=str(Path(scripted).resolve()),
+    )
+
+
+def _check_flags(config: Config) -> None:
+    """Refuses what only a model has."""
+    parallel, transfer = config.parallel, config.transfer
+    given = {
+        f"--tensor-parallel-size {parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        f"--nnodes {parallel.nnodes}": parallel.nnodes > 1,
+        f"--prefill {transfer.prefill} --decode {transfer.decode}": transfer.prefill or transfer.decode,
+        f"--role {transfer.role}": transfer.role != "unified",
+        f"--speculative-method {config.speculation.speculative_method}": config.speculation.drafts,
+    }
+    for flags, wrong in given.items():
+        if wrong:
+            raise ConfigError(
+                f"--scripted and {flags}: a scripted server runs no model; leave one of them out",
+                param="--scripted",
+            )

@@ -1,0 +1,122 @@
+"""Who may ask a server for what, and how often: API keys, the admin key, other origins, limits of a key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+
+from starlette.types import Scope
+
+from weft.common.errors import Forbidden, Overloaded, Unauthorized
+from weft.front.cors import Origins
+from weft.front.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
+
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/live", "/ready"})
+"""Probes need no key: they are asked by machinery that holds none, and tell nothing but a state. The page at
+"/" holds nothing of the server, and asks its reader for a key."""
+ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain"})
+"""What changes the server or other clients' requests: with the admin key alone, and never for a browser."""
+KEY = "weft.key"
+"""Under which a request's scope has the number of its API key."""
+
+
+class ApiKeys:
+    """The keys that open the API. Comparing takes the same time for every wrong key."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, authorization: bytes | None, x_api_key: bytes | None = None) -> int | None:
+        """The number of the key that came (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); None for a
+        wrong one. 0 where none is needed.
+
+        Where both headers came, Authorization alone counts.
+        """
+        if not self._digests:
+            return 0
+        scheme = b"bearer"
+        key = x_api_key or b""
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        found = None
+        for number, digest in enumerate(self._digests):
+            if hmac.compare_digest(digest, given):
+                found = number
+        return found if scheme.lower() == b"bearer" else None
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Doors:
+    """Who may ask for what, and how often. Used from one event loop."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        admin_keys: Iterable[str],
+        origins: Iterable[str],
+        limits: RateLimits | None,
+        now: Callable[[], float],
+    ) -> None:
+        """``origins``: see ``Origins``. ``now``: the clock of ``limits``."""
+        self.origins = Origins(origins)
+        self._keys = ApiKeys(keys)
+        self._admin_keys = ApiKeys(admin_keys)
+        self._limits = limits
+        self._now = now
+
+    def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Lets a request in, or raises WeftError; what the answer's head has more for it."""
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return []
+        given = headers.get(b"authorization"), headers.get(b"x-api-key")
+        if path in ADMIN_PATHS:
+            self._admit_admin(given, headers)
+            return []
+        key = self._keys.find(*given)
+        if key is None:
+            raise Unauthorized(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY"
+            )
+        scope[KEY] = key
+        return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
+
+    def spend(self, scope: Scope, tokens: int) -> None:
+        """Counts the tokens of a request that was let in."""
+        if self._limits is not None and tokens:
+            self._limits.on(Spent(scope.get(KEY, 0), tokens), self._now())
+
+    def _admit_admin(self, given: tuple[bytes | None, bytes | None], headers: dict[bytes, bytes]) -> None:
+        if not self._admin_keys:
+            raise Forbidden("this route needs an admin key; start the server with --admin-key")
+        if b"origin" in headers:
+            raise Forbidden("this route is not for browsers")
+        if self._admin_keys.find(*given) is None:
+            raise Unauthorized("the admin key is missing or wrong; send it as Authorization: Bearer KEY")
+
+    def _limited(self, key: int) -> list[tuple[bytes, bytes]]:
+        assert self._limits is not None
+        (verdict,) = self._limits.on(Asked(key), self._now())
+        headers = headers_of(verdict)
+        if isinstance(verdict, Refused):
+            raise RateLimited(verdict.what, verdict.wait, headers)
+        return headers
+
+
+class RateLimited(Overloaded):
+    """A key has used what it may a minute."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, what: str, wait: float, headers: list[tuple[bytes, bytes]]) -> None:
+        super().__init__(f"this key's {what} a minute are used up; try again in {duration(wait)}")
+        self.wait = wait
+        self.headers = headers

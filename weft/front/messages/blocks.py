@@ -1,0 +1,146 @@
+"""Content blocks and tools that a request of the Messages API may hold."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.parse import convert, printable
+
+
+class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: str
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(_Block, frozen=True, kw_only=True):
+    text: str
+    citations: list[dict[str, Any]] | None = None
+    """Of an earlier answer; not shown to the model."""
+
+
+class TextSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    data: str
+    media_type: Literal["text/plain"] = "text/plain"
+
+
+class DocumentBlock(_Block, frozen=True, kw_only=True):
+    """A plain text with a title."""
+
+    source: TextSource
+    title: str | None = None
+    context: str | None = None
+    citations: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """As the model is shown it."""
+        return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
+
+
+class ToolUseBlock(_Block, frozen=True, kw_only=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+    toolset_name: str | None = None
+
+
+class ToolResultBlock(_Block, frozen=True, kw_only=True):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+    toolset_name: str | None = None
+
+
+class ThinkingBlock(_Block, frozen=True, kw_only=True):
+    thinking: str
+    signature: str = ""
+
+
+class RedactedBlock(_Block, frozen=True, kw_only=True):
+    """A thought that only its maker can read: not shown to the model."""
+
+    data: str
+
+
+Block = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock
+
+_TEXTS: dict[str, type[Any]] = {"text": TextBlock}
+_USER: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock, "tool_result": ToolResultBlock}
+_RESULT: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock}
+_ASSISTANT: dict[str, type[Any]] = {
+    **_TEXTS,
+    "tool_use": ToolUseBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedBlock,
+}
+_KINDS = {"system": _TEXTS, "user": _USER, "assistant": _ASSISTANT, "result": _RESULT}
+
+
+def blocks(content: Any, place: Literal["system", "user", "assistant", "result"], where: str) -> list[Any]:
+    """The blocks of a content, which may be a text. ``place``: which kinds may be there.
+
+    Raises InvalidRequest, naming ``where``.
+    """
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a text or a list of content blocks", param=where)
+    kinds = _KINDS[place]
+    echoed = place == "assistant"
+    return [_block(block, kinds, echoed, f"{where}[{number}]") for number, block in enumerate(content)]
+
+
+def _block(block: Any, kinds: dict[str, type[Any]], echoed: bool, where: str) -> Any:
+    """``echoed``: an answer that comes back, of this server or another one: what it may hold beside what is
+    known here is no instruction, and is dropped.
+    """
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{where} must be an object with a type", param=where)
+    if kind not in kinds:
+        raise InvalidRequest(
+            f"{where}: blocks of type {printable(kind, 40)} are not supported here; those that are: "
+            + ", ".join(kinds),
+            param=where,
+            code="unsupported_parameter",
+        )
+    if echoed:
+        known = {field.name for field in msgspec.structs.fields(kinds[kind])}
+        block = {name: value for name, value in block.items() if name in known}
+    return convert(where, block, kinds[kind])
+
+
+class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tool that the client runs."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    """Shown with the description."""
+    cache_control: dict[str, Any] | None = None
+    eager_input_streaming: bool | None = None
+    """Arguments are streamed as they come, whatever this says."""
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+def tool(value: Any, where: str) -> ToolBlock:
+    """Raises InvalidRequest, naming the tool, for what the server cannot offer."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        raise InvalidRequest(
+            f"{where}: tools of type {printable(kind, 40)} are not supported by this server, which runs no "
+            "tools and knows none by itself; describe it with name and input_schema",
+            param=where,
+            code="unsupported_parameter",
+        )
+    made: ToolBlock = convert(where, value, ToolBlock)
+    return made

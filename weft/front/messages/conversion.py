@@ -1,0 +1,217 @@
+"""What a request of the Messages API asks, in the form that all APIs share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.conversation import AnswerOptions, Constraint, Conversation
+from weft.front.messages import blocks as b
+from weft.front.messages.protocol import (
+    Adaptive,
+    ChooseAny,
+    ChooseNone,
+    ChooseTool,
+    CountRequest,
+    Disabled,
+    Enabled,
+    MessagesRequest,
+)
+from weft.front.protocol.parse import printable
+from weft.front.thoughts import unsealed
+from weft.front.tool_use import ToolUse
+from weft.front.turns import Parts, Turns
+from weft.grammar import build
+from weft.text.parsing.parser import Tool
+from weft.types.sampling import SamplingParams
+
+ATTRIBUTION = ("x-anthropic-billing-header:",)
+"""How lines begin that a client puts before its instructions to be billed by: they differ between calls."""
+NAMES = {"stop": "stop_sequences"}
+"""Parameters of a conversation by the names that they have here."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer needs to know of the request."""
+
+    max_tokens: int = 0
+    """As it was asked for."""
+    omit_thoughts: bool = False
+    """Whether thoughts are only in their signatures."""
+    attribution: bool = False
+    """Whether a line of attribution was left out of the prompt."""
+
+
+def conversation(
+    asked: CountRequest, *, system_inside: bool, keep_attribution: bool
+) -> tuple[Conversation, Facts]:
+    """What is asked, and what the answer needs to know of it. Raises InvalidRequest.
+
+    ``system_inside``: see ``Turns``. ``keep_attribution``: lines of attribution are a part of the prompt.
+    """
+    turns = Turns(system_inside=system_inside, join_users=True)
+    system, moved = _system(asked.system, keep_attribution)
+    if system:
+        turns.system(system)
+    for number, message in enumerate(asked.messages):
+        _add(turns, message, f"messages[{number}]")
+    continues = _continues(turns.messages)
+    params = _sampling(asked) if isinstance(asked, MessagesRequest) else SamplingParams(max_tokens=1)
+    made = Conversation(
+        messages=turns.messages,
+        params=params,
+        form=AnswerOptions(
+            model=asked.model, stream=isinstance(asked, MessagesRequest) and bool(asked.stream)
+        ),
+        tools=_tools(asked),
+        constraint=_constraint(asked),
+        effort=_effort(asked),
+        thinking_budget=asked.thinking.budget_tokens if isinstance(asked.thinking, Enabled) else None,
+        opens=not continues,
+        continues=continues,
+    )
+    thinking = asked.thinking
+    omits = isinstance(thinking, Enabled | Adaptive) and thinking.display == "omitted"
+    return made, Facts(max_tokens=params.max_tokens or 0, omit_thoughts=omits, attribution=moved)
+
+
+def _sampling(asked: MessagesRequest) -> SamplingParams:
+    given: dict[str, Any] = {
+        "max_tokens": asked.max_tokens,
+        "stop": asked.stop_sequences,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+    }
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _constraint(asked: CountRequest) -> Constraint | None:
+    if asked.form is None:
+        return None
+    param = "output_config" if asked.output_format is None else "output_format"
+    return Constraint(grammar=build.json_schema(asked.form.schema, param=param), param=param)
+
+
+def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -> tuple[str, bool]:
+    """(the system prompt, whether a line of attribution was left out of it)."""
+    if not system:
+        return "", False
+    texts = [block.text for block in b.blocks(system, "system", "system")]
+    first, _, rest = texts[0].partition("\n")
+    moved = first.startswith(ATTRIBUTION) and not keep_attribution
+    if moved:
+        texts[0] = rest
+    return "\n\n".join(text for text in texts if text), moved
+
+
+def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
+    unknown = message.keys() - {"role", "content"}
+    if unknown:
+        shown = printable(min(unknown), 40)
+        raise InvalidRequest(f"{where} has an unknown field: {shown}", param=where)
+    role = message.get("role")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{where}.role must be user, assistant or system", param=f"{where}.role")
+    if "content" not in message:
+        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
+    found = b.blocks(message["content"], role, f"{where}.content")
+    if role == "system":
+        turns.system("\n\n".join(block.text for block in found))
+    elif role == "user":
+        _add_user(turns, found, f"{where}.content")
+    else:
+        for block in found:
+            _add_assistant(turns, block)
+
+
+def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
+    parts: Parts = []
+    results = False
+    for number, block in enumerate(found):
+        if isinstance(block, b.ToolResultBlock):
+            results = True
+            if parts:
+                turns.user(parts)
+                parts = []
+            turns.result(block.tool_use_id, _result(block, f"{where}[{number}].content"))
+        else:
+            assert isinstance(block, b.TextBlock | b.DocumentBlock)
+            if isinstance(block, b.DocumentBlock) and (block.citations or {}).get("enabled"):
+                raise InvalidRequest(
+                    f"{where}[{number}]: citations are not supported by this server",
+                    param=f"{where}[{number}]",
+                    code="unsupported_parameter",
+                )
+            parts.append({"type": "text", "text": block.text})
+    if parts or not results:
+        turns.user(parts or [{"type": "text", "text": ""}])
+
+
+def _result(block: b.ToolResultBlock, where: str) -> str:
+    """What a call returned, as text. An error says so."""
+    texts = [] if block.content is None else b.blocks(block.content, "result", where)
+    text = "\n".join(part.text for part in texts)
+    return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
+
+
+def _add_assistant(turns: Turns, block: b.Block) -> None:
+    if isinstance(block, b.TextBlock):
+        turns.says(block.text)
+    elif isinstance(block, b.ToolUseBlock):
+        turns.calls(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+    elif isinstance(block, b.ThinkingBlock):
+        thought = block.thinking or unsealed(block.signature)
+        if thought:
+            turns.thinks(thought)
+
+
+def _continues(messages: list[dict[str, Any]]) -> bool:
+    """Whether the answer goes on from the assistant's last message, which says something then."""
+    last = messages[-1] if messages else {"role": "user"}
+    if last["role"] != "assistant":
+        return False
+    if last.get("tool_calls"):
+        raise InvalidRequest(
+            "messages: the last message calls a tool; its result, a tool_result block, must follow",
+            param="messages",
+        )
+    if not last["content"]:
+        messages.pop()
+        return False
+    return True
+
+
+def _tools(asked: CountRequest) -> ToolUse:
+    """The tools, and the choice among them."""
+    tools = [_tool(value, f"tools[{number}]") for number, value in enumerate(asked.tools or ())]
+    choice = asked.tool_choice
+    parallel = choice is None or isinstance(choice, ChooseNone) or not choice.disable_parallel_tool_use
+    if isinstance(choice, ChooseTool):
+        return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=parallel)
+    if isinstance(choice, ChooseAny):
+        return ToolUse.checked(tools, mode="required", parallel=parallel)
+    mode: Literal["none", "auto"] = "none" if isinstance(choice, ChooseNone) else "auto"
+    return ToolUse.checked(tools, mode=mode, parallel=parallel)
+
+
+def _tool(value: dict[str, Any], where: str) -> Tool:
+    tool = b.tool(value, where)
+    about = tool.description or ""
+    if tool.input_examples:
+        shown = "\n".join(json.dumps(example, ensure_ascii=False) for example in tool.input_examples)
+        about = f"{about}\n\nExamples of its input:\n{shown}".strip()
+    return Tool(name=tool.name, description=about, parameters=tool.input_schema, strict=bool(tool.strict))
+
+
+def _effort(asked: CountRequest) -> str | None:
+    """As chat's ``reasoning_effort`` has it."""
+    if isinstance(asked.thinking, Disabled):
+        return "none"
+    effort = None if asked.output_config is None else asked.output_config.effort
+    if effort is None:
+        return "medium" if isinstance(asked.thinking, Enabled) else None
+    return "xhigh" if effort == "max" else effort

@@ -1,0 +1,45 @@
+"""Reads bodies of the Messages API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.messages.conversion import NAMES, conversation
+from weft.front.messages.protocol import CountRequest, MessagesRequest
+from weft.front.protocol.parse import parse
+from weft.front.turns import effort_shown, renamed
+
+if TYPE_CHECKING:
+    from weft.front.reading import Job, Reader
+
+
+def read_messages(reader: Reader, body: bytes) -> Job:
+    """A request for a message. Raises WeftError."""
+    return _read(reader, parse(body, MessagesRequest))
+
+
+def read_count(reader: Reader, body: bytes) -> Job:
+    """A request to count a prompt's tokens: a job that is not to be submitted. Raises WeftError."""
+    return _read(reader, parse(body, CountRequest))
+
+
+def _read(reader: Reader, asked: CountRequest) -> Job:
+    reader.check_model(asked.model)
+    try:
+        made, facts = conversation(
+            asked, system_inside=reader.system_inside, keep_attribution=reader.keep_attribution
+        )
+        made = msgspec.structs.replace(
+            made,
+            effort=effort_shown(made.effort, reader.text.chat),
+            # Agents send one to whatever model they have: where there are no thoughts, it is kept to.
+            thinking_budget=made.thinking_budget if reader.text.output.thought_end else None,
+        )
+        # Where the context's end cuts an output, its stop_reason says so: max_tokens may be larger.
+        job = reader.converse(made, clip=True)
+    except InvalidRequest as error:
+        raise renamed(error, NAMES) from None
+    return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))

@@ -1,0 +1,42 @@
+"""The page at ``/``: model, load and a chat box in one HTML document that loads nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+from importlib import resources
+
+from starlette.responses import Response
+
+
+@functools.cache
+def _page() -> tuple[bytes, str]:
+    """(the document, its content security policy)."""
+    files = resources.files(__package__)
+    style = files.joinpath("page.css").read_text(encoding="utf-8")
+    script = files.joinpath("page.js").read_text(encoding="utf-8")
+    html = files.joinpath("index.html").read_text(encoding="utf-8")
+    html = html.replace("/*page.css*/", style).replace("/*page.js*/", script)
+    policy = (
+        f"default-src 'none'; connect-src 'self'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html.encode(), policy
+
+
+def _hash(text: str) -> str:
+    """``text`` as a source that a policy allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def answer() -> Response:
+    """The page. It holds nothing of the server: it asks for what it shows, with its reader's key."""
+    html, policy = _page()
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return Response(html, headers=headers, media_type="text/html; charset=utf-8")

@@ -1,0 +1,1 @@
+"""Bodies of requests: one module an API, the mechanism in ``parse``."""

@@ -1,0 +1,70 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+from weft.common.errors import InvalidRequest
+from weft.front.conversation import Sharing
+from weft.front.protocol.fields import is_one_of
+from weft.front.protocol.generate import sharing_of
+from weft.front.protocol.parse import Body, short
+
+MAX_INPUTS = 2048
+"""Of one request, as OpenAI's API has it."""
+
+
+class EmbeddingRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/embeddings. Vectors have as many dimensions as the model's hidden states."""
+
+    neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        "user": is_one_of(""),
+        "cache_salt": is_one_of(""),
+        "add_special_tokens": is_one_of(True),
+    }
+    unsupported: ClassVar[frozenset[str]] = frozenset(
+        {"dimensions", "truncate_prompt_tokens", "add_special_tokens", "pooling", "normalize"}
+    )
+
+    model: str
+    input: str | list[Any]
+    """A text, token ids, a list of texts or a list of lists of token ids."""
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+    """The caller's own label of its user. Nothing in Weft depends on it."""
+    priority: int | None = None
+    """Lower ones go first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+
+    def check(self) -> None:
+        short("model", self.model)
+        if self.user is not None:
+            short("user", self.user)
+        self.sharing()
+        self.prompts()
+
+    def sharing(self) -> Sharing:
+        """How the request shares the server. Raises InvalidRequest."""
+        return sharing_of(self.priority, self.cache_salt)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Every input, as text or as token ids. Raises InvalidRequest."""
+        if isinstance(self.input, str):
+            return [_one(self.input)]
+        if self.input and type(self.input[0]) is int:
+            return [_one(self.input)]
+        if not 1 <= len(self.input) <= MAX_INPUTS:
+            raise InvalidRequest(f"input must hold 1 to {MAX_INPUTS} inputs", param="input")
+        return [_one(item) for item in self.input]
+
+
+def _one(item: Any) -> str | list[int]:
+    if isinstance(item, str) and item:
+        return item
+    if isinstance(item, list) and item and all(type(i) is int and 0 <= i < 1 << 31 for i in item):
+        return item
+    raise InvalidRequest(
+        "input must be a text that is not empty, token ids, or a list of either", param="input"
+    )

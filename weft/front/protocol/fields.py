@@ -1,0 +1,84 @@
+"""Parameters of other servers and later APIs, that completions do not do, and values that ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# fmt: off
+UNSUPPORTED = frozenset((
+    "functions", "function_call", "audio", "modalities", "prediction", "service_tier", "store", "verbosity",
+    "web_search_options", "moderation", "guided_decoding_backend", "grammar", "json_schema", "regex", "ebnf",
+    "use_beam_search", "length_penalty", "early_stopping", "chat_template", "documents",
+    "mm_processor_kwargs", "kv_transfer_params", "truncate_prompt_tokens", "vllm_xargs", "logits_processors",
+    "spaces_between_special_tokens", "return_tokens_as_token_ids", "lora_path", "typical_p", "mirostat_mode",
+    "no_repeat_ngram_size", "cache_prompt", "suffix", "request_id", "bootstrap_host", "bootstrap_port",
+    "bootstrap_room",
+))
+"""Of both routes."""
+# fmt: on
+CHAT_ONLY = frozenset(
+    (
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "include_reasoning",
+        "thinking_token_budget",
+        "chat_template_kwargs",
+    )
+)
+"""What a text completion has no place for."""
+
+
+def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
+    """Whether a value is one of ``neutral``. JSON's true is not 1, though Python's is."""
+    return lambda value: any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+    )
+
+
+#: Values that ask for nothing, so that they are dropped, as if absent: a field's default in the API that it
+#: comes from (OpenAI's, vLLM's, llama.cpp's), where that is also what Weft does. Not here: values that ask
+#: for more than Weft does.
+NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "tools": is_one_of([]),
+    "functions": is_one_of([]),
+    "function_call": is_one_of("none", "auto"),
+    "response_format": is_one_of({"type": "text"}),
+    "modalities": is_one_of(["text"]),
+    "service_tier": is_one_of("auto", "default"),
+    "store": is_one_of(False),
+    "verbosity": is_one_of("medium"),
+    "metadata": is_one_of({}),
+    "user": is_one_of(""),
+    "safety_identifier": is_one_of(""),
+    "prompt_cache_key": is_one_of(""),
+    "prompt_cache_retention": is_one_of(""),
+    "suffix": is_one_of(""),
+    "echo": is_one_of(False),
+    "logprobs": is_one_of(False),
+    "top_logprobs": is_one_of(0),
+    "use_beam_search": is_one_of(False),
+    "length_penalty": is_one_of(1),
+    "early_stopping": is_one_of(False),
+    "documents": is_one_of([]),
+    "mm_processor_kwargs": is_one_of({}),
+    "logits_processors": is_one_of([]),
+    "spaces_between_special_tokens": is_one_of(True),
+    "return_tokens_as_token_ids": is_one_of(False),
+    "cache_salt": is_one_of(""),
+    "vllm_xargs": is_one_of({}),
+    "typical_p": is_one_of(1),
+    "mirostat_mode": is_one_of(0),
+    "no_repeat_ngram_size": is_one_of(0),
+    "cache_prompt": is_one_of(True),
+    "grammar": is_one_of(""),
+}
+
+NO_TOOLS: dict[str, Callable[[Any], bool]] = {
+    "tool_choice": is_one_of("none", "auto"),
+    "parallel_tool_calls": is_one_of(True, False),
+    "include_reasoning": is_one_of(True, False),
+}
+"""Likewise where there are no tools and no thoughts."""

@@ -1,0 +1,147 @@
+"""What a client may ask of both kinds of completion. Names and meanings follow OpenAI's API reference; the
+fields beyond it (``top_k``, ``min_p``, ``guided_json`` ...) have the names other servers use for them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.conversation import Constraint, Sharing
+from weft.front.protocol.fields import NEUTRAL, UNSUPPORTED
+from weft.front.protocol.formats import Constrained, constraint_of
+from weft.front.protocol.parse import between, short
+from weft.types.sampling import SamplingParams
+
+MAX_PRIORITY = 1 << 31
+_SALT = re.compile(r"[A-Za-z0-9._~+/=\-]{1,256}")
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Only false is accepted, which asks for nothing."""
+    continuous_usage_stats: bool | None = None
+    """Only false is accepted, likewise."""
+
+    def check(self) -> None:
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if getattr(self, name):
+                raise InvalidRequest(
+                    f"stream_options.{name} is not supported by this server",
+                    param="stream_options",
+                    code="unsupported_parameter",
+                )
+
+
+class Generate(Constrained, frozen=True, kw_only=True):
+    """The parameters that both kinds of completion share."""
+
+    neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = NEUTRAL
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    best_of: int | None = None
+    """Only the value of ``n`` is accepted, which asks for nothing."""
+    user: str | None = None
+    """The caller's own label of its user. Nothing in Weft depends on it, nor on the three below."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    priority: int | None = None
+    """Lower ones go first."""
+    cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+
+    def check(self) -> None:
+        """What types alone can't say. Raises InvalidRequest."""
+        short("model", self.model)
+        for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
+            if (text := getattr(self, label)) is not None:
+                short(label, text)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
+        if self.stream_options is not None:
+            self.stream_options.check()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs can't be streamed; set stream to false", param="prompt_logprobs"
+            )
+        self.sharing()
+
+    def constraint(self) -> Constraint | None:
+        """The form that the answer must have. Raises InvalidRequest."""
+        return constraint_of(self)
+
+    def sharing(self) -> Sharing:
+        """How the request shares the server. Raises InvalidRequest."""
+        return sharing_of(self.priority, self.cache_salt)
+
+    @property
+    def usage_in_stream(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling_with(self, **more: Any) -> SamplingParams:
+        """SamplingParams of the fields that were given. Raises InvalidRequest, naming the parameter."""
+        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias_of(self.logit_bias)
+        return SamplingParams(**{**given, **more})
+
+
+def sharing_of(priority: int | None, salt: str | None) -> Sharing:
+    """Raises InvalidRequest for what cannot be."""
+    if priority is not None:
+        between("priority", priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
+    if salt is not None and not _SALT.fullmatch(salt):
+        raise InvalidRequest(
+            "cache_salt must have 1 to 256 characters out of A-Z a-z 0-9 . _ ~ + / = -", param="cache_salt"
+        )
+    return Sharing(priority=priority or 0, salt=salt or "")
+
+
+# fmt: off
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "allowed_token_ids", "bad_words", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "seed", "n", "prompt_logprobs", "skip_special_tokens", "max_tokens",
+)
+# fmt: on
+
+
+def _bias_of(bias: dict[str, float]) -> dict[int, float]:
+    """``logit_bias`` by token id. JSON has string keys only."""
+    if any(not (key.isascii() and key.isdigit() and len(key) <= 10) for key in bias):
+        raise InvalidRequest("logit_bias must have token ids as keys", param="logit_bias")
+    return {int(key): value for key, value in bias.items()}

@@ -1,0 +1,122 @@
+"""Requests as clients may write them: strict types, every field known, each error naming its parameter.
+
+A field that is absent and one that is null mean the same. What Weft does not do is refused with 400 by name,
+unless its value asks for nothing (``Body.neutral``); what would change an answer is never accepted and
+ignored. Labels (``user`` and the like) are checked and have no effect.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+
+MAX_NAME = 512
+"""Characters of a model name, a user, a metadata key or value."""
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's body: its fields are the parameters that are done."""
+
+    neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
+    """Whether a value asks for nothing, so that it is dropped, as if absent; by parameter, of fields, too."""
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Parameters that Weft knows of and does not do."""
+
+    def check(self) -> None:
+        """What types alone can't say. Raises InvalidRequest."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(body: bytes, cls: type[B]) -> B:
+    """The request in ``body``. Raises InvalidRequest (400) for anything that is not exactly one."""
+    return make(decode(body), cls)
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """The object in ``body``. Raises InvalidRequest for anything that is not exactly one."""
+    try:
+        data = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.MsgspecError, ValueError):
+        raise InvalidRequest("the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body must be a JSON object", code="invalid_json")
+    return data
+
+
+def make(data: Mapping[str, Any], cls: type[B]) -> B:
+    """The request that JSON values make. Raises InvalidRequest."""
+    fields = _fields(cls)
+    neutral = cls.neutral
+    values: dict[str, Any] = {}
+    for name, value in data.items():
+        if value is None or (name in neutral and neutral[name](value)):
+            continue
+        if name not in fields:
+            raise _refused(name, cls)
+        values[name] = convert(name, value, fields[name])
+    for field in msgspec.structs.fields(cls):
+        if field.required and field.name not in values:
+            raise missing(field.name)
+    request = cls(**values)
+    request.check()
+    return request
+
+
+@functools.cache
+def _fields(cls: type[Any]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(cls)}
+
+
+def _refused(name: str, cls: type[Body]) -> InvalidRequest:
+    if name in cls.unsupported:
+        return InvalidRequest(
+            f"{name} is not supported by this server", param=name, code="unsupported_parameter"
+        )
+    shown = printable(name, 64)
+    return InvalidRequest(f"unknown parameter: {shown}", param=shown, code="unknown_parameter")
+
+
+def convert(name: str, value: Any, kind: Any) -> Any:
+    """``value`` as a ``kind``. Raises InvalidRequest, which names ``name``."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name}: {_reason(error)}", param=name) from None
+    except RecursionError:
+        raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
+
+
+def _reason(error: msgspec.ValidationError) -> str:
+    text = printable(str(error).replace("`", ""), 200)
+    return text[:1].lower() + text[1:]
+
+
+def missing(name: str) -> InvalidRequest:
+    """The error of a request without the parameter ``name``."""
+    return InvalidRequest(f"{name} is required", param=name, code="missing_required_parameter")
+
+
+def printable(text: str, limit: int) -> str:
+    """``text`` cut and without control characters, for showing a client its own words."""
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+def short(name: str, text: str) -> None:
+    """Raises InvalidRequest unless ``text`` is a label's."""
+    if not 1 <= len(text) <= MAX_NAME:
+        raise InvalidRequest(f"{name} must have 1 to {MAX_NAME} characters", param=name)
+
+
+def between(name: str, value: int, low: int, high: int) -> None:
+    """Raises InvalidRequest unless ``low <= value <= high``."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}", param=name)

@@ -1,0 +1,91 @@
+"""Tools as OpenAI's chat API writes them, and which of them an answer may or must call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from weft.front.tool_use import ToolUse
+from weft.text.parsing.parser import Tool
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of the arguments, which are an object."""
+    strict: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one kind of tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedFunction(
+    msgspec.Struct, frozen=True, kw_only=True, tag="function", tag_field="type", forbid_unknown_fields=True
+):
+    """Call this one."""
+
+    function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
+class AllowedChoice(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag="allowed_tools",
+    tag_field="type",
+    forbid_unknown_fields=True,
+):
+    """Call some of these, or (``required``) at least one."""
+
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedChoice
+
+
+def tool_use(
+    tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, parallel: bool | None
+) -> ToolUse:
+    """What a chat request asks. Raises InvalidRequest."""
+    made = tuple(map(_tool, tools or ()))
+    several = parallel is not False
+    if choice is None or isinstance(choice, str):
+        mode = choice or "auto"
+        return ToolUse.checked(made, mode=mode, parallel=several)
+    if isinstance(choice, NamedFunction):
+        return ToolUse.checked(made, mode="required", names=[choice.function.name], parallel=False)
+    allowed = choice.allowed_tools
+    names = [tool.function.name for tool in allowed.tools]
+    return ToolUse.checked(made, mode=allowed.mode, names=names, parallel=several)
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    function = tool.function
+    return Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters=function.parameters or {},
+        strict=bool(function.strict),
+    )

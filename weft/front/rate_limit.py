@@ -1,0 +1,141 @@
+"""How many requests and tokens a key may use a minute: token buckets, without a clock of their own.
+
+A bucket holds a minute's worth, and fills again evenly. A request is admitted while there is a request in its
+key's bucket, and any token: how many tokens a request uses is known when it has ended, so a bucket of tokens
+can be overdrawn, by one request after the other, and the key waits until it is above nothing again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+import msgspec
+
+MINUTE = 60.0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request came, with this key."""
+
+    key: int
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """Tokens that a request with this key has used."""
+
+    key: int
+    tokens: int
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What a bucket has."""
+
+    limit: int
+    remaining: int
+    reset: float
+    """Seconds until it is full."""
+
+
+class Admitted(msgspec.Struct, frozen=True, kw_only=True):
+    """The request may begin. None where there is no limit."""
+
+    requests: Standing | None
+    tokens: Standing | None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True):
+    """The request may not, for ``wait`` seconds, of what ``what`` says."""
+
+    what: str
+    wait: float
+    requests: Standing | None
+    tokens: Standing | None
+
+
+Event: TypeAlias = Asked | Spent
+Action: TypeAlias = Admitted | Refused
+
+
+class _Bucket:
+    def __init__(self, limit: int, now: float) -> None:
+        self._limit = limit
+        self._level = float(limit)
+        self._at = now
+
+    def take(self, count: float, now: float) -> None:
+        self._level = self.level(now) - count
+        self._at = now
+
+    def level(self, now: float) -> float:
+        gained = max(now - self._at, 0.0) * self._limit / MINUTE
+        return min(self._level + gained, float(self._limit))
+
+    def wait(self, level: float, now: float) -> float:
+        """Seconds until the bucket has ``level``."""
+        return max(level - self.level(now), 0.0) * MINUTE / self._limit
+
+    def standing(self, now: float) -> Standing:
+        remaining = max(math.floor(self.level(now)), 0)
+        return Standing(self._limit, remaining, self.wait(self._limit, now))
+
+
+class RateLimits:
+    """The buckets of all keys. ``on(event, now)`` decides; 0 is no limit."""
+
+    def __init__(self, requests: int, tokens: int) -> None:
+        """A key's requests and tokens a minute."""
+        self._limits = (requests, tokens)
+        self._buckets: dict[int, tuple[_Bucket | None, _Bucket | None]] = {}
+
+    def on(self, event: Event, now: float) -> list[Action]:
+        """What to do about ``event``: a verdict on every request."""
+        requests, tokens = self._of(event.key, now)
+        if isinstance(event, Spent):
+            if tokens is not None:
+                tokens.take(event.tokens, now)
+            return []
+        waits = {
+            "requests": 0.0 if requests is None else requests.wait(1.0, now),
+            "tokens": 0.0 if tokens is None else tokens.wait(1.0, now),
+        }
+        what = max(waits, key=lambda name: waits[name])
+        if not waits[what] and requests is not None:
+            requests.take(1.0, now)
+        have = {
+            "requests": None if requests is None else requests.standing(now),
+            "tokens": None if tokens is None else tokens.standing(now),
+        }
+        if waits[what]:
+            return [Refused(what=what, wait=waits[what], **have)]
+        return [Admitted(**have)]
+
+    def _of(self, key: int, now: float) -> tuple[_Bucket | None, _Bucket | None]:
+        if key not in self._buckets:
+            requests, tokens = self._limits
+            self._buckets[key] = (
+                _Bucket(requests, now) if requests else None,
+                _Bucket(tokens, now) if tokens else None,
+            )
+        return self._buckets[key]
+
+
+def headers_of(verdict: Action) -> list[tuple[bytes, bytes]]:
+    """The verdict as OpenAI's answers have it."""
+    found = []
+    for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
+        if standing is not None:
+            words = (str(standing.limit), str(standing.remaining), duration(standing.reset))
+            for word, value in zip(("limit", "remaining", "reset"), words, strict=True):
+                found.append((f"x-ratelimit-{word}-{name}".encode(), value.encode()))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """``12ms``, ``1.5s``, ``6m0s``: as Go writes it, rounded up to milliseconds."""
+    milliseconds = math.ceil(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    text = f"{rest / 1000:g}s"
+    return f"{minutes}m{text}" if minutes else text

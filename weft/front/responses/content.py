@@ -1,0 +1,259 @@
+"""The output items of a response, built as its output comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from weft.front.responses import events as e
+from weft.front.responses.conversion import Facts, new_id
+from weft.front.responses.tools import Named
+from weft.front.thoughts import sealed
+from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
+
+Item = TypeVar("Item", bound=e.Output)
+
+
+class Items:
+    """Items in the order in which their text comes, and the events that tell of them."""
+
+    def __init__(self, facts: Facts, logprobs: Callable[[], bytes]) -> None:
+        """``logprobs``: those of the text that came since the last call, items of a JSON array."""
+        self.done: list[e.Output] = []
+        """Those that have ended."""
+        self._facts = facts
+        self._logprobs = logprobs
+        self._open: _Open[Any] | None = None
+
+    def take(self, found: OutputEvent) -> list[e.Event]:
+        """The events of what the parser found."""
+        if isinstance(found, Content):
+            before = self._enter(_Text)
+            return [*before, self._piece(found.text, self._logprobs())]
+        if isinstance(found, Reasoning):
+            self._logprobs()
+            before = self._enter(_Summary if self._facts.summarizes else _Thought)
+            return [*before, self._piece(found.text, b"")]
+        self._logprobs()
+        if isinstance(found, CallBegin):
+            return [*self.close(whole=True), *self._begin_call(found)]
+        if isinstance(found, CallArguments):
+            assert self._open is not None
+            return self._open.add(found.text, b"") if found.text else []
+        assert isinstance(found, CallEnd)
+        return self.close(whole=True)
+
+    def close(self, *, whole: bool) -> list[e.Event]:
+        """The events of the open item's end, if there is one. ``whole``: whether the model ended it."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return []
+        events = opened.end(whole)
+        self.done.append(opened.item)
+        return [
+            *events,
+            e.ItemEvent(type="response.output_item.done", output_index=opened.at, item=opened.item),
+        ]
+
+    def _enter(self, kind: type[_Open[Any]]) -> list[e.Event]:
+        if isinstance(self._open, kind):
+            return []
+        return [*self.close(whole=True), *self._start(kind(len(self.done), self._facts))]
+
+    def _begin_call(self, found: CallBegin) -> list[e.Event]:
+        named = self._facts.names.get(found.name, Named(name=found.name))
+        kind: type[_Call | _CustomCall] = _CustomCall if named.custom else _Call
+        return self._start(kind(len(self.done), found.id, named))
+
+    def _start(self, opened: _Open[Any]) -> list[e.Event]:
+        self._open = opened
+        # Events are encoded later, when the item may have been filled.
+        shown = msgspec.structs.replace(opened.item)
+        added = e.ItemEvent(type="response.output_item.added", output_index=opened.at, item=shown)
+        return [added, *opened.begin()]
+
+    def _piece(self, text: str, logprobs: bytes) -> e.Event:
+        assert self._open is not None
+        (event,) = self._open.add(text, logprobs)
+        return event
+
+
+class _Open(Generic[Item]):
+    """An item that grows."""
+
+    item: Item
+
+    def __init__(self, at: int, item: Item) -> None:
+        self.at = at
+        self.item = item
+        self.pieces: list[str] = []
+
+    def begin(self) -> list[e.Event]:
+        """Events behind that of the item itself."""
+        return []
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        """Events of a piece of its text."""
+        raise NotImplementedError
+
+    def end(self, whole: bool) -> list[e.Event]:
+        """Fills the item; events before that of its end."""
+        raise NotImplementedError
+
+    def place(self) -> Mapping[str, Any]:
+        return {"item_id": self.item.id, "output_index": self.at}
+
+
+class _Text(_Open[e.OutputMessage]):
+    """A message with one part."""
+
+    def __init__(self, at: int, facts: Facts) -> None:
+        super().__init__(at, e.OutputMessage(id=new_id("message")))
+        self._logprobs: list[bytes] | None = [] if facts.logprobs else None
+
+    def begin(self) -> list[e.Event]:
+        part = e.OutputText(text="")
+        return [e.PartEvent(type="response.content_part.added", **self.place(), part=part)]
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        self.pieces.append(text)
+        if self._logprobs is not None and logprobs:
+            self._logprobs.append(logprobs)
+        return [
+            e.PieceEvent(
+                type="response.output_text.delta",
+                **self.place(),
+                content_index=0,
+                delta=text,
+                logprobs=msgspec.Raw(b"[" + logprobs + b"]"),
+            )
+        ]
+
+    def end(self, whole: bool) -> list[e.Event]:
+        text = "".join(self.pieces)
+        logprobs = msgspec.Raw(b"[" + b",".join(self._logprobs or ()) + b"]")
+        part = e.OutputText(text=text, logprobs=logprobs)
+        self.item.content = [part]
+        self.item.status = "completed" if whole else "incomplete"
+        place = self.place()
+        done = e.DoneEvent(
+            type="response.output_text.done", **place, content_index=0, text=text, logprobs=logprobs
+        )
+        return [done, e.PartEvent(type="response.content_part.done", **place, part=part)]
+
+
+class _Reasoning(_Open[e.ReasoningOutput]):
+    def __init__(self, at: int, facts: Facts) -> None:
+        super().__init__(at, e.ReasoningOutput(id=new_id("reasoning")))
+        self._encrypted = facts.encrypted
+        if facts.encrypted:
+            self.item.encrypted_content = None
+
+    def fill(self, text: str) -> None:
+        if self._encrypted:
+            self.item.encrypted_content = sealed(text)
+
+
+class _Thought(_Reasoning):
+    """A thought, shown as it is."""
+
+    def begin(self) -> list[e.Event]:
+        part = e.ReasoningText(text="")
+        return [e.PartEvent(type="response.content_part.added", **self.place(), part=part)]
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        self.pieces.append(text)
+        kind = "response.reasoning_text.delta"
+        return [e.PieceEvent(type=kind, **self.place(), content_index=0, delta=text)]
+
+    def end(self, whole: bool) -> list[e.Event]:
+        text = "".join(self.pieces)
+        part = e.ReasoningText(text=text)
+        self.item.content = [part]
+        self.fill(text)
+        place = self.place()
+        return [
+            e.DoneEvent(type="response.reasoning_text.done", **place, content_index=0, text=text),
+            e.PartEvent(type="response.content_part.done", **place, part=part),
+        ]
+
+
+class _Summary(_Reasoning):
+    """A thought, shown as its own summary."""
+
+    def begin(self) -> list[e.Event]:
+        part = e.SummaryText(text="")
+        return [e.SummaryPartEvent(type="response.reasoning_summary_part.added", **self.place(), part=part)]
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        self.pieces.append(text)
+        kind = "response.reasoning_summary_text.delta"
+        return [e.PieceEvent(type=kind, **self.place(), summary_index=0, delta=text)]
+
+    def end(self, whole: bool) -> list[e.Event]:
+        text = "".join(self.pieces)
+        part = e.SummaryText(text=text)
+        self.item.summary = [part]
+        self.fill(text)
+        place = self.place()
+        return [
+            e.DoneEvent(type="response.reasoning_summary_text.done", **place, summary_index=0, text=text),
+            e.SummaryPartEvent(type="response.reasoning_summary_part.done", **place, part=part),
+        ]
+
+
+class _Call(_Open[e.FunctionCallOutput]):
+    """A call of a function."""
+
+    def __init__(self, at: int, call_id: str, named: Named) -> None:
+        item = e.FunctionCallOutput(id=new_id("function_call"), call_id=call_id, name=named.name)
+        if named.namespace is not None:
+            item.namespace = named.namespace
+        super().__init__(at, item)
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        self.pieces.append(text)
+        kind = "response.function_call_arguments.delta"
+        return [e.PieceEvent(type=kind, **self.place(), delta=text)]
+
+    def end(self, whole: bool) -> list[e.Event]:
+        self.item.arguments = "".join(self.pieces)
+        self.item.status = "completed" if whole else "incomplete"
+        kind = "response.function_call_arguments.done"
+        arguments, name = self.item.arguments, self.item.name
+        return [e.DoneEvent(type=kind, **self.place(), arguments=arguments, name=name)]
+
+
+class _CustomCall(_Open[e.CustomCallOutput]):
+    """A call whose input is a text: the one argument that the model was told of."""
+
+    def __init__(self, at: int, call_id: str, named: Named) -> None:
+        item = e.CustomCallOutput(id=new_id("custom_tool_call"), call_id=call_id, name=named.name)
+        if named.namespace is not None:
+            item.namespace = named.namespace
+        super().__init__(at, item)
+
+    def add(self, text: str, logprobs: bytes) -> list[e.Event]:
+        """Nothing yet: what came is JSON."""
+        self.pieces.append(text)
+        return []
+
+    def end(self, whole: bool) -> list[e.Event]:
+        self.item.input = _input("".join(self.pieces))
+        self.item.status = "completed" if whole else "incomplete"
+        kind, place, text = "response.custom_tool_call_input", self.place(), self.item.input
+        piece = [e.PieceEvent(type=kind + ".delta", **place, delta=text)] if text else []
+        return [*piece, e.DoneEvent(type=kind + ".done", **place, input=text)]
+
+
+def _input(arguments: str) -> str:
+    """The text in the arguments; these themselves where they are of another form."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return arguments
+    if isinstance(value, dict) and isinstance(text := value.get("input"), str) and len(value) == 1:
+        return text
+    return arguments

@@ -1,0 +1,236 @@
+"""What a request of the Responses API asks, in the form that all APIs share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import InvalidRequest, NotFound
+from weft.front.conversation import AnswerOptions, Constraint, Conversation
+from weft.front.protocol.parse import printable
+from weft.front.responses.items import Adder
+from weft.front.responses.protocol import (
+    ENCRYPTED,
+    LOGPROBS,
+    NamedFormat,
+    ObjectFormat,
+    ResponsesRequest,
+    TokensRequest,
+)
+from weft.front.responses.tools import Named, Offered, offered
+from weft.front.turns import Turns
+from weft.grammar import build
+from weft.types.sampling import SamplingParams
+
+NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
+"""Parameters of a conversation by the names that they have here."""
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request refers to, out of the store."""
+
+    items: list[dict[str, Any]] = []
+    """Input and output of the responses before this one, oldest first."""
+    referenced: dict[str, dict[str, Any]] = {}
+    """Items by their ids."""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer needs to know of the request."""
+
+    repeats: dict[str, Any] = {}
+    """Fields of the answer that say what was asked."""
+    names: dict[str, Named] = {}
+    """See ``Offered``."""
+    items: msgspec.Raw = msgspec.Raw(b"[]")
+    """The request's input as the store keeps it, JSON, where the response is to be stored."""
+    previous: str | None = None
+    store: bool = False
+    encrypted: bool = False
+    """Whether thoughts go out in a form to be sent back."""
+    summarizes: bool = False
+    """Whether the thought is shown as its summary."""
+    logprobs: bool = False
+
+
+def conversation(
+    asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
+) -> tuple[Conversation, Facts]:
+    """What is asked, and what the answer needs to know of it. Raises WeftError.
+
+    ``system_inside``, ``join_users``: see ``Turns``.
+    """
+    turns = Turns(system_inside=system_inside, join_users=join_users)
+    if asked.instructions:
+        turns.system(asked.instructions)
+    adder = Adder(turns)
+    for item in history.items:
+        adder.add(item, "previous_response_id")
+    items = _resolved(asked.input, history.referenced)
+    for number, item in enumerate(items):
+        adder.add(item, f"input[{number}]")
+    tools = offered(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    whole = asked if isinstance(asked, ResponsesRequest) else None
+    params = SamplingParams(max_tokens=1) if whole is None else _sampling(whole)
+    made = Conversation(
+        messages=turns.messages,
+        params=params,
+        form=AnswerOptions(
+            model=asked.model, stream=whole is not None and bool(whole.stream), top=params.logprobs
+        ),
+        tools=tools.use,
+        constraint=_constraint(asked),
+        effort=_effort(asked),
+    )
+    return made, Facts() if whole is None else _facts(whole, tools, items, params)
+
+
+def _resolved(
+    given: str | list[dict[str, Any]] | None, referenced: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The items of an input, references to stored ones resolved."""
+    if given is None or isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given or ""}]
+    found = []
+    for number, item in enumerate(given):
+        if reference := reference_of(item):
+            if reference not in referenced:
+                raise NotFound(
+                    f"the item {printable(reference, 64)} is not stored here",
+                    param=f"input[{number}]",
+                    code="item_not_found",
+                )
+            item = referenced[reference]
+        found.append(item)
+    return found
+
+
+def reference_of(item: Mapping[str, Any]) -> str | None:
+    """The id of the stored item that stands here, if it does."""
+    if item.get("type") == "item_reference":
+        named = item.get("id")
+        if not isinstance(named, str):
+            raise InvalidRequest("an item_reference needs the id of a stored item", param="input")
+        return named
+    return None
+
+
+def _sampling(asked: ResponsesRequest) -> SamplingParams:
+    given: dict[str, Any] = {
+        "max_tokens": asked.max_output_tokens,
+        "stop": asked.stop,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "top_k": asked.top_k,
+        "seed": asked.seed,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+    }
+    if asked.includes(LOGPROBS) or asked.top_logprobs:
+        given["logprobs"] = asked.top_logprobs or 0
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def _constraint(asked: TokensRequest) -> Constraint | None:
+    form = None if asked.text is None else asked.text.format
+    if isinstance(form, NamedFormat):
+        return Constraint(grammar=build.json_schema(form.schema, param="text.format"), param="text.format")
+    return (
+        Constraint(grammar=build.json_object(), param="text.format")
+        if isinstance(form, ObjectFormat)
+        else None
+    )
+
+
+def _effort(asked: TokensRequest) -> str | None:
+    effort = None if asked.reasoning is None else asked.reasoning.effort
+    return "xhigh" if effort == "max" else effort
+
+
+def _facts(
+    asked: ResponsesRequest, tools: Offered, items: list[dict[str, Any]], params: SamplingParams
+) -> Facts:
+    reasoning = asked.reasoning
+    summarizes = reasoning is not None and reasoning.summarizes
+    store = asked.store is not False
+    return Facts(
+        repeats=_repeats(asked, tools, params, store),
+        names=tools.names,
+        items=msgspec.Raw(msgspec.json.encode([_with_id(item) for item in items] if store else [])),
+        previous=asked.previous_response_id,
+        store=store,
+        encrypted=asked.includes(ENCRYPTED),
+        summarizes=summarizes,
+        logprobs=params.logprobs is not None,
+    )
+
+
+def _repeats(asked: ResponsesRequest, tools: Offered, params: SamplingParams, store: bool) -> dict[str, Any]:
+    reasoning, text = asked.reasoning, asked.text
+    form = None if text is None else text.format
+    return {
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "prompt_cache_retention": asked.prompt_cache_retention,
+        "reasoning": {
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary or reasoning.generate_summary,
+        },
+        "safety_identifier": asked.safety_identifier,
+        "store": store,
+        "temperature": params.temperature,
+        "text": {
+            "format": {"type": "text"} if form is None else msgspec.to_builtins(form),
+            "verbosity": "medium" if text is None or text.verbosity is None else text.verbosity,
+        },
+        "tool_choice": "auto" if asked.tool_choice is None else msgspec.to_builtins(asked.tool_choice),
+        "tools": [_complete(tool) for tool in tools.shown],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "truncation": "disabled",
+        "user": asked.user,
+    }
+
+
+def _complete(tool: dict[str, Any]) -> dict[str, Any]:
+    """A function with all of the fields that clients look for."""
+    if tool.get("type") != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as the store keeps it: with an id of its own, and with content in parts."""
+    kind = item.get("type") or "message"
+    content = item.get("content")
+    if kind == "message" and isinstance(content, str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        empty: dict[str, Any] = {"annotations": []} if part == "output_text" else {}
+        item = {**item, "content": [{"type": part, "text": content, **empty}]}
+    made = {**item, "type": kind, "id": item.get("id") or new_id(kind)}
+    return made if kind == "reasoning" else {"status": "completed", **made}
+
+
+_PREFIXES = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "custom_tool_call": "ctc_",
+    "custom_tool_call_output": "ctco_",
+}
+
+
+def new_id(kind: str) -> str:
+    """An id for an item of this type."""
+    return _PREFIXES.get(kind, "item_") + secrets.token_hex(16)

@@ -1,0 +1,209 @@
+"""Requests of the Responses API as clients may write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.chat import check_metadata
+from weft.front.protocol.fields import is_one_of
+from weft.front.protocol.parse import Body, between, short
+from weft.types.sampling import MAX_TOP_LOGPROBS
+
+MAX_LABEL = 4096
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+_INCLUDES = frozenset(
+    (
+        LOGPROBS,
+        ENCRYPTED,
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    )
+)
+"""The others are of tools that no answer of this server uses: there is nothing to include."""
+UNSUPPORTED = frozenset(
+    (
+        "access_programs",
+        "background",
+        "context_management",
+        "conversation",
+        "image",
+        "max_tool_calls",
+        "moderation",
+        "prompt",
+        "truncation",
+    )
+)
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Reasoning(_Strict, frozen=True, kw_only=True):
+    """How much to think, and what is shown of it."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Any of them shows the thought itself as its summary."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    """The older name of ``summary``."""
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    """Which thoughts of earlier turns are shown to the model is up to its chat template."""
+    mode: Literal["standard"] | None = None
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether a summary is asked for."""
+        return (self.summary or self.generate_summary) is not None
+
+
+class PlainFormat(_Strict, frozen=True, kw_only=True, tag="text", tag_field="type"):
+    """Any text."""
+
+
+class ObjectFormat(_Strict, frozen=True, kw_only=True, tag="json_object", tag_field="type"):
+    """Any JSON object."""
+
+
+class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
+    """JSON that is valid under a schema."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    """No difference: the answer is valid under the schema also where it is false."""
+
+
+class TextConfig(_Strict, frozen=True, kw_only=True):
+    """The answer's form."""
+
+    format: PlainFormat | ObjectFormat | NamedFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A wish that no chat template knows: it has no effect."""
+
+
+class ChosenFunction(_Strict, frozen=True, kw_only=True):
+    """A tool of the request."""
+
+    type: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+class ChooseFunction(_Strict, frozen=True, kw_only=True, tag="function", tag_field="type"):
+    """Call this one."""
+
+    name: str
+
+
+class ChooseCustom(_Strict, frozen=True, kw_only=True, tag="custom", tag_field="type"):
+    """Call this one."""
+
+    name: str
+
+
+class ChooseAllowed(_Strict, frozen=True, kw_only=True, tag="allowed_tools", tag_field="type"):
+    """Call some of these, or (``required``) at least one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction]
+
+
+ResponseToolChoice = Literal["none", "auto", "required"] | ChooseFunction | ChooseCustom | ChooseAllowed
+
+
+class ResponseStreamOptions(_Strict, frozen=True, kw_only=True):
+    """What a stream carries beside the text."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class TokensRequest(Body, frozen=True, kw_only=True):
+    """POST /v1/responses/input_tokens, and what both routes take."""
+
+    neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
+        "tools": is_one_of([]),
+        "background": is_one_of(False),
+        "truncation": is_one_of("disabled", "auto"),  # auto: a prompt that is too long is refused, too
+        "context_management": is_one_of([]),
+        "service_tier": is_one_of("auto", "default"),
+        "text": is_one_of({}),
+        "reasoning": is_one_of({}),
+        "include": is_one_of([]),
+        "metadata": is_one_of({}),
+        "prompt_cache_options": is_one_of({}),
+    }
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+
+    model: str
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+
+    def check(self) -> None:
+        short("model", self.model)
+        if not self.input:
+            raise InvalidRequest("input must be a text or items, and not empty", param="input")
+
+
+class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
+    """POST /v1/responses."""
+
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    """A label, as the others: nothing depends on it."""
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
+    """All are served alike, and the answer says ``default``."""
+
+    def check(self) -> None:
+        super().check()
+        for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
+            if len(getattr(self, label) or "") > MAX_LABEL:
+                raise InvalidRequest(f"{label} must have at most {MAX_LABEL} characters", param=label)
+        check_metadata(self.metadata)
+        if self.max_output_tokens is not None:
+            between("max_output_tokens", self.max_output_tokens, 1, 1 << 31)
+        if self.top_logprobs is not None:
+            between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        for name in self.include or ():
+            if name not in _INCLUDES:
+                raise InvalidRequest("include may hold " + ", ".join(sorted(_INCLUDES)), param="include")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+
+    def includes(self, name: str) -> bool:
+        """Whether ``include`` has it."""
+        return name in (self.include or ())

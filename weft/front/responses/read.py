@@ -1,0 +1,96 @@
+"""Reads bodies of the Responses API.
+
+What a request refers to is in the memory of the front that it came to: it travels before the body, in a line
+of its own (``with_history``), because bodies may be read in another process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.parse import decode, make
+from weft.front.responses.conversion import NAMES, History, conversation
+from weft.front.responses.protocol import ResponsesRequest, TokensRequest
+from weft.front.turns import effort_shown, renamed
+
+if TYPE_CHECKING:
+    from weft.front.reading import Job, Reader
+
+NONE = b"{}\n"
+"""The line of a request that refers to nothing."""
+_REFERS = (b'"previous_response_id"', b'"item_reference"')
+
+
+class _Refers(msgspec.Struct):
+    previous_response_id: Any = None
+    input: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Item(msgspec.Struct):
+    type: Any = None
+    id: Any = None
+
+
+class Lookup(msgspec.Struct, frozen=True):
+    """What a body refers to."""
+
+    previous: str | None
+    items: list[str]
+
+
+def references(body: Sequence[bytes]) -> Lookup:
+    """What is to be looked up for a request. Nothing for a body that is none: reading it tells why.
+
+    Makes no objects of what it does not need: bodies may be large, and this holds Python's lock.
+    """
+    joined = b"".join(body)
+    if not any(word in joined for word in _REFERS):
+        return Lookup(None, [])
+    try:
+        found = msgspec.json.decode(joined, type=_Refers)
+        items = msgspec.json.decode(found.input, type=list[_Item]) if _REFERS[1] in joined else []
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return Lookup(None, [])
+    named = [item.id for item in items if item.type == "item_reference" and isinstance(item.id, str)]
+    previous = found.previous_response_id
+    return Lookup(previous if isinstance(previous, str) else None, named)
+
+
+def with_history(line: bytes, body: list[bytes]) -> list[bytes]:
+    """The payload of a body and what it refers to. ``line``: see ``line_of``."""
+    return [line, *body]
+
+
+def line_of(history: History) -> bytes:
+    """What a request refers to, as it goes before the body."""
+    return msgspec.json.encode(history) + b"\n"
+
+
+def read_response(reader: Reader, payload: bytes) -> Job:
+    """A request for a response. Raises WeftError."""
+    return _read(reader, payload, ResponsesRequest)
+
+
+def read_tokens(reader: Reader, payload: bytes) -> Job:
+    """A request to count a prompt's tokens: a job that is not to be submitted. Raises WeftError."""
+    return _read(reader, payload, TokensRequest)
+
+
+def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
+    line, _, body = payload.partition(b"\n")
+    history = msgspec.json.decode(line, type=History)
+    asked = make(decode(body), kind)
+    reader.check_model(asked.model)
+    try:
+        made, facts = conversation(
+            asked, history, system_inside=reader.system_inside, join_users=not reader.users_apart
+        )
+        made = msgspec.structs.replace(made, effort=effort_shown(made.effort, reader.text.chat))
+        job = reader.converse(made, clip=True)
+    except InvalidRequest as error:
+        raise renamed(error, NAMES) from None
+    return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))

@@ -1,0 +1,128 @@
+"""The routes of the Responses API."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from weft.common.errors import InvalidRequest, NotFound
+from weft.front import openapi
+from weft.front.answers import to_json
+from weft.front.context import Front
+from weft.front.responses import events as e
+from weft.front.responses.protocol import ResponsesRequest, TokensRequest
+from weft.front.responses.read import NONE, line_of, references, with_history
+from weft.front.responses.shape import ResponsesShape
+from weft.front.responses.store import ResponseStore, history
+from weft.front.serving import handle, read_only
+
+MAX_ITEMS = 100
+_ELSEWHERE = "; or another of this server's processes made it (--fronts), which do not share what they store"
+
+
+def add_responses(app: FastAPI, front: Front) -> None:
+    """Adds the routes to ``app``."""
+    section = front.section
+    store = ResponseStore(section.responses_store_bytes, _ELSEWHERE if section.fronts > 1 else "")
+    _add_creation(app, front, store)
+    _add_stored(app, store)
+
+
+def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
+    prepare = functools.partial(_prepare, front, store)
+
+    @app.post(
+        "/v1/responses",
+        openapi_extra=openapi.generates(
+            ResponsesRequest, e.ResponseAnswer, "named events from response.created to response.completed"
+        ),
+    )
+    async def create_response(request: Request) -> Response:
+        """Answers a conversation, in OpenAI's newer API."""
+        make = functools.partial(ResponsesShape, store=store, block=front.cache_block)
+        return await handle(front, request, "responses", make, prepare)
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=openapi.answers_of(TokensRequest, e.InputTokens))
+    async def count_input_tokens(request: Request) -> Response:
+        """Counts the tokens of a response's prompt."""
+        job = await read_only(front, request, "response_tokens", prepare)
+        return _json(e.InputTokens(input_tokens=job.prompts[0].count))
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact_response() -> Response:
+        """Nothing: said by name, since the path is also that of a response."""
+        raise NotFound(
+            "this server compacts no conversations: send a shorter input", code="unsupported_route"
+        )
+
+
+def _add_stored(app: FastAPI, store: ResponseStore) -> None:
+    @app.get("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
+    async def get_response(response_id: str, stream: str = "false") -> Response:
+        """A stored response."""
+        if stream.lower() not in ("false", "0", ""):
+            raise InvalidRequest("stored responses can't be streamed", param="stream")
+        return Response(store.get(response_id).answer, media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.DeletedResponse))
+    async def delete_response(response_id: str) -> Response:
+        """Forgets a stored response."""
+        store.remove(response_id)
+        return _json(e.DeletedResponse(id=response_id))
+
+    @app.post("/v1/responses/{response_id}/cancel", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
+    async def cancel_response(response_id: str) -> Response:
+        """Refused: only background responses can be cancelled, and there are none."""
+        store.get(response_id)
+        raise InvalidRequest(
+            "only responses with background: true can be cancelled, which this server does not make; close "
+            "the connection to cancel a running one",
+            param="response_id",
+        )
+
+    @app.get("/v1/responses/{response_id}/input_items", openapi_extra=openapi.returns(e.InputItems, 400))
+    async def list_input_items(
+        response_id: str, order: str = "desc", limit: str = "20", after: str | None = None
+    ) -> Response:
+        """The input of a stored response, without that of the responses before it."""
+        items: list[dict[str, Any]] = msgspec.json.decode(store.get(response_id).input)
+        return _json(_page(items, order, limit, after))
+
+
+def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None) -> e.InputItems:
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc", param="order")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_ITEMS):
+        raise InvalidRequest(f"limit must be between 1 and {MAX_ITEMS}", param="limit")
+    items = items if order == "asc" else items[::-1]
+    if after is not None:
+        at = next((number for number, item in enumerate(items) if item["id"] == after), None)
+        if at is None:
+            raise InvalidRequest("after must be the id of an item of the list", param="after")
+        items = items[at + 1 :]
+    page = items[: int(limit)]
+    return e.InputItems(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(page) < len(items),
+    )
+
+
+async def _prepare(front: Front, store: ResponseStore, body: list[bytes]) -> list[bytes]:
+    """The payload of a body, with what it refers to. Raises NotFound."""
+    found = await front.in_thread(references, body)
+    if found.previous is None and not found.items:
+        return with_history(NONE, body)
+    chain = [] if found.previous is None else store.chain(found.previous)
+    owners = store.owners(found.items)
+    line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
+    return with_history(line, body)
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,147 @@
+"""Answers of the Responses API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import ErrorInfo
+from weft.front.answers import Usage, to_json
+from weft.front.generation import Generation
+from weft.front.logprobs import chat_logprobs
+from weft.front.outputs import ChoiceOutput
+from weft.front.responses import events as e
+from weft.front.responses.content import Items
+from weft.front.responses.conversion import Facts
+from weft.front.responses.store import ResponseStore, Stored
+from weft.front.streaming import StreamForm
+from weft.front.token_counts import cache_creation, thought_tokens
+from weft.text.choice import TextDelta
+from weft.text.logprobs import Logprobs
+
+FORM = StreamForm(named=True, end=b"")
+
+
+class ResponsesShape:
+    """The answer of one request: one response."""
+
+    form = FORM
+
+    def __init__(self, generation: Generation, store: ResponseStore, *, block: int) -> None:
+        """``block``: see ``cache_creation``."""
+        self._generation = generation
+        self._store = store
+        self._block = block
+        self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
+        self._output = ChoiceOutput(generation.parser())
+        self._items = Items(self._facts, self._take_logprobs)
+        self._pending: list[tuple[tuple[int, ...], Logprobs]] = []
+        """Logprobs whose text did not come yet."""
+        self._events = 0
+        self._opened = False
+        self._answer = e.ResponseAnswer(
+            id=generation.named("resp_"),
+            created_at=int(time.time()),
+            model=generation.job.asked.model,
+            **self._facts.repeats,
+        )
+
+    def opening(self) -> list[e.Event]:
+        self._opened = True
+        begun = msgspec.Raw(to_json(self._answer))
+        return self._numbered(
+            [e.Lifecycle(type=f"response.{kind}", response=begun) for kind in ("created", "in_progress")]
+        )
+
+    def weight(self, delta: TextDelta) -> int:
+        return 0 if delta.logprobs is None else delta.logprobs.candidates
+
+    def chunks(self, delta: TextDelta) -> list[e.Event]:
+        if delta.logprobs:
+            self._pending.append((delta.token_ids, delta.logprobs))
+        return self._numbered(
+            [event for found in self._output.take(delta) for event in self._items.take(found)]
+        )
+
+    def take(self, delta: TextDelta) -> None:
+        self.chunks(delta)
+
+    def closing(self, usage: Usage) -> list[e.Event]:
+        events = self._end(usage)
+        whole = msgspec.Raw(self._kept())
+        events.append(e.Lifecycle(type=f"response.{self._answer.status}", response=whole))
+        return self._numbered(events)
+
+    def failed(self, error: ErrorInfo) -> list[e.Event]:
+        before = [] if self._opened else self.opening()
+        self._items.close(whole=False)
+        answer = self._answer
+        answer.output = self._items.done
+        answer.status = "failed"
+        code = "rate_limit_exceeded" if error.http_status == 429 else "server_error"
+        answer.error = e.ResponseError(code=code, message=error.message)
+        return [*before, *self._numbered([e.Lifecycle(type="response.failed", response=answer)])]
+
+    def whole(self, usage: Usage) -> Iterator[bytes]:
+        self._end(usage)
+        yield self._kept()
+
+    def _end(self, usage: Usage) -> list[e.Event]:
+        """Completes the answer; the events of its last item."""
+        answer = self._answer
+        reason = self._generation.choices[0].finish_reason
+        cut = reason != "stop"
+        events = self._items.close(whole=not cut)
+        answer.output = self._items.done
+        answer.status = "incomplete" if cut else "completed"
+        answer.incomplete_details = e.IncompleteDetails() if reason == "length" else None
+        answer.completed_at = None if cut else int(time.time())
+        answer.usage = self._usage(usage)
+        return events
+
+    def _kept(self) -> bytes:
+        """The answer's JSON, which is stored where that was asked for."""
+        made = to_json(self._answer)
+        if self._facts.store:
+            stored = Stored(
+                id=self._answer.id,
+                answer=made,
+                input=bytes(self._facts.items),
+                output_ids=tuple(item.id for item in self._items.done),
+                previous=self._facts.previous,
+            )
+            self._store.add(stored)
+        return made
+
+    def _usage(self, usage: Usage) -> e.ResponseUsage:
+        tokens, cached = usage.prompt_tokens, self._generation.choices[0].num_cached
+        output = usage.completion_tokens
+        thinking = thought_tokens(self._generation.tokenizer, self._output.reasoning, output)
+        return e.ResponseUsage(
+            input_tokens=tokens,
+            input_tokens_details=e.InputTokensDetails(
+                cached_tokens=cached, cache_write_tokens=cache_creation(tokens, cached, self._block)
+            ),
+            output_tokens=output,
+            output_tokens_details=e.OutputTokensDetails(reasoning_tokens=thinking),
+            total_tokens=usage.total_tokens,
+        )
+
+    def _take_logprobs(self) -> bytes:
+        """Those that wait, as items of a JSON array."""
+        pending, self._pending = self._pending, []
+        top = self._generation.job.asked.top or 0
+        made = [
+            to_json(chat_logprobs(self._generation.tokenizer, ids, found, top).content)[1:-1]
+            for ids, found in pending
+        ]
+        return b",".join(part for part in made if part)
+
+    def _numbered(self, events: list[e.Event]) -> list[Any]:
+        for event in events:
+            event.sequence_number = self._events
+            self._events += 1
+        return events

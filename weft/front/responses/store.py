@@ -1,0 +1,125 @@
+"""Responses that later requests may name, in a bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import NotFound
+from weft.front.protocol.parse import printable
+from weft.front.responses.conversion import History
+
+OVERHEAD = 512
+"""Bytes of a response beside its texts, about."""
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """A response and what it was made from."""
+
+    id: str
+    answer: bytes
+    """JSON, as it was given."""
+    input: bytes
+    """JSON: the items that its request brought, without those of earlier responses."""
+    output_ids: tuple[str, ...]
+    previous: str | None = None
+    """The response that it goes on from."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.answer) + len(self.input) + OVERHEAD
+
+    def items(self) -> list[dict[str, Any]]:
+        """Its input and its output."""
+        given: list[dict[str, Any]] = msgspec.json.decode(self.input)
+        return [*given, *msgspec.json.decode(self.answer)["output"]]
+
+
+class ResponseStore:
+    """What was not used for the longest time goes first, and no response before those that go on from it
+    unless they are used less. Thread-safe: long answers are put into JSON, and so kept, in threads.
+    """
+
+    def __init__(self, limit: int, where: str = "") -> None:
+        """``limit``: bytes. ``where``: what an error adds about where else a response may be."""
+        self.limit = limit
+        self.used = 0
+        self._where = where
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._owner: dict[str, str] = {}
+        """The response of each output item."""
+
+    def add(self, stored: Stored) -> None:
+        """Keeps a response, if it fits at all."""
+        if stored.size > self.limit:
+            return
+        with self._lock:
+            self._kept[stored.id] = stored
+            self._owner.update((item, stored.id) for item in stored.output_ids)
+            self.used += stored.size
+            self._touch(stored)
+            while self.used > self.limit:
+                self.remove(next(iter(self._kept)))
+
+    def get(self, id: str) -> Stored:
+        """Raises NotFound."""
+        with self._lock:
+            stored = self._find(id, "response_id", "response_not_found")
+            self._touch(stored)
+            return stored
+
+    def remove(self, id: str) -> None:
+        """Raises NotFound."""
+        with self._lock:
+            stored = self._find(id, "response_id", "response_not_found")
+            del self._kept[id]
+            for item in stored.output_ids:
+                self._owner.pop(item, None)
+            self.used -= stored.size
+
+    def chain(self, id: str) -> list[Stored]:
+        """The response and all that it goes on from, oldest first. Raises NotFound where one is gone."""
+        links: list[Stored] = []
+        at: str | None = id
+        with self._lock:
+            while at is not None:
+                links.append(self._find(at, "previous_response_id", "previous_response_not_found"))
+                at = links[-1].previous
+            self._touch(links[0])
+        return links[::-1]
+
+    def owners(self, items: Iterable[str]) -> list[Stored]:
+        """The responses that have these output items, as far as they are here."""
+        with self._lock:
+            found = {self._owner.get(item) for item in items}
+            return [self._kept[owner] for owner in found if owner is not None]
+
+    def _find(self, id: str, param: str, code: str) -> Stored:
+        if id not in self._kept:
+            raise NotFound(
+                f"the response {printable(id, 64)} is not stored here: it never was (store: false), was "
+                f"deleted, or made room for newer ones (--responses-store-bytes){self._where}",
+                param=param,
+                code=code,
+            )
+        return self._kept[id]
+
+    def _touch(self, stored: Stored) -> None:
+        """It is used, and so is all that it goes on from, which is to stay longer."""
+        at: Stored | None = stored
+        while at is not None and at.id in self._kept:
+            self._kept.move_to_end(at.id)
+            at = None if at.previous is None else self._kept.get(at.previous)
+
+
+def history(chain: Iterable[Stored], owners: Iterable[Stored], wanted: Iterable[str]) -> History:
+    """What a request refers to: the items of ``chain``, and the ``wanted`` ones of ``owners``."""
+    names = set(wanted)
+    found = {item["id"]: item for stored in owners for item in stored.items() if item.get("id") in names}
+    return History(items=[item for stored in chain for item in stored.items()], referenced=found)

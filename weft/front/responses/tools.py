@@ -1,0 +1,141 @@
+"""Tools of the Responses API: functions, also in namespaces, and tools whose input is plain text.
+
+A model is told of all of them as functions. One in a namespace is ``NAMESPACE.NAME`` to the model; one of
+type custom is a function with one argument, ``input``. Tools that the API's own server would run are none of
+ours: ``web_search`` is left out, since agents send it always, whatever server they talk to; all others are
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.protocol.parse import convert, printable
+from weft.front.responses.protocol import ChooseAllowed, ChooseCustom, ChooseFunction, ResponseToolChoice
+from weft.front.tool_use import ToolUse
+from weft.text.parsing.parser import Tool
+
+SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class _Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class FunctionTool(_Tool, frozen=True, kw_only=True, rename={"asynchronous": "async"}):
+    type: Literal["function"]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None
+    """Not shown to the model."""
+    asynchronous: Literal[False] | None = None
+
+
+class TextInput(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field="type"):
+    """Any text."""
+
+
+class CustomTool(_Tool, frozen=True, kw_only=True, rename={"asynchronous": "async"}):
+    type: Literal["custom"]
+    format: TextInput | None = None
+    asynchronous: Literal[False] | None = None
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["namespace"]
+    name: str
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+class Named(msgspec.Struct, frozen=True, kw_only=True):
+    """How an answer writes a call of a tool, by the name that the model has for it."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class Offered(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of a request."""
+
+    use: ToolUse
+    names: dict[str, Named]
+    """Those that are not plain functions, by the model's name for them."""
+    shown: list[dict[str, Any]]
+    """As the answer repeats them: those that the model is told of."""
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """The model's name of a tool."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def offered(
+    tools: Sequence[dict[str, Any]] | None, choice: ResponseToolChoice | None, parallel: bool | None
+) -> Offered:
+    """What a request offers. Raises InvalidRequest."""
+    made: list[Tool] = []
+    names: dict[str, Named] = {}
+    shown: list[dict[str, Any]] = []
+    for number, value in enumerate(tools or ()):
+        where = f"tools[{number}]"
+        if value.get("type") in SEARCHES:
+            continue
+        shown.append(value)
+        for tool, named in _tools(value, where):
+            made.append(tool)
+            if named is not None:
+                names[tool.name] = named
+    return Offered(use=_chosen(made, choice, parallel is not False), names=names, shown=shown)
+
+
+def _tools(value: dict[str, Any], where: str) -> Iterator[tuple[Tool, Named | None]]:
+    if value.get("type") != "namespace":
+        yield _tool(value, where, None)
+        return
+    space: Namespace = convert(where, value, Namespace)
+    for number, inner in enumerate(space.tools):
+        yield _tool(inner, f"{where}.tools[{number}]", space.name)
+
+
+def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Tool, Named | None]:
+    kind = value.get("type")
+    if kind == "function":
+        tool: FunctionTool = convert(where, value, FunctionTool)
+        made = Tool(
+            name=joined(namespace, tool.name),
+            description=tool.description or "",
+            parameters=tool.parameters or {},
+            strict=bool(tool.strict),
+        )
+        return made, None if namespace is None else Named(name=tool.name, namespace=namespace)
+    if kind == "custom":
+        custom: CustomTool = convert(where, value, CustomTool)
+        name = joined(namespace, custom.name)
+        made = Tool(name=name, description=custom.description or "", parameters=_INPUT)
+        return made, Named(name=custom.name, namespace=namespace, custom=True)
+    shown = printable(kind, 40) if isinstance(kind, str) else "that type"
+    raise InvalidRequest(
+        f"{where}: tools of type {shown} are not supported by this server, which runs none itself; those "
+        "that are: function, custom, namespace (of these)",
+        param=where,
+        code="unsupported_parameter",
+    )
+
+
+def _chosen(tools: Sequence[Tool], choice: ResponseToolChoice | None, parallel: bool) -> ToolUse:
+    if isinstance(choice, ChooseFunction | ChooseCustom):
+        return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=parallel)
+    if isinstance(choice, ChooseAllowed):
+        names = [joined(tool.namespace, tool.name) for tool in choice.tools]
+        return ToolUse.checked(tools, mode=choice.mode, names=names, parallel=parallel)
+    return ToolUse.checked(tools, mode=choice or "auto", parallel=parallel)

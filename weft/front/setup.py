@@ -1,0 +1,100 @@
+"""What reading requests takes: the same for the front's threads and for its read workers."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+
+from weft.config.front_section import FrontSection, template_variables
+from weft.config.resolved import EngineConfig
+from weft.front.reading import Reader
+from weft.grammar.registry import make_compiler
+from weft.grammar.service import GrammarService
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
+
+CHECKER = "llguidance"
+"""Grammars are checked by it whatever compiles them at the heads: it needs no torch."""
+
+
+class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The text model, by its files and flags."""
+
+    tokenizer: str
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    variables: dict[str, Any] = {}
+    """Of the chat template, where a request sets none."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, section: FrontSection) -> TextSetup:
+        """What a server's settings say."""
+        return cls(
+            tokenizer=str(config.tokenizer_path),
+            chat_template=section.chat_template,
+            tool_call_parser=section.tool_call_parser,
+            reasoning_parser=section.reasoning_parser,
+            variables=template_variables(section),
+        )
+
+    def load(self) -> TextModel:
+        """Raises ConfigError."""
+        return TextModel.load(
+            self.tokenizer,
+            self.chat_template,
+            self.tool_call_parser,
+            self.reasoning_parser,
+            default_chat_template_kwargs=self.variables,
+        )
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """The text model, and the arguments of ``Reader``."""
+
+    text: TextSetup
+    names: tuple[str, ...]
+    limits: ModelLimits
+    max_response_bytes: int
+    keep_attribution: bool = False
+    grammar_timeout: float = 10.0
+    """Seconds in which a grammar must be compiled."""
+
+    def reader(self, text: TextModel) -> Reader:
+        """A reader over ``text``."""
+        return Reader(
+            text,
+            self.names,
+            self.limits,
+            self.max_response_bytes,
+            keep_attribution=self.keep_attribution,
+            grammars=GrammarCheck(self),
+        )
+
+
+class GrammarCheck:
+    """Compiles grammars, to prove that they can be. Made when the first one comes. Thread-safe."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._lock = threading.Lock()
+        self._service: GrammarService | None = None
+
+    def service(self) -> GrammarService:
+        """The service that compiles."""
+        with self._lock:
+            if self._service is None:
+                limits = self._setup.limits
+                compiler = make_compiler(
+                    CHECKER, self._setup.text.tokenizer, limits.vocab_size, limits.end_ids
+                )
+                self._service = GrammarService(compiler, timeout=self._setup.grammar_timeout)
+            return self._service
+
+    def close(self) -> None:
+        """Takes no more grammars."""
+        with self._lock:
+            if self._service is not None:
+                self._service.close()

@@ -1,0 +1,90 @@
+"""Routes that need no generation: text to ids and back, and what operators ask of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from weft.common.errors import InvalidRequest, NotFound
+from weft.common.log import get_logger
+from weft.front import openapi
+from weft.front.answers import to_json
+from weft.front.body import read_json
+from weft.front.context import Front
+from weft.front.protocol.parse import Body, parse
+from weft.front.streaming import JSON, within
+from weft.front.tokenizing import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+
+log = get_logger(__name__)
+
+_ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
+
+
+class AbortRequest(Body, frozen=True, kw_only=True):
+    """POST /abort_request."""
+
+    rid: str
+    """The id of an answer, as its stream shows it; all of it."""
+
+    def check(self) -> None:
+        if not _ID.fullmatch(self.rid):
+            raise InvalidRequest("rid must be the id of an answer", param="rid")
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """What was asked for is under way."""
+
+    status: str
+
+
+def add_tokenizing(app: FastAPI, front: Front) -> None:
+    """``/tokenize`` and ``/detokenize``."""
+
+    @app.post("/tokenize", openapi_extra=openapi.answers_of(TokenizeRequest, Tokenized))
+    async def tokenize(request: Request) -> Response:
+        """The ids of a text, or of a conversation as the model is prompted with it."""
+        return await _made(front, request, "tokenize")
+
+    @app.post("/detokenize", openapi_extra=openapi.answers_of(DetokenizeRequest, Detokenized))
+    async def detokenize(request: Request) -> Response:
+        """The text of ids."""
+        return await _made(front, request, "detokenize")
+
+
+def add_admin(app: FastAPI, front: Front) -> None:
+    """What needs the admin key."""
+
+    @app.post("/abort_request", openapi_extra=openapi.answers_of(AbortRequest, Done))
+    async def abort_request(request: Request) -> Response:
+        """Ends a request that is being answered; its choices end with "abort".
+
+        404 where no request has exactly this id, or it has ended.
+        """
+        with front.bodies.upload() as upload:
+            body = b"".join(await read_json(request, upload))
+        if not await front.abort(parse(body, AbortRequest).rid):
+            raise NotFound("no request with this id is being answered", param="rid")
+        return Response(to_json(Done(status="aborted")), media_type=JSON)
+
+    @app.post("/admin/drain", openapi_extra=openapi.returns(Done))
+    async def drain(request: Request) -> Response:
+        """Ends the server as SIGTERM does: it takes no more requests, and those that run may finish."""
+        log.info("a drain was asked for")
+        front.drain()
+        return Response(to_json(Done(status="draining")), media_type=JSON)
+
+
+async def _made(front: Front, request: Request, kind: str) -> Response:
+    """An answer that no engine is needed for."""
+    deadline = asyncio.get_running_loop().time() + front.section.request_timeout
+    front.lifecycle.check()
+    with front.bodies.upload() as upload:
+        body = await read_json(request, upload)
+        with front.lifecycle.request():
+            async with within(deadline):
+                made = await front.made(kind, body)
+    return Response(made, media_type=JSON)

@@ -1,0 +1,89 @@
+"""Which tools an answer may or must call, whatever the API that said so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.front.tool_schema import check_schema
+from weft.text.parsing.parser import Tool
+
+MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,128}")
+
+
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Tools and the choice among them."""
+
+    tools: tuple[Tool, ...] = ()
+    """All that the model is told of."""
+    mode: Literal["none", "auto", "required"] = "auto"
+    """none: they are not even told of. required: the answer is a call."""
+    names: tuple[str, ...] | None = None
+    """Those that may be called, where it is not all."""
+    parallel: bool = True
+    """Whether more than one call may come."""
+
+    @classmethod
+    def checked(
+        cls,
+        tools: Sequence[Tool],
+        *,
+        mode: Literal["none", "auto", "required"] = "auto",
+        names: Sequence[str] | None = None,
+        parallel: bool = True,
+    ) -> ToolUse:
+        """Raises InvalidRequest, naming ``tools`` or ``tool_choice``, for what cannot be."""
+        if len(tools) > MAX_TOOLS:
+            raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
+        known: set[str] = set()
+        for number, tool in enumerate(tools):
+            _check_tool(tool, number)
+            if tool.name in known:
+                raise InvalidRequest(f"tools[{number}] has the name of an earlier tool", param="tools")
+            known.add(tool.name)
+        if mode == "required" and not tools:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        if names is not None and (not names or not known.issuperset(names)):
+            raise InvalidRequest("tool_choice must name tools of the request", param="tool_choice")
+        return cls(
+            tools=tuple(tools),
+            mode=mode,
+            names=None if names is None else tuple(dict.fromkeys(names)),
+            parallel=parallel,
+        )
+
+    @property
+    def told(self) -> tuple[Tool, ...]:
+        """Those that the template shows."""
+        return () if self.mode == "none" else self.tools
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        if self.names is None:
+            return self.told
+        return tuple(tool for tool in self.told if tool.name in self.names)
+
+
+def _check_tool(tool: Tool, number: int) -> None:
+    where = f"tools[{number}]"
+    if not _NAME.fullmatch(tool.name):
+        raise InvalidRequest(
+            f"{where} must have a name of 1 to 128 characters out of A-Z a-z 0-9 _ . : / -", param="tools"
+        )
+    if tool.parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{where}: the schema of its parameters must be of an object", param="tools")
+    check_schema(tool.parameters, where)
+    try:
+        msgspec.msgpack.encode(tool.parameters)  # as it goes from a process that reads bodies
+    except (OverflowError, RecursionError):
+        raise InvalidRequest(
+            f"{where}: the schema of its parameters holds integers of more than 64 bits, or is nested too "
+            "deeply",
+            param="tools",
+        ) from None

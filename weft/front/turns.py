@@ -1,0 +1,129 @@
+"""Turns of other APIs as the messages that ``Conversation`` has.
+
+The Responses and Messages APIs have items and blocks where chat has messages. Here they become messages, in
+order; everything after that (templates, tools, grammars, limits) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.common.errors import InvalidRequest
+from weft.front.asked_output import effort_variables
+from weft.text.chat import ChatFormat
+
+_PROBE = "5d0e4b7a91"
+Parts = list[dict[str, Any]]
+"""Typed content parts, as chat takes them."""
+
+
+class Turns:
+    """Messages, as they are added.
+
+    System texts before anything else are one message, because most templates take one, and only first. A
+    later one is a message in its place where the template shows such messages (``system_inside``); else it is
+    a part of the user's turn, between ``<system-reminder>`` tags. All that an assistant says, thinks and
+    calls between two other messages is one message.
+    """
+
+    def __init__(self, *, system_inside: bool, join_users: bool) -> None:
+        """``join_users``: consecutive messages of the user are one."""
+        self.messages: list[dict[str, Any]] = []
+        self._system_inside = system_inside
+        self._join_users = join_users
+
+    def system(self, text: str) -> None:
+        """An instruction of the application."""
+        if all(message["role"] == "system" for message in self.messages):
+            if self.messages:
+                self.messages[0]["content"] += "\n\n" + text
+            else:
+                self.messages.append({"role": "system", "content": text})
+        elif self._system_inside:
+            self.messages.append({"role": "system", "content": text})
+        else:
+            reminder = f"<system-reminder>\n{text}\n</system-reminder>"
+            self._user([{"type": "text", "text": reminder}], join=True)
+
+    def user(self, parts: Parts) -> None:
+        """What the user says."""
+        self._user(parts, join=self._join_users)
+
+    def _user(self, parts: Parts, *, join: bool) -> None:
+        last = self.messages[-1] if self.messages else None
+        if join and last is not None and last["role"] == "user":
+            last["content"] += parts
+        else:
+            self.messages.append({"role": "user", "content": parts})
+
+    def says(self, text: str) -> None:
+        """Text of the assistant."""
+        turn = self._turn()
+        turn["content"] = (turn["content"] or "") + text
+
+    def thinks(self, text: str) -> None:
+        """A thought of the assistant."""
+        turn = self._turn()
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+
+    def calls(self, id: str, name: str, arguments: str) -> None:
+        """A tool call of the assistant. ``arguments``: JSON text."""
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def result(self, id: str, text: str) -> None:
+        """What a call returned."""
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+    def _turn(self) -> dict[str, Any]:
+        """The assistant's message that goes on."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": None})
+        return self.messages[-1]
+
+
+def shows_system_inside(chat: ChatFormat) -> bool:
+    """Whether a conversation's template shows a system message that is not the first one."""
+    turns = [("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c")]
+    try:
+        shown = chat.encode([{"role": role, "content": text} for role, text in turns])
+    except InvalidRequest:
+        return False
+    return _PROBE in shown.text
+
+
+def shows_users_apart(chat: ChatFormat) -> bool:
+    """Whether a conversation's template takes two messages of the user in a row."""
+    try:
+        chat.encode([{"role": "user", "content": text} for text in ("a", _PROBE)])
+    except InvalidRequest:
+        return False
+    return True
+
+
+def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:
+    """``effort`` where the model's template has a variable for it; else None.
+
+    Agents send an effort to whatever model they have, so that there it is a wish.
+    """
+    if effort is None:
+        return None
+    try:
+        effort_variables(effort, chat.source or "")
+    except InvalidRequest:
+        return None
+    return effort
+
+
+def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
+    """An error that names a parameter of a conversation, with its name in the API that the request came by.
+
+    ``names``: where they differ.
+    """
+    if error.param is None:
+        return error
+    root = error.param.partition("[")[0].partition(".")[0]
+    if root not in names:
+        return error
+    message = error.message.replace(error.param, names[root])
+    return type(error)(message, param=names[root], code=error.error_code)

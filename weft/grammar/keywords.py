@@ -1,0 +1,45 @@
+"""Which keywords of JSON Schema each backend holds to exactly, as measured (docs/adr/0022)."""
+
+from __future__ import annotations
+
+from weft.grammar.patterns import JSON_STRING
+from weft.grammar.schema import Keywords
+
+LLGUIDANCE = Keywords(
+    backend="llguidance",
+    supported=frozenset(
+        [
+            "type",
+            "enum",
+            "const",
+            "$ref",
+            "allOf",
+            "anyOf",
+            "properties",
+            "patternProperties",
+            "required",
+            "additionalProperties",
+            "minProperties",
+            "maxProperties",
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+            "minLength",
+            "maxLength",
+            "pattern",
+            "minimum",
+            "maximum",
+            "exclusiveMinimum",
+            "exclusiveMaximum",
+            "multipleOf",
+        ]
+    ),
+)
+
+XGRAMMAR = Keywords(
+    backend="xgrammar",
+    supported=LLGUIDANCE.supported - {"multipleOf", "patternProperties", "minProperties", "maxProperties"},
+    dialect=JSON_STRING,
+)
+"""Of what is left ``narrow`` refuses more: combinations of keywords that it reads as either of them."""

@@ -1,0 +1,165 @@
+"""Grammars by llguidance: masks are computed token by token from a prefix tree, without precomputed tables.
+
+Ends of turn are decided here, over the library's matcher: it knows an end token that no model produces, and
+an end id is allowed exactly where the grammar may end, or where the grammar itself spells that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import llguidance
+import numpy as np
+from llguidance import TokenizerWrapper
+
+from weft.common.errors import InvalidRequest
+from weft.grammar.checks import check_tree
+from weft.grammar.lark import to_lark
+from weft.grammar.lowering import lower
+from weft.grammar.vocabulary import Vocabulary, read_vocabulary
+from weft.text.tokenizer import Tokenizer
+from weft.types.grammar import Grammar
+
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=250_000,
+    verbose_errors=False,
+)
+"""What bounds a compile, the memory of a matcher and the time of one mask."""
+_MESSAGE_CHARS = 300
+
+
+class _Tokens:
+    """What llguidance reads of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        spare = vocabulary.spare()
+        tokens = [*vocabulary.tokens, b""][: max(vocabulary.size, spare + 1)]
+        tokens[spare] = b"end of output"
+        for text, number in vocabulary.controls.items():
+            tokens[number] = text.encode()
+        self.tokens = tokens
+        self.special_token_ids = sorted({spare, *vocabulary.controls.values()})
+        self.eos_token_id = spare
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        raise AssertionError("grammars name bytes and ids: nothing has to be encoded")
+
+
+class LlguidanceCompiler:
+    """See ``GrammarCompiler``."""
+
+    name = "llguidance"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokens = llguidance.LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary)))
+
+    def compile(self, grammar: Grammar) -> LlguidanceGrammar:
+        check_tree(grammar, self.name)
+        source = to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
+        matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
+        compiled = LlguidanceGrammar(matcher, self._vocabulary, self._tokens.vocab_size)
+        compiled.check_start()
+        return compiled
+
+
+class LlguidanceGrammar:
+    """See ``CompiledGrammar``."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._width = width
+
+    def matcher(self) -> LlguidanceMatcher:
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width)
+
+    def check_start(self) -> None:
+        """Raises InvalidRequest for a grammar that no output satisfies. Warms what matchers start from."""
+        words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
+        LlguidanceMatcher(self._matcher, self._vocabulary, self._width).fill(words)
+        if not words.any():
+            raise InvalidRequest("no output satisfies the grammar")
+
+
+class LlguidanceMatcher:
+    """See ``Matcher``."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._width = width
+        self._spare = vocabulary.spare()
+        self._ends = 0
+        """End ids taken at the end; the library's matcher does not see them."""
+
+    def accept(self, token: int) -> bool:
+        if self._ends == 0 and self._matcher.try_consume_tokens([token]) == 1:
+            return True
+        self._raise_errors()
+        if token in self._vocabulary.end_ids and (self._ends > 0 or self._matcher.is_accepting()):
+            self._ends += 1
+            return True
+        return False
+
+    def rollback(self, tokens: int) -> None:
+        ends = min(tokens, self._ends)
+        self._ends -= ends
+        if tokens > ends and not self._matcher.rollback(tokens - ends):
+            raise ValueError(f"cannot take back {tokens} tokens")
+
+    def fill(self, words: np.ndarray) -> None:
+        if self._ends > 0:
+            words[:] = 0
+            self._allow_ends(words)
+            return
+        count = (self._width + 31) // 32
+        if count == words.size and words.flags.c_contiguous:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        else:  # the spare id takes a word of its own, or the row is not contiguous
+            scratch = np.empty(count, np.int32)
+            self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
+            words[:] = scratch[: words.size]
+        self._raise_errors()
+        word, bit = divmod(self._spare, 32)
+        if word < words.size:
+            words.view(np.uint32)[word] &= np.uint32(0xFFFFFFFF ^ (1 << bit))
+        if self._matcher.is_accepting():
+            self._allow_ends(words)
+
+    @property
+    def ended(self) -> bool:
+        return self._ends > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def _allow_ends(self, words: np.ndarray) -> None:
+        bits = words.view(np.uint32)
+        for number in self._vocabulary.end_ids:
+            bits[number // 32] |= np.uint32(1 << (number % 32))
+
+    def _raise_errors(self) -> None:
+        if self._matcher.is_error():
+            if "NoExtension" in self._matcher.get_error():
+                raise InvalidRequest("no output satisfies the grammar")
+            raise InvalidRequest(f"the grammar is too complex to follow: {_plain(self._matcher.get_error())}")
+
+
+def make_llguidance(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> LlguidanceCompiler:
+    """See ``CompilerFactory``."""
+    return LlguidanceCompiler(read_vocabulary(Tokenizer.load(tokenizer), vocab_size, end_ids))
+
+
+def _plain(message: str) -> str:
+    """The first line of a message of the library, of bounded length."""
+    first = message.replace("<non-verbose/>", "").strip().split("\n")[0]
+    return " ".join(first.split())[:_MESSAGE_CHARS]

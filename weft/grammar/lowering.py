@@ -1,0 +1,244 @@
+"""A grammar tree in the few forms that backends translate: tags resolved to tokens, triggers to sequences.
+
+Literal | Until | Pattern | Json | Rules | Choice | Chain | Loop | Token
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from itertools import pairwise
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.types import grammar as g
+
+
+class Literal(msgspec.Struct, frozen=True):
+    """Exactly this text, in text tokens."""
+
+    text: str
+
+
+class Token(msgspec.Struct, frozen=True):
+    """Exactly this control token."""
+
+    text: str
+
+
+class Until(msgspec.Struct, frozen=True):
+    """Any text in which none of ``without`` comes up, then ``end``.
+
+    ``end`` is "" for none: the text may stop anywhere. It is the first of ``without`` that comes up, which
+    may be an end itself. Control tokens do not come up in it.
+    """
+
+    without: tuple[str, ...]
+    end: str
+
+
+class Pattern(msgspec.Struct, frozen=True):
+    """Text that the whole of a regular expression matches."""
+
+    regex: str
+
+
+class Json(msgspec.Struct, frozen=True):
+    """A JSON value under a schema."""
+
+    schema: str
+    compact: bool
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """A context-free grammar's text."""
+
+    source: str
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One of these."""
+
+    parts: tuple[Node, ...]
+
+
+class Chain(msgspec.Struct, frozen=True):
+    """All of these, in order; none: the empty text."""
+
+    parts: tuple[Node, ...]
+
+
+class Loop(msgspec.Struct, frozen=True):
+    """``part``, ``least`` to ``most`` times (None: any number)."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+Node = Literal | Token | Until | Pattern | Json | Rules | Choice | Chain | Loop
+
+MAX_REPEATS = 4096
+"""Largest count of a part that is repeated."""
+
+
+def lower(grammar: g.Grammar, controls: Collection[str]) -> Node:
+    """The tree in these forms. ``controls``: texts of the tokenizer's control tokens."""
+    node = _Lowering(controls).node(grammar)
+    _check_ends(node)
+    return node
+
+
+def is_regular(node: Node) -> bool:
+    """Whether the node is one regular expression over text: no tokens, JSON or rules in it."""
+    match node:
+        case Literal() | Until() | Pattern():
+            return True
+        case Choice() | Chain():
+            return all(is_regular(part) for part in node.parts)
+        case Loop():
+            return is_regular(node.part)
+        case _:
+            return False
+
+
+def _check_ends(node: Node) -> None:
+    """Raises InvalidRequest where free text that has no end stands in front of JSON or rules.
+
+    Where it ends and they begin, nothing would say.
+    """
+    match node:
+        case Chain():
+            for one, following in pairwise(node.parts):
+                if _is_open(one) and not (is_regular(following) or _starts_with_token(following)):
+                    raise InvalidRequest("free text in front of JSON or of a grammar must have an end")
+            for part in node.parts:
+                _check_ends(part)
+        case Choice():
+            for part in node.parts:
+                _check_ends(part)
+        case Loop():
+            _check_ends(node.part)
+
+
+def _is_open(node: Node) -> bool:
+    """Whether the node may end with free text that has no end."""
+    match node:
+        case Until():
+            return not node.end
+        case Chain():
+            return bool(node.parts) and _is_open(node.parts[-1])
+        case Choice():
+            return any(map(_is_open, node.parts))
+        case Loop():
+            return _is_open(node.part)
+        case _:
+            return False
+
+
+def _starts_with_token(node: Node) -> bool:
+    match node:
+        case Token():
+            return True
+        case Chain():
+            return bool(node.parts) and _starts_with_token(node.parts[0])
+        case Choice():
+            return all(map(_starts_with_token, node.parts))
+        case Loop():
+            return node.least > 0 and _starts_with_token(node.part)
+        case _:
+            return False
+
+
+class _Lowering:
+    def __init__(self, controls: Collection[str]) -> None:
+        self._controls = frozenset(controls)
+        longest_first = sorted(self._controls, key=lambda text: (-len(text), text))
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+
+    def node(self, part: g.Grammar) -> Node:
+        match part:
+            case g.Text():
+                return self._text(part.text)
+            case g.FreeText():
+                return self._until(part.ends, (*part.ends, *part.without))
+            case g.Regex():
+                return Pattern(part.pattern)
+            case g.JsonSchema():
+                return Json(part.schema, part.compact)
+            case g.ContextFree():
+                return Rules(part.source)
+            case g.OneOf():
+                return _choice([self.node(inner) for inner in part.parts])
+            case g.Sequence():
+                return _chain([self.node(inner) for inner in part.parts])
+            case g.Repeated():
+                return self._repeated(part)
+            case g.Triggered():
+                return self._triggered(part)
+
+    def _text(self, text: str) -> Node:
+        if not self._controls:
+            return Literal(text)
+        pieces = [piece for piece in self._pattern.split(text) if piece]
+        return _chain([Token(piece) if piece in self._controls else Literal(piece) for piece in pieces])
+
+    def _until(self, ends: tuple[str, ...], without: tuple[str, ...]) -> Node:
+        """Each end is a case of its own: text without any end, then that one.
+
+        An end that spells a control token is that token; spelled in other tokens it does not come up in the
+        text.
+        """
+        if not ends:
+            return Until(without, "")
+        return _choice([self._until_one(end, without) for end in ends])
+
+    def _until_one(self, end: str, without: tuple[str, ...]) -> Node:
+        node = self._text(end)
+        return Until(without, end) if isinstance(node, Literal) else _chain([Until(without, ""), node])
+
+    def _repeated(self, part: g.Repeated) -> Node:
+        inner = self.node(part.part)
+        if not part.between:
+            return _loop(inner, part.least, part.most)
+        if part.most == 0:
+            return Chain(())
+        between = self._text(part.between)
+        most = None if part.most is None else part.most - 1
+        least = max(part.least - 1, 0)
+        whole = _chain([inner, _loop(_chain([between, inner]), least, most)])
+        return whole if part.least > 0 else _loop(whole, 0, 1)
+
+    def _triggered(self, part: g.Triggered) -> Node:
+        once = _chain(
+            [
+                self._until((part.trigger,), (part.trigger,)),
+                _choice([self.node(inner) for inner in part.parts]),
+            ]
+        )
+        return _chain([_loop(once, part.least, part.most), Until((part.trigger,), "")])
+
+
+def _choice(parts: list[Node]) -> Node:
+    unique = list(dict.fromkeys(parts))
+    return unique[0] if len(unique) == 1 else Choice(tuple(unique))
+
+
+def _chain(parts: list[Node]) -> Node:
+    """Nested chains and neighbouring literals become one."""
+    flat: list[Node] = []
+    for part in parts:
+        for inner in part.parts if isinstance(part, Chain) else (part,):
+            if isinstance(inner, Literal) and not inner.text:
+                continue
+            if isinstance(inner, Literal) and flat and isinstance(flat[-1], Literal):
+                inner = Literal(flat.pop().text + inner.text)  # type: ignore[union-attr]
+            flat.append(inner)
+    return flat[0] if len(flat) == 1 else Chain(tuple(flat))
+
+
+def _loop(part: Node, least: int, most: int | None) -> Node:
+    if most == 0:
+        return Chain(())
+    return part if (least, most) == (1, 1) else Loop(part, least, most)

@@ -1,0 +1,284 @@
+"""Patterns of JSON schemas (ECMA-262, found anywhere in a text) as regular expressions of whole texts.
+
+Dialects differ: what ``\\d``, ``\\s``, ``.`` and ``$`` mean, what stands for itself in a class. What comes
+out is written in the part that all dialects read alike, and is at most what each of them would accept. What
+has no such form (look-around, ``\\b``, references, flags) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Never
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+
+_DIGIT = "0-9"
+_WORD = "A-Za-z0-9_"
+_ALL_SPACES = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+"""What any dialect takes for white space."""
+_LINE_ENDS = "\n\r\u2028\u2029"
+_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
+_MAX_DEPTH = 40
+_MAX_COUNT = 65535
+
+
+class Dialect(msgspec.Struct, frozen=True, kw_only=True):
+    """How a backend writes what dialects write differently."""
+
+    anything: str
+    """Any text."""
+    code: str
+    """A character, by its code."""
+    most_code: int
+    """Largest code that can be written so."""
+    not_digit: str = ""
+    """One character that no dialect takes for a digit; "" for none."""
+    not_word: str = ""
+    excluded: str = ""
+    """What every negated class leaves out as well, as it stands in a class; no other class may hold it."""
+    optional: str = "?"
+    """Once or not at all."""
+    space: str = " "
+    """Characters that every dialect takes for white space, as far as they can stand in a text."""
+
+
+RUST = Dialect(
+    anything=r"(?s:.*)",
+    code=r"\x{%x}",
+    most_code=0x10FFFF,
+    not_digit=r"\d",
+    not_word=r"\w\p{N}",
+    space=" \t\n\r\f\v",
+)
+ECMA = Dialect(anything=r"[^\u0000]*", code=r"\u%04x", most_code=0xFFFF, optional="{0,1}")
+JSON_STRING = Dialect(
+    anything=r'[^"\\\u0000-\u001f\ud800-\udfff]*',
+    code=r"\u%04x",
+    most_code=0xFFFF,
+    optional="{0,1}",
+    excluded=r'"\\\u0000-\u001f\ud800-\udfff',
+)
+"""Of the characters that stand for themselves in a string of JSON."""
+
+
+def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:
+    """A regular expression that matches the whole of just those texts in which ``pattern`` is found.
+
+    Raises InvalidRequest for what has no such form in all dialects, saying what and where.
+    """
+    return _Reader(pattern, dialect).whole()
+
+
+class _Reader:
+    def __init__(self, pattern: str, dialect: Dialect) -> None:
+        self._text = pattern
+        self._dialect = dialect
+        self._at = 0
+
+    def whole(self) -> str:
+        """The alternatives, each bound to the ends of the text or free to them."""
+        result = [self._bound()]
+        while self._take("|"):
+            result.append(self._bound())
+        if self._at < len(self._text):
+            self._refuse("a closing parenthesis without an opening one")
+        return f"(?:{'|'.join(result)})" if len(result) > 1 else result[0]
+
+    def _bound(self) -> str:
+        start = "" if self._take("^") else self._dialect.anything
+        inner = self._sequence(0)
+        end = "" if self._take("$") else self._dialect.anything
+        if self._at < len(self._text) and self._text[self._at] not in "|)":
+            self._refuse("$ anywhere but at the end of an alternative")
+        return f"{start}{inner}{end}"
+
+    def _alternatives(self, depth: int) -> str:
+        result = [self._sequence(depth)]
+        while self._take("|"):
+            result.append(self._sequence(depth))
+        return "|".join(result)
+
+    def _sequence(self, depth: int) -> str:
+        result = ""
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            if self._text[self._at] == "$":
+                if depth:
+                    self._refuse("$ in a group")
+                break
+            result += self._repeated(self._atom(depth))
+        return result
+
+    def _atom(self, depth: int) -> str:
+        char = self._next()
+        if char == "(":
+            return self._group(depth)
+        if char == "[":
+            return self._class()
+        if char == ".":
+            return self._negated(_LINE_ENDS)
+        if char == "\\":
+            return self._escape()
+        if char == "^":
+            self._refuse("^ anywhere but at the start of an alternative")
+        if char in "*+?":
+            self._refuse(f"{char} with nothing to repeat")
+        return self._literal(char)
+
+    def _group(self, depth: int) -> str:
+        if depth >= _MAX_DEPTH:
+            self._refuse(f"groups nested more than {_MAX_DEPTH} deep")
+        if self._take("?"):
+            self._take("P")
+            if self._take("<") and self._at < len(self._text) and self._text[self._at] not in "=!":
+                end = self._text.find(">", self._at)
+                if end < 0 or not self._text[self._at : end].isidentifier():
+                    self._refuse("a group's name")
+                self._at = end + 1
+            elif not self._take(":"):
+                self._refuse("look-around, a reference or a flag")
+        inner = self._alternatives(depth + 1)
+        if not self._take(")"):
+            self._refuse("a group that is not closed")
+        return f"(?:{inner})"
+
+    def _repeated(self, atom: str) -> str:
+        if self._at >= len(self._text):
+            return atom
+        char = self._text[self._at]
+        if char in "*+?":
+            self._at += 1
+            times = self._dialect.optional if char == "?" else char
+        elif char == "{" and (found := self._counts()) is not None:
+            times = found
+        else:
+            return atom
+        self._take("?")  # lazy: the same texts
+        if self._at < len(self._text) and self._text[self._at] in "*+?":
+            self._refuse("two repetitions of one thing")
+        return atom + times
+
+    def _counts(self) -> str | None:
+        """``{n}``, ``{n,}`` or ``{n,m}``; None where the brace stands for itself."""
+        end = self._text.find("}", self._at)
+        least, comma, most = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
+        if not least and comma and most.isdecimal():
+            self._refuse("a count without its smaller number")
+        if not (least.isascii() and least.isdecimal()) or (
+            most and not (most.isascii() and most.isdecimal())
+        ):
+            return None
+        if int(least) > _MAX_COUNT or int(most or 0) > _MAX_COUNT or (most and int(most) < int(least)):
+            self._refuse(f"a count over {_MAX_COUNT}, or out of order")
+        self._at = end + 1
+        return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
+
+    def _escape(self) -> str:
+        char = self._next()
+        if char == "d":
+            return f"[{_DIGIT}]"
+        if char == "w":
+            return f"[{_WORD}]"
+        if char == "s":
+            return f"[{self._coded(self._dialect.space)}]"
+        if char == "S":
+            return self._negated(_ALL_SPACES)
+        if char in "DW":
+            found = self._dialect.not_digit if char == "D" else self._dialect.not_word
+            return f"[^{found}]" if found else self._refuse(f"\\{char}")
+        return self._literal(self._escaped_char(char))
+
+    def _escaped_char(self, char: str) -> str:
+        """The character that an escape stands for."""
+        if char in _CONTROLS:
+            return _CONTROLS[char]
+        if char in "xu":
+            digits = 2 if char == "x" else 4
+            code = self._text[self._at : self._at + digits]
+            if len(code) < digits or any(digit not in "0123456789abcdefABCDEF" for digit in code):
+                self._refuse(f"\\{char} without {digits} hexadecimal digits")
+            self._at += digits
+            if 0xD800 <= int(code, 16) < 0xE000:
+                self._refuse("half of a surrogate pair")
+            return chr(int(code, 16))
+        if char.isalnum() and char.isascii():
+            self._refuse(f"\\{char}")
+        return char
+
+    def _class(self) -> str:
+        negated = self._take("^")
+        if self._at < len(self._text) and self._text[self._at] == "]":
+            self._refuse("an empty class")
+        items: list[str] = []
+        while True:
+            if self._at >= len(self._text):
+                self._refuse("a class that is not closed")
+            if self._take("]"):
+                inner = "".join(items)
+                return f"[^{inner}{self._dialect.excluded}]" if negated else f"[{inner}]"
+            low = self._class_item(negated)
+            rest = self._text[self._at : self._at + 2]
+            if len(rest) == 2 and rest[0] == "-" and rest[1] != "]":
+                self._at += 1
+                high = self._class_item(negated)
+                if len(low) != 1 or len(high) != 1 or high < low:
+                    self._refuse("a range of a class")
+                if self._dialect.excluded and not negated and any(low <= char <= high for char in '"\\'):
+                    self._refuse("a range with a quotation mark or a backslash")
+                items.append(f"{self._in_class(low)}-{self._in_class(high)}")
+            else:
+                items.append(self._in_class(low) if len(low) == 1 else low)
+
+    def _class_item(self, negated: bool) -> str:
+        """One character, or (longer) a set as it stands in a class."""
+        char = self._next()
+        if char != "\\":
+            return char
+        char = self._next()
+        if char in "dw" and negated:
+            found = self._dialect.not_digit if char == "d" else self._dialect.not_word
+            return found or self._refuse(f"\\{char} in a negated class")
+        if char in "dw":
+            return _DIGIT if char == "d" else _WORD
+        if char == "s":
+            return self._coded(_ALL_SPACES if negated else self._dialect.space)
+        if char in "DWS":
+            self._refuse(f"\\{char} in a class")
+        return self._escaped_char(char)
+
+    def _next(self) -> str:
+        if self._at >= len(self._text):
+            self._refuse("an escape at the end")
+        self._at += 1
+        return self._text[self._at - 1]
+
+    def _take(self, char: str) -> bool:
+        if self._text[self._at : self._at + 1] != char:
+            return False
+        self._at += 1
+        return True
+
+    def _refuse(self, what: str) -> Never:
+        raise InvalidRequest(f"{what} is not supported in a pattern (at character {self._at})")
+
+    def _negated(self, chars: str) -> str:
+        return f"[^{self._coded(chars)}{self._dialect.excluded}]"
+
+    def _coded(self, chars: str) -> str:
+        """Characters, and ranges of them, as they stand in a class."""
+        return "".join(char if char == "-" else self._code(char) for char in chars)
+
+    def _code(self, char: str) -> str:
+        if ord(char) > self._dialect.most_code:
+            self._refuse("a character beyond U+FFFF")
+        return self._dialect.code % ord(char)
+
+    def _literal(self, char: str) -> str:
+        if not char.isprintable():
+            return self._code(char)
+        return f"\\{char}" if char in r"\.+*?()|[]{}^$/-" else char
+
+    def _in_class(self, char: str) -> str:
+        if not char.isprintable() or char in "&~":
+            return self._code(char)
+        return f"\\{char}" if char in r"\[]^-" else char

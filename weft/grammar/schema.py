@@ -1,0 +1,447 @@
+"""JSON schemas, read strictly: what a backend holds to exactly goes through, all else is refused by name.
+
+A schema comes out with the same meaning in fewer words: without annotations, formats and patterns written as
+one whole-text pattern, ``oneOf`` of parts that exclude each other as ``anyOf``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Never
+from urllib.parse import unquote
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.grammar.disjoint import Disjoint
+from weft.grammar.formats import FORMATS, INTEGERS, NOTES
+from weft.grammar.patterns import RUST, Dialect, whole_pattern
+
+MAX_NESTING = 64
+"""Levels of arrays and objects of a schema's own text."""
+MAX_SCHEMAS = 4000
+"""Subschemas of a schema."""
+MAX_TARGETS = 256
+"""Places that references point to."""
+MAX_PROPERTIES = 1000
+"""Properties of one object."""
+MAX_COUNT = 100_000
+"""Of minItems, maxLength and the like."""
+MAX_EXACT = 2**53
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_ANNOTATIONS = frozenset(
+    [
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+        "$schema",
+        "$id",
+        "id",
+        "$anchor",
+        "discriminator",
+        "markdownDescription",
+        "enumDescriptions",
+        "enumNames",
+        "xml",
+        "externalDocs",
+    ]
+)
+_PLACES = frozenset({"$defs", "definitions"})
+_COUNTS = frozenset({"minItems", "maxItems", "minLength", "maxLength", "maxProperties"})
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_UNSUPPORTED = "is not supported"
+
+
+class Keywords(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend holds to, measured by bench/grammars.py."""
+
+    backend: str
+    supported: frozenset[str]
+    """Keywords, each as this module leaves it. Annotations and places of definitions are not listed."""
+    dialect: Dialect = RUST
+    """Of its patterns."""
+
+
+def read_schema(text: str, keywords: Keywords) -> Any:
+    """The schema of JSON text ``text``, rewritten for a backend: an object, or True.
+
+    Raises InvalidRequest that names the keyword and where it stands, as a JSON pointer.
+    """
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the JSON schema is not valid JSON") from None
+    if schema is True:
+        return True
+    if not isinstance(schema, dict):
+        raise InvalidRequest("a JSON schema must be an object")
+    _check_nesting(schema)
+    return _Reader(schema, keywords).read()
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(name)
+
+
+def _check_nesting(schema: Any) -> None:
+    level: list[Any] = [schema]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
+
+
+class _Reader:
+    """Rewrites one document. Definitions keep their places, so that references stay what they are."""
+
+    def __init__(self, document: dict[str, Any], keywords: Keywords) -> None:
+        self._document = document
+        self._keywords = keywords
+        self._count = 0
+        self._targets: dict[str, Any] = {}
+        """Rewritten targets of references, by pointer; None until one is read."""
+        self._unread: list[str] = []
+        self._disjoint = Disjoint(self.resolve)
+        self._readers: dict[str, Callable[[Any, dict[str, Any], str], dict[str, Any]]] = {
+            "type": self._read_type,
+            "enum": self._read_enum,
+            "const": self._read_const,
+            "$ref": self._read_ref,
+            "allOf": self._read_all_of,
+            "anyOf": self._read_any_of,
+            "oneOf": self._read_one_of,
+            "properties": self._read_properties,
+            "patternProperties": self._read_pattern_properties,
+            "required": self._read_required,
+            "additionalProperties": self._read_additional,
+            "minProperties": self._read_min_properties,
+            "items": self._read_items,
+            "prefixItems": self._read_prefix_items,
+            "multipleOf": self._read_multiple_of,
+            "pattern": self._read_pattern,
+            "format": self._read_format,
+        }
+
+    def read(self) -> Any:
+        result = self._schema(self._document, "")
+        while self._unread:
+            pointer = self._unread.pop()
+            self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
+        if self._targets:
+            self._check_cycles()
+            # each target gets a definition of its own name: what was at its place may be gone or rewritten
+            names = {pointer: f"d{number}" for number, pointer in enumerate(self._targets)}
+            defined = {names[pointer]: target for pointer, target in self._targets.items()}
+            result = {
+                **_renamed(result, names),
+                "$defs": {key: _renamed(value, names) for key, value in defined.items()},
+            }
+        return result
+
+    def resolve(self, pointer: str, at: str = "") -> Any:
+        """What a reference points to, as the client wrote it."""
+        if pointer != "#" and not pointer.startswith("#/"):
+            self._refuse("$ref", at, "points outside of the schema")
+        found: Any = self._document
+        for step in pointer.split("/")[1:]:
+            step = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and step in found:
+                found = found[step]
+            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                self._refuse("$ref", at, "points to nothing")
+        if not isinstance(found, dict | bool):
+            self._refuse("$ref", at, "points to what is no schema")
+        return found
+
+    def _schema(self, schema: Any, at: str) -> Any:
+        self._count += 1
+        if self._count > MAX_SCHEMAS:
+            raise InvalidRequest(f"the JSON schema has more than {MAX_SCHEMAS} parts")
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise InvalidRequest(f"a JSON schema must be an object or a boolean (at {at or '/'})")
+        result: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _ANNOTATIONS or key in _PLACES or key.startswith("x-"):
+                if key in ("$id", "id") and at:
+                    self._refuse(key, at, f"{_UNSUPPORTED} but at the top")
+                continue
+            here = f"{at}/{_step(key)}"
+            if key in _COUNTS:
+                result[key] = _count(value, here)
+            elif key in _BOUNDS:
+                result[key] = _bound(value, here)
+            elif key in self._readers:
+                result.update(self._readers[key](value, schema, here))
+            else:
+                self._refuse(key, at, _UNSUPPORTED)
+        return self._joined(result, schema, at)
+
+    def _joined(self, result: dict[str, Any], schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """The rewritten keywords together, checked against what the backend holds to."""
+        more = result.pop("", None)
+        if more:
+            result["allOf"] = [*result.get("allOf", ()), *more]
+        for key in result:
+            if key not in self._keywords.supported:
+                self._refuse(key, at, _UNSUPPORTED)
+        return result
+
+    # One method a keyword: (value, the schema around it, pointer) -> keywords of the result. Under "" are
+    # schemas that hold as well.
+
+    def _read_type(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        types = value if isinstance(value, list) else [value]
+        for one in types:
+            if one not in _TYPES:
+                raise InvalidRequest(f"{_shown(one)} is no type of JSON (at {at})")
+        if not types:
+            raise InvalidRequest(f"a list of types must not be empty (at {at})")
+        return {"type": types[0] if len(types) == 1 else list(dict.fromkeys(types))}
+
+    def _read_enum(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(f"enum must be a list of at least one value (at {at})")
+        for one in value:
+            _check_constant(one, at)
+        return {"enum": value}
+
+    def _read_const(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        _check_constant(value, at)
+        return {"const": value}
+
+    def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if not isinstance(value, str):
+            self._refuse("$ref", at, "must be a text")
+        if value not in self._targets:
+            if len(self._targets) >= MAX_TARGETS:
+                raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
+            self.resolve(value, at)
+            self._targets[value] = None
+            self._unread.append(value)
+        return {"$ref": value}
+
+    def _read_all_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        return {"allOf": self._list(value, at)}
+
+    def _read_any_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        return {"anyOf": self._list(value, at)}
+
+    def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        parts = self._list(value, at)
+        if not self._disjoint.all(value):
+            raise InvalidRequest(
+                f"oneOf is supported where its schemas exclude each other by type, or by the value of a "
+                f"required property; use anyOf (at {at})"
+            )
+        if "anyOf" in schema:
+            return {"": [{"anyOf": parts}]}
+        return {"anyOf": parts}
+
+    def _list(self, value: Any, at: str) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise InvalidRequest(f"a list of at least one schema is expected (at {at})")
+        return [self._schema(one, f"{at}/{number}") for number, one in enumerate(value)]
+
+    def _read_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        return {"properties": self._named(value, at)}
+
+    def _read_pattern_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        named = self._named(value, at)
+        return {
+            "patternProperties": {_anchored(self._pattern(key, at)): inner for key, inner in named.items()}
+        }
+
+    def _named(self, value: Any, at: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise InvalidRequest(f"an object of schemas is expected (at {at})")
+        if len(value) > MAX_PROPERTIES:
+            raise InvalidRequest(f"an object has more than {MAX_PROPERTIES} properties (at {at})")
+        for key in value:
+            _check_text(key, at)
+        return {key: self._schema(inner, f"{at}/{_step(key)}") for key, inner in value.items()}
+
+    def _read_required(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise InvalidRequest(f"required must be a list of names (at {at})")
+        if len(value) > MAX_PROPERTIES:
+            raise InvalidRequest(f"an object has more than {MAX_PROPERTIES} properties (at {at})")
+        for one in value:
+            _check_text(one, at)
+        return {"required": list(dict.fromkeys(value))} if value else {}
+
+    def _read_additional(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        return {"additionalProperties": self._schema(value, at)}
+
+    def _read_min_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        least = _count(value, at)
+        required = schema.get("required")
+        if isinstance(required, list) and len(set(map(str, required))) >= least:
+            return {}
+        closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+        if least > 1 and not closed:
+            # a key that is written twice counts once
+            raise InvalidRequest(
+                f"minProperties is supported up to the number of required properties (at {at})"
+            )
+        return {"minProperties": least}
+
+    def _read_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if isinstance(value, list):
+            raise InvalidRequest(f"items must be one schema; for a list of them use prefixItems (at {at})")
+        return {"items": self._schema(value, at)}
+
+    def _read_prefix_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        return {"prefixItems": self._list(value, at)}
+
+    def _read_multiple_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if _bound(value, at) <= 0:
+            raise InvalidRequest(f"multipleOf must be greater than 0 (at {at})")
+        return {"multipleOf": value}
+
+    def _read_pattern(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if not isinstance(value, str):
+            raise InvalidRequest(f"a pattern must be a text (at {at})")
+        return {"pattern": _anchored(self._pattern(value, at))}
+
+    def _read_format(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        if value in NOTES:
+            return {}
+        if value in INTEGERS:
+            least, most = INTEGERS[value]
+            return {"": [{"minimum": least, "maximum": most}]}
+        if value not in FORMATS:
+            known = ", ".join(sorted([*FORMATS, *INTEGERS, *NOTES]))
+            raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
+        pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
+        return {"": [pattern]} if "pattern" in schema else pattern
+
+    def _pattern(self, pattern: str, at: str) -> str:
+        try:
+            return whole_pattern(pattern, self._keywords.dialect)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message} (at {at})") from None
+
+    def _check_cycles(self) -> None:
+        """Raises InvalidRequest where a reference leads to itself without a value between."""
+        state: dict[str, bool] = {}
+        for start in self._targets:
+            stack: list[tuple[str, Iterator[str]]] = []
+            if start not in state:
+                state[start] = False
+                stack.append((start, _same_place(self._targets[start])))
+            while stack:
+                pointer, inner = stack[-1]
+                following = next(inner, None)
+                if following is None:
+                    state[pointer] = True
+                    stack.pop()
+                elif state.get(following) is False:
+                    self._refuse("$ref", following[1:], "leads to itself")
+                elif following not in state:
+                    state[following] = False
+                    stack.append((following, _same_place(self._targets[following])))
+
+    def _refuse(self, keyword: str, at: str, why: str) -> Never:
+        whom = f" by {self._keywords.backend}" if why.startswith(_UNSUPPORTED) else ""
+        raise InvalidRequest(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
+
+
+def _same_place(schema: Any) -> Iterator[str]:
+    """References that speak of the same value as ``schema``."""
+    if not isinstance(schema, dict):
+        return
+    if "$ref" in schema:
+        yield schema["$ref"]
+    for key in ("allOf", "anyOf"):
+        for inner in schema.get(key, ()):
+            yield from _same_place(inner)
+
+
+def _renamed(schema: Any, names: dict[str, str]) -> Any:
+    """``schema`` with references to definitions of these names. Values of enum and const stay."""
+    if isinstance(schema, list):
+        return [_renamed(inner, names) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = {}
+    for key, value in schema.items():
+        if key == "$ref":
+            value = f"#/$defs/{names[value]}"
+        elif key in ("properties", "patternProperties"):
+            value = {name: _renamed(inner, names) for name, inner in value.items()}
+        elif key not in ("enum", "const"):
+            value = _renamed(value, names)
+        result[key] = value
+    return result
+
+
+def _anchored(regex: str) -> str:
+    return f"^(?:{regex})$"
+
+
+def _count(value: Any, at: str) -> int:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise InvalidRequest(f"a number from 0 on is expected (at {at})")
+    if value > MAX_COUNT:
+        raise InvalidRequest(f"a number up to {MAX_COUNT} is expected (at {at})")
+    return value
+
+
+def _bound(value: Any, at: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise InvalidRequest(f"a number is expected (at {at})")
+    if abs(value) > MAX_EXACT or (value != 0 and abs(value) < 1e-12):
+        raise InvalidRequest(f"the number is too large, or too close to 0 (at {at})")
+    return value
+
+
+def _check_constant(value: Any, at: str) -> None:
+    """Values that every spelling of JSON has exactly once."""
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, str):
+            _check_text(one, at)
+        elif isinstance(one, float) or (isinstance(one, int) and not isinstance(one, bool)):
+            if abs(one) > MAX_EXACT or (one != 0 and abs(one) < 1e-12):
+                raise InvalidRequest(f"the number is too large, or too close to 0 (at {at})")
+        elif isinstance(one, dict):
+            stack.extend([*one, *one.values()])
+        elif isinstance(one, list):
+            stack.extend(one)
+
+
+def _check_text(text: str, at: str) -> None:
+    if any((ord(char) < 0x20 and char not in "\b\f\n\r\t") or char == "\x7f" for char in text):
+        raise InvalidRequest(f"texts with control characters are not supported (at {at})")
+    if any(0xD800 <= ord(char) < 0xE000 for char in text):
+        raise InvalidRequest(f"half of a surrogate pair is no text (at {at})")
+
+
+def _step(key: str) -> str:
+    return _shown(key).strip('"').replace("~", "~0").replace("/", "~1")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,208 @@
+"""Grammars by xgrammar: most of a mask is computed when a grammar is compiled. Imports torch.
+
+It holds to fewer keywords of JSON Schema (see ``narrow``), and knows an end token that no model produces; an
+end id is allowed exactly where the grammar may end, or where the grammar itself spells that token.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.common.errors import ConfigError, InvalidRequest
+from weft.grammar.checks import check_tree
+from weft.grammar.keywords import XGRAMMAR
+from weft.grammar.lowering import Json, lower
+from weft.grammar.narrow import narrow
+from weft.grammar.rules import check_rules, is_gbnf
+from weft.grammar.schema import read_schema
+from weft.grammar.structural import MARK, to_format
+from weft.grammar.vocabulary import Vocabulary, read_vocabulary
+from weft.text.tokenizer import Tokenizer
+from weft.types.grammar import Grammar
+
+try:
+    import xgrammar
+except ImportError:
+    raise ConfigError(
+        "--grammar-backend xgrammar needs the package xgrammar; install weft[xgrammar]",
+        param="grammar_backend",
+    ) from None
+
+_MESSAGE_CHARS = 300
+MAX_MASK_S = 0.2
+"""CPU time of a grammar's first mask. The library has no limits, and a step waits for its masks."""
+
+
+class XgrammarCompiler:
+    """See ``GrammarCompiler``."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        spare = vocabulary.spare()
+        width = max(vocabulary.size, spare + 1)
+        tokens = [*vocabulary.tokens, b""][:width]
+        for text, number in vocabulary.controls.items():
+            tokens[number] = b"\xff" + MARK.encode() + text.encode()
+        info = xgrammar.TokenizerInfo(
+            tokens, vocab_type=xgrammar.VocabType.RAW, vocab_size=width, stop_token_ids=[spare]
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        self._known = frozenset(number for number, token in enumerate(tokens) if token)
+        self._width = width
+
+    def compile(self, grammar: Grammar) -> XgrammarGrammar:
+        check_tree(grammar, self.name)
+        controls = self._vocabulary.controls
+        tag = to_format(lower(grammar, controls), controls, _json_format, _client_rules)
+        try:
+            compiled = self._compiler.compile_structural_tag(
+                json.dumps({"type": "structural_tag", "format": tag})
+            )
+        except RuntimeError as error:
+            raise InvalidRequest(f"the grammar cannot be compiled: {_plain(error)}") from None
+        result = XgrammarGrammar(compiled, self._vocabulary, self._known, self._width)
+        _check_start(result, self._vocabulary.size)
+        return result
+
+
+class XgrammarGrammar:
+    """See ``CompiledGrammar``."""
+
+    def __init__(self, compiled: Any, vocabulary: Vocabulary, known: frozenset[int], width: int) -> None:
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self._known = known
+        self._width = width
+
+    def matcher(self) -> XgrammarMatcher:
+        return XgrammarMatcher(
+            xgrammar.GrammarMatcher(self._compiled), self._vocabulary, self._known, self._width
+        )
+
+
+class XgrammarMatcher:
+    """See ``Matcher``."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, known: frozenset[int], width: int) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._known = known
+        self._width = width
+        self._spare = vocabulary.spare()
+        self._ends = 0
+        """End ids taken at the end; the library's matcher does not see them."""
+
+    def accept(self, token: int) -> bool:
+        if self._ends == 0 and token in self._known and self._matcher.accept_token(token):
+            return True
+        if token in self._vocabulary.end_ids and (self._ends > 0 or self._matcher.is_completed()):
+            self._ends += 1
+            return True
+        return False
+
+    def rollback(self, tokens: int) -> None:
+        ends = min(tokens, self._ends)
+        self._ends -= ends
+        if tokens > ends:
+            self._matcher.rollback(tokens - ends)
+
+    def fill(self, words: np.ndarray) -> None:
+        if self._ends > 0:
+            words[:] = 0
+        else:
+            count = (self._width + 31) // 32
+            direct = count == words.size and words.flags.c_contiguous
+            row = words if direct else np.empty(count, np.int32)
+            if not self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0):
+                row[:] = -1
+            if not direct:
+                words[:] = row[: words.size]
+            self._forbid_behind(words)
+        if self._ends > 0 or self._matcher.is_completed():
+            bits = words.view(np.uint32)
+            for number in self._vocabulary.end_ids:
+                bits[number // 32] |= np.uint32(1 << (number % 32))
+
+    def _forbid_behind(self, words: np.ndarray) -> None:
+        """No bits for the spare id and those behind it: the library leaves them as they come."""
+        word, bit = divmod(self._spare, 32)
+        if word < words.size:
+            bits = words.view(np.uint32)
+            bits[word] &= np.uint32((1 << bit) - 1)
+            bits[word + 1 :] = 0
+
+    @property
+    def ended(self) -> bool:
+        if self._ends > 0:
+            return True
+        if not self._matcher.is_completed():
+            return False
+        words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
+        self.fill(words)
+        bits = words.view(np.uint32)
+        for number in self._vocabulary.end_ids:
+            bits[number // 32] &= np.uint32(0xFFFFFFFF ^ (1 << (number % 32)))
+        return not bits.any()
+
+
+def make_xgrammar(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> XgrammarCompiler:
+    """See ``CompilerFactory``."""
+    return XgrammarCompiler(read_vocabulary(Tokenizer.load(tokenizer), vocab_size, end_ids))
+
+
+MAX_WHITE_SPACE = 17
+"""Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
+
+
+def _check_start(compiled: XgrammarGrammar, size: int) -> None:
+    """Raises InvalidRequest for a grammar that no output satisfies, or whose masks take too long."""
+    words = np.zeros((size + 31) // 32, np.int32)
+    matcher = compiled.matcher()
+    start = time.thread_time()
+    matcher.fill(words)
+    if time.thread_time() - start > MAX_MASK_S:
+        raise InvalidRequest("the grammar is too complex to follow: a mask of it takes too long")
+    if not words.any():
+        raise InvalidRequest("no output satisfies the grammar")
+
+
+def _json_format(node: Json) -> dict[str, Any]:
+    schema = narrow(read_schema(node.schema, XGRAMMAR))
+    if not node.compact:
+        return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITE_SPACE}
+    text = json.dumps(schema, ensure_ascii=False)
+    if not text.isascii():
+        # the library's own text of a grammar, the only way to these separators, spoils such characters
+        raise InvalidRequest(
+            "characters beyond ASCII in a schema of compact JSON are not supported by xgrammar"
+        )
+    try:
+        grammar = xgrammar.Grammar.from_json_schema(
+            text, any_whitespace=False, separators=(", ", ": "), strict_mode=False
+        )
+    except RuntimeError as error:
+        raise InvalidRequest(f"the JSON schema cannot be compiled: {_plain(error)}") from None
+    return {"type": "grammar", "grammar": str(grammar)}
+
+
+def _client_rules(source: str) -> str:
+    check_rules(source)
+    if is_gbnf(source):
+        return source
+    try:
+        return str(xgrammar.Grammar.from_lark(source))
+    except RuntimeError as error:
+        raise InvalidRequest(f"the grammar cannot be compiled: {_plain(error)}") from None
+
+
+def _plain(error: Exception) -> str:
+    """The library's message, without its source lines, of bounded length."""
+    text = " ".join(str(error).split())
+    return text.split(": ", 1)[-1][:_MESSAGE_CHARS]

@@ -1,0 +1,148 @@
+"""What prompts were like lately, within a bound of bytes: to say why one was not found in the cache.
+
+It remembers ids and block hashes of sequences, whether or not their blocks are still cached. Where a prompt
+parts from what is remembered, it has the ids on the other side.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+BLOCK_COST = 256
+"""Bytes that a block's key takes here, about."""
+RECORD_COST = 1024
+CANDIDATES = 8
+"""Latest sequences of a salt that a prompt is compared with from its first token on."""
+
+
+@dataclass(slots=True, eq=False)
+class Remembered:
+    """One sequence. Compared by identity."""
+
+    sequence: int
+    salt: str
+    root: bytes
+    """Parent of its first block's hash."""
+    tokens: array[int]
+    hashes: list[bytes]
+    """Of its full blocks."""
+    computed: int = 0
+    """Leading positions that were ever in the cache; it may have more while it runs."""
+    first: bytes = b""
+    """Of the ids of its first block, whatever the salt."""
+    cost: int = field(default=RECORD_COST)
+
+
+class PrefixMemory:
+    """The latest sequences, at most ``most_bytes`` of them. Pure: no clock, no I/O."""
+
+    def __init__(self, block_size: int, most_bytes: int) -> None:
+        self._block = block_size
+        self._most = most_bytes
+        self._records: OrderedDict[int, Remembered] = OrderedDict()
+        self._by_key: dict[bytes, Remembered] = {}
+        """Block hash -> the latest sequence that has the block."""
+        self._by_root: dict[bytes, deque[Remembered]] = {}
+        self._by_first: dict[bytes, Remembered] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def having(self, key: bytes) -> Remembered | None:
+        """The latest sequence that has the block ``key``."""
+        return self._by_key.get(key)
+
+    def under_another_salt(self, tokens: array[int], salt: str) -> bool:
+        """Whether the first block of ``tokens`` was seen under a salt other than ``salt``."""
+        found = self._by_first.get(self._first_of(tokens))
+        return found is not None and found.salt != salt
+
+    def nearest(self, root: bytes, tokens: array[int]) -> tuple[Remembered, int] | None:
+        """Of the latest sequences under ``root`` the one with most leading tokens of ``tokens``, and how many
+        those are."""
+        each = [(_common(one.tokens, tokens, 0), one) for one in self._by_root.get(root, ())]
+        if not each:
+            return None
+        length, best = max(each, key=lambda pair: pair[0])
+        return best, length
+
+    def remember(
+        self, sequence: int, salt: str, root: bytes, tokens: array[int], hashes: list[bytes]
+    ) -> None:
+        """Takes in a sequence, or more of one. A sequence that it goes on from is forgotten, unless it is
+        ``sequence`` itself or may still get longer."""
+        before = self._records.get(sequence)
+        computed = before.computed if before is not None else 0
+        if before is not None:
+            self._forget(before)
+        made = Remembered(sequence, salt, root, array("i", tokens), list(hashes), computed)
+        made.first = self._first_of(tokens)
+        made.cost = RECORD_COST + 4 * len(tokens) + BLOCK_COST * len(hashes)
+        self._supersede(made)
+        self._records[sequence] = made
+        self.bytes += made.cost
+        for key in made.hashes:
+            self._by_key[key] = made
+        self._by_root.setdefault(root, deque(maxlen=CANDIDATES)).append(made)
+        if made.first:
+            self._by_first[made.first] = made
+        while self.bytes > self._most and self._records:
+            self._forget(next(iter(self._records.values())))
+
+    def reached(self, sequence: int, computed: int) -> None:
+        """``computed`` positions of a remembered sequence were cached. Unknown ones are fine."""
+        found = self._records.get(sequence)
+        if found is not None:
+            found.computed = max(found.computed, computed)
+
+    def _supersede(self, made: Remembered) -> None:
+        for depth in range(len(made.hashes), 0, -1):
+            found = self._by_key.get(made.hashes[depth - 1])
+            if found is None:
+                continue
+            # One of which nothing was computed yet may run: it is asked for as long as it does.
+            if len(found.hashes) == depth and found.computed:
+                made.computed = max(made.computed, min(found.computed, depth * self._block))
+                self._forget(found)
+            return
+
+    def _forget(self, record: Remembered) -> None:
+        del self._records[record.sequence]
+        self.bytes -= record.cost
+        for key in record.hashes:
+            if self._by_key.get(key) is record:
+                del self._by_key[key]
+        same = self._by_root[record.root]
+        if record in same:
+            same.remove(record)
+        if not same:
+            del self._by_root[record.root]
+        if self._by_first.get(record.first) is record:
+            del self._by_first[record.first]
+
+    def _first_of(self, tokens: array[int]) -> bytes:
+        if len(tokens) < self._block:
+            return b""
+        return blake2b(tokens[: self._block].tobytes(), digest_size=16).digest()
+
+
+def _common(one: array[int], other: array[int], start: int) -> int:
+    """Where they first differ, from ``start`` on; the length of the shorter one if nowhere."""
+    most = min(len(one), len(other))
+    at = start
+    while at < most:  # pieces are compared as bytes
+        end = min(at + 256, most)
+        if one[at:end] != other[at:end]:
+            return next(place for place in range(at, end) if one[place] != other[place])
+        at = end
+    return most
+
+
+def first_difference(one: array[int], other: array[int], start: int) -> int | None:
+    """The first position from ``start`` on where both go on and differ; None where one is a prefix."""
+    at = _common(one, other, start)
+    return at if at < min(len(one), len(other)) else None

@@ -1,0 +1,216 @@
+"""The HTTP side of ``weft chat``: one OpenAI-compatible server, its models, and streamed replies."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+CONNECT_S = 10.0
+SILENCE_S = 600.0
+"""Seconds without a byte after which a reply counts as lost. Weft's own streams are never so long silent."""
+MAX_EVENT = 16 << 20
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class ChatError(Exception):
+    """What a server refused or failed at, in words for its user."""
+
+
+class NothingThere(ChatError):
+    """No server answers at the URL."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """The next piece of the reply."""
+
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """The next piece of what the model thinks before or between pieces of the reply."""
+
+    text: str
+
+
+class CallPart(msgspec.Struct, frozen=True):
+    """A piece of a tool call: its first one has ``id`` and ``name``."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """The end of a reply; ``tokens`` are those of the reply, None where the server does not say."""
+
+    reason: str
+    tokens: int | None
+
+
+Piece: TypeAlias = Text | Thought | CallPart | End
+
+
+class ChatClient:
+    """One server. Used from one thread; an exception inside ``stream``, Ctrl-C included, cancels the request.
+
+    Raises ChatError, whose text is for the user, wherever the server refuses or fails.
+    """
+
+    def __init__(self, url: str, api_key: str = "", timeout: float = SILENCE_S) -> None:
+        """``url``: as users write it; ``base_url`` makes of it what the client wants."""
+        self.url = base_url(url)
+        host = urlsplit(self.url).hostname or ""
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(timeout, connect=CONNECT_S),
+            trust_env=host not in LOOPBACK,  # proxies are not for this machine
+        )
+
+    def models(self) -> list[str]:
+        """Names that the server lists."""
+        try:
+            answer = self._http.get(f"{self.url}/models")
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise _unreachable(self.url, error) from None
+        if answer.status_code != 200:
+            raise ChatError(_refusal(answer.status_code, answer.content))
+        try:
+            return [str(model["id"]) for model in answer.json()["data"]]
+        except (ValueError, TypeError, KeyError):
+            raise ChatError(f"what answers at {self.url} is no OpenAI-compatible server") from None
+
+    def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
+        """A reply to ``body`` (a chat completion), piece by piece; ``End`` is the last one."""
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with self._http.stream("POST", f"{self.url}/chat/completions", json=asked) as answer:
+                if answer.status_code != 200:
+                    raise ChatError(_refusal(answer.status_code, answer.read()))
+                yield from pieces_of(sse_data(answer.iter_bytes()))
+        except httpx.ConnectError as error:
+            raise _unreachable(self.url, error) from None
+        except httpx.TimeoutException:
+            raise ChatError("the server did not answer in time") from None
+        except httpx.TransportError:
+            raise ChatError("the connection to the server broke") from None
+
+    def close(self) -> None:
+        """Closes connections."""
+        self._http.close()
+
+
+def base_url(url: str) -> str:
+    """``url`` with a scheme, without a slash at its end, and with /v1 where it has no path."""
+    whole = url if "://" in url else f"http://{url}"
+    parts = urlsplit(whole.rstrip("/"))
+    path = parts.path.removesuffix("/chat/completions") or "/v1"
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def sse_data(chunks: Iterable[bytes]) -> Iterator[str]:
+    """The data of each server-sent event, up to ``[DONE]``. Only CR and LF end lines, as the format has it.
+
+    Raises ChatError for an event that does not end.
+    """
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    rest = ""
+    data: list[str] = []
+    for chunk in chunks:
+        rest += decode(chunk)
+        if len(rest) > MAX_EVENT:
+            raise ChatError("the server sent a line without end")
+        while (found := _line(rest)) is not None:
+            line, rest = found
+            if not line and data:
+                if data == ["[DONE]"]:
+                    return
+                yield "\n".join(data)
+                data = []
+            elif line.startswith("data:"):
+                data.append(line[5:].removeprefix(" "))
+
+
+def _line(text: str) -> tuple[str, str] | None:
+    """(first line, what follows); None where no line has ended. A CR at the end may still become CR LF."""
+    ends = [at for mark in "\r\n" if (at := text.find(mark)) >= 0]
+    if not ends or (min(ends) == len(text) - 1 and text[-1] == "\r"):
+        return None
+    end = min(ends)
+    return text[:end], text[end + (2 if text[end : end + 2] == "\r\n" else 1) :]
+
+
+def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
+    """What the events of a streamed chat completion say. Raises ChatError."""
+    reason, tokens = "", None
+    for data in events:
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise ChatError("the server sent an event that is no JSON") from None
+        if not isinstance(event, dict):
+            continue
+        if event.get("error"):
+            raise ChatError(f"the reply broke off: {_message(event['error'])}")
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            tokens = usage.get("completion_tokens", tokens)
+        try:
+            for choice in event.get("choices") or []:
+                yield from _delta_pieces(choice.get("delta") or {})
+                reason = choice.get("finish_reason") or reason
+        except (AttributeError, TypeError, KeyError):
+            raise ChatError("the server sent an event of another form than OpenAI's") from None
+    if not reason:
+        raise ChatError("the reply broke off: the server closed the stream before its end")
+    yield End(reason, tokens)
+
+
+def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
+    thought = delta.get("reasoning_content") or delta.get("reasoning")
+    if isinstance(thought, str) and thought:
+        yield Thought(thought)
+    if delta.get("content"):
+        yield Text(delta["content"])
+    if delta.get("refusal"):
+        yield Text(delta["refusal"])
+    for call in delta.get("tool_calls") or []:
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or ""
+        yield CallPart(
+            index=call.get("index") or 0,
+            id=call.get("id") or "",
+            name=function.get("name") or "",
+            arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
+        )
+
+
+def _message(error: Any) -> str:
+    if isinstance(error, dict):
+        return str(error.get("message") or error.get("code") or error)
+    return str(error)
+
+
+def _refusal(status: int, content: bytes) -> str:
+    try:
+        data = json.loads(content)
+        found = data.get("error") or data.get("detail") or data.get("message")
+        message = _message(found) if found else ""
+    except (ValueError, AttributeError):
+        message = ""
+    text = message or "it gave no reason"
+    if status == 401:
+        return f"the server wants a key ({text}): give --api-key, or set WEFT_CHAT_API_KEY"
+    return f"the server refused the request with {status}: {text}"
+
+
+def _unreachable(url: str, error: Exception) -> ChatError:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+        return NothingThere(f"nothing listens at {url}")
+    return ChatError(f"no answer from {url} ({type(error).__name__})")

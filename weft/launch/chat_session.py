@@ -1,0 +1,184 @@
+"""A conversation of ``weft chat`` as data, and what its user's lines mean. Reads and prints nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+
+from weft.launch.chat_client import CallPart, End, Piece, Text, Thought
+
+QUOTES = '"""'
+COMMANDS = {
+    "/reset": "forget the conversation; the system message stays",
+    "/system": "/system TEXT sets the system message, /system - removes it, /system shows it",
+    "/save": "/save FILE writes the conversation as JSON, or as Markdown to *.md",
+    "/model": "/model NAME goes on with another model, /model lists them",
+    "/help": "show this",
+    "/quit": "leave (so does Ctrl-D)",
+}
+
+
+class Say(msgspec.Struct, frozen=True):
+    """A message to the model."""
+
+    text: str
+
+
+class Command(msgspec.Struct, frozen=True):
+    """One of ``COMMANDS``, with what stands behind it."""
+
+    name: str
+    argument: str
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """An empty line."""
+
+
+class Unknown(msgspec.Struct, frozen=True):
+    """A word that begins like a command and is none."""
+
+    name: str
+
+
+Input: TypeAlias = Say | Command | Nothing | Unknown
+
+
+def unfinished(text: str) -> bool:
+    """Whether lines are still to come: the text opens with three quotes, and they are not closed."""
+    stripped = text.strip()
+    return stripped.startswith(QUOTES) and (len(stripped) < 6 or not stripped.endswith(QUOTES))
+
+
+def read_input(text: str) -> Input:
+    """What a whole input means. Two slashes at its beginning stand for one, and for no command."""
+    stripped = text.strip()
+    if not stripped:
+        return Nothing()
+    if stripped.startswith(QUOTES):
+        inner = stripped.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+        return Say(inner) if inner.strip() else Nothing()
+    if stripped.startswith("//"):
+        return Say(stripped[1:])
+    if stripped.startswith("/"):
+        name, _, argument = stripped.partition(" ")
+        name = {"/exit": "/quit", "/q": "/quit", "/?": "/help"}.get(name, name)
+        return Command(name, argument.strip()) if name in COMMANDS else Unknown(name)
+    return Say(stripped)
+
+
+class Call(msgspec.Struct):
+    """A tool call of a reply."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Reply:
+    """A reply as far as it came."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.thoughts = ""
+        self.calls: list[Call] = []
+        self.end: End | None = None
+        """None while it goes on, and where it was stopped."""
+
+    def take(self, piece: Piece) -> None:
+        """The next piece."""
+        if isinstance(piece, Text):
+            self.text += piece.text
+        elif isinstance(piece, Thought):
+            self.thoughts += piece.text
+        elif isinstance(piece, CallPart):
+            self._call(piece)
+        else:
+            self.end = piece
+
+    def _call(self, part: CallPart) -> None:
+        while len(self.calls) <= part.index:
+            self.calls.append(Call("", ""))
+        call = self.calls[part.index]
+        call.id = call.id or part.id
+        call.name += part.name
+        call.arguments += part.arguments
+
+    def message(self) -> dict[str, Any]:
+        """As the conversation goes on with it."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.calls
+            ]
+        return made
+
+
+class Conversation:
+    """Messages so far, and the settings that each request has."""
+
+    def __init__(self, model: str, system: str, settings: dict[str, Any]) -> None:
+        """``settings``: fields of every request, such as ``temperature`` and ``tools``."""
+        self.model = model
+        self.system = system
+        self.messages: list[dict[str, Any]] = []
+        self._settings = settings
+
+    def body(self) -> dict[str, Any]:
+        """The next request."""
+        return {**self._settings, "model": self.model, "messages": self._whole()}
+
+    def say(self, text: str) -> None:
+        """The user's next message."""
+        self.messages.append({"role": "user", "content": text})
+
+    def heard(self, reply: Reply) -> None:
+        """A reply, whole or stopped. One that has nothing takes back what it answers."""
+        stopped = reply.end is None
+        if stopped:
+            reply.calls = []  # the arguments of the last one may be incomplete
+        if reply.text or reply.calls or not stopped:
+            self.messages.append(reply.message())
+        else:
+            self.take_back()
+
+    def answer_call(self, call: Call, result: str) -> None:
+        """What a tool gave."""
+        self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+    def take_back(self) -> None:
+        """Forgets the user's last message and what follows it: it was refused."""
+        while self.messages and self.messages.pop()["role"] != "user":
+            pass
+
+    def reset(self) -> None:
+        """Forgets all messages."""
+        self.messages.clear()
+
+    def as_json(self) -> str:
+        """For a file: the model and all messages."""
+        return (
+            json.dumps({"model": self.model, "messages": self._whole()}, ensure_ascii=False, indent=2) + "\n"
+        )
+
+    def as_markdown(self) -> str:
+        """For a file: a heading for each message."""
+        parts = [f"# Conversation with {self.model}\n"]
+        for message in self._whole():
+            parts.append(f"## {message['role'].capitalize()}\n\n{message['content']}\n")
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                parts.append(f"Calls `{function['name']}` with `{function['arguments']}`\n")
+        return "\n".join(parts)
+
+    def _whole(self) -> list[dict[str, Any]]:
+        first: Sequence[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*first, *self.messages]

@@ -1,0 +1,219 @@
+"""``weft sim plan``: how many groups of which role a load needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.progress import progress_bar
+from weft.config.budget import with_budget
+from weft.config.flags import parse_size
+from weft.config.sections import SchedulerSection
+from weft.routing.policy import DEFAULT_BLOCK
+from weft.scheduler.step_cost import CostModel
+from weft.sim.deployment import Deployment, Groups, Outcome
+from weft.sim.engine import kv_config
+from weft.sim.presets import PRESETS, load
+from weft.sim.transfers import Wire
+from weft.sim.workload import Arrival, Lengths, poisson, read_trace
+
+_POSITIVE = click.FloatRange(0, min_open=True)
+_COUNT = click.IntRange(1)
+
+
+@click.command("plan")
+@click.option(
+    "--cost-model",
+    "cost_name",
+    default=next(iter(PRESETS)),
+    show_default=True,
+    metavar="NAME|FILE",
+    help=f"What a step of one group costs: {' or '.join(PRESETS)}, or a file of bench/cost_model.py.",
+)
+@click.option("--most-groups", type=_COUNT, default=4, show_default=True, help="Groups to try, at most.")
+@click.option("--requests", type=_COUNT, default=300, show_default=True, help="Requests.")
+@click.option("--rate", type=_POSITIVE, default=4.0, show_default=True, help="Requests a second, Poisson.")
+@click.option("--prompt-tokens", default="1000-2000", show_default=True, help="512, or 100-2000.")
+@click.option("--output-tokens", default="64-128", show_default=True, help="64, or 10-200.")
+@click.option("--shared-prefix", type=click.IntRange(0), default=0, help="Prompt tokens common to all.")
+@click.option("--trace-file", help='JSONL of {"at": s, "prompt_tokens": n, "output_tokens": n} instead.')
+@click.option("--ttft-ms", type=_POSITIVE, default=1000.0, show_default=True, help="Limit of the TTFT.")
+@click.option(
+    "--tpot-ms",
+    type=_POSITIVE,
+    default=40.0,
+    show_default=True,
+    help="Limit of the mean time between two tokens of a request.",
+)
+@click.option(
+    "--goal",
+    type=click.FloatRange(0, 1),
+    default=0.95,
+    show_default=True,
+    help="Share of requests that should meet both limits.",
+)
+@click.option("--max-num-seqs", type=_COUNT, default=64, show_default=True, help="Of each group.")
+@click.option("--max-num-batched-tokens", type=_COUNT, help="Of a step; by default what a GPU has.")
+@click.option("--itl-target-ms", type=_POSITIVE, help="Of each group (see weft serve --help).")
+@click.option("--kv-tokens", type=_COUNT, help="Positions in each cache; by default enough for all.")
+@click.option(
+    "--position-bytes",
+    default="12K",
+    show_default=True,
+    metavar="SIZE",
+    help="Of the cache of one position, all layers together.",
+)
+@click.option(
+    "--bandwidth",
+    default="2G",
+    show_default=True,
+    metavar="SIZE",
+    help="Bytes a second that each group can send.",
+)
+@click.option(
+    "--noise",
+    type=click.FloatRange(0, 2),
+    default=0.05,
+    show_default=True,
+    help="Spread of step times: sigma of their log.",
+)
+@click.option("--workload-seed", type=click.IntRange(0), default=0, show_default=True, help="Of the run.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Write all numbers to this file.")
+def plan_command(json_file: str | None, **given: Any) -> int:
+    """Find out how many groups of which role a load needs.
+
+    Simulates a front over 1 to --most-groups equal groups: all unified, and every division into groups that
+    prefill and groups that decode. The fleet and the schedulers are those that serve; a cost model stands for
+    model and machine, and a bandwidth for the transport. Shows for each how many requests met both limits.
+    """
+    if json_file is not None and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError("--json must name a file in a folder that exists")
+    cost = load(given["cost_name"])
+    arrivals = _arrivals(given)
+    section = _section(given, len(arrivals))
+    tried = list(divisions(given["most_groups"]))
+    outcomes = []
+    with progress_bar(title="simulating", unit="deployment", total=len(tried), leave=False) as bar:
+        for groups in tried:
+            outcomes.append(_run(groups, section, arrivals, cost, given))
+            bar.update(1)
+    click.echo(f"cost model of a group: {cost.about or given['cost_name']}")
+    click.echo(table(outcomes))
+    click.echo(advice(outcomes, given["goal"]))
+    if json_file is not None:
+        data = msgspec.json.encode({"cost_model": cost.about or given["cost_name"], "runs": outcomes})
+        Path(json_file).write_bytes(msgspec.json.format(data, indent=2))
+    return 0
+
+
+def divisions(most: int) -> Iterator[Groups]:
+    """All deployments of 1 to ``most`` groups: unified ones alone, and all pairs of roles."""
+    for number in range(1, most + 1):
+        yield Groups(unified=number)
+        for prefill in range(1, number):
+            yield Groups(prefill=prefill, decode=number - prefill)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One line for each deployment; times in milliseconds."""
+    head = ("groups", "met", "TTFT p50 / p99", "TPOT p50 / p99", "ITL p99", "output tok/s", "busy")
+    lines = [head]
+    for one in outcomes:
+        busy = one.busy.values()
+        lines.append(
+            (
+                str(one.groups),
+                f"{one.good:.0%}",
+                f"{one.ttft.p50 * 1e3:.0f} / {one.ttft.p99 * 1e3:.0f}",
+                f"{one.tpot.p50 * 1e3:.1f} / {one.tpot.p99 * 1e3:.1f}",
+                f"{one.itl.p99 * 1e3:.1f}",
+                f"{one.output_rate:.0f}",
+                " ".join(f"{share:.0%}" for share in busy),
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if not at else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def advice(outcomes: Sequence[Outcome], goal: float) -> str:
+    """The fewest groups that reach ``goal``, and of as many the ones that meet the limits most often."""
+    able = [one for one in outcomes if one.good >= goal]
+    if not able:
+        best = max(outcomes, key=lambda one: one.good)
+        return f"none reaches {goal:.0%}; {best.groups} comes closest: {best.good:.0%}. Try --most-groups"
+    fewest = min(sum(one.groups) for one in able)
+    of_those = [one for one in able if sum(one.groups) == fewest]
+    best = max(of_those, key=lambda one: (one.good, one.groups.unified, -one.tpot.p99))
+    return f"{goal:.0%} is reached with {best.groups}"
+
+
+def _arrivals(given: dict[str, Any]) -> list[Arrival]:
+    if given["trace_file"] is not None:
+        return read_trace(given["trace_file"])
+    prompt = Lengths.parse(given["prompt_tokens"], "--prompt-tokens")
+    output = Lengths.parse(given["output_tokens"], "--output-tokens")
+    rng = random.Random(given["workload_seed"])
+    return poisson(given["requests"], given["rate"], prompt, output, rng)
+
+
+def _section(given: dict[str, Any], requests: int) -> SchedulerSection:
+    asked = SchedulerSection(
+        max_num_seqs=given["max_num_seqs"],
+        max_num_batched_tokens=given["max_num_batched_tokens"],
+        itl_target_ms=given["itl_target_ms"],
+        max_queued_requests=max(requests, 1),
+    )
+    return with_budget(asked, "cuda")
+
+
+def _run(
+    groups: Groups,
+    section: SchedulerSection,
+    arrivals: Sequence[Arrival],
+    cost: CostModel,
+    given: dict[str, Any],
+) -> Outcome:
+    longest = max(one.prompt + one.output for one in arrivals)
+    tokens = given["kv_tokens"] or 0
+    if tokens and tokens < longest + DEFAULT_BLOCK:
+        raise ConfigError(
+            f"--kv-tokens {tokens} does not hold one sequence of {longest} tokens: set it to at least "
+            f"{longest + DEFAULT_BLOCK}",
+            param="--kv-tokens",
+        )
+    deployment = Deployment(
+        groups,
+        kv_config(section, longest, tokens=tokens),
+        section,
+        cost,
+        arrivals,
+        Wire(_size(given, "position_bytes"), _size(given, "bandwidth")),
+        seed=given["workload_seed"],
+        noise=given["noise"],
+        shared=given["shared_prefix"],
+    )
+    return deployment.run((given["ttft_ms"] / 1e3, given["tpot_ms"] / 1e3))
+
+
+def _size(given: dict[str, Any], name: str) -> float:
+    """Bytes. Raises ConfigError."""
+    try:
+        size = parse_size(given[name])
+    except (ConfigError, ValueError):
+        size = None
+    if not size or size <= 0:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} must be a size such as 12K or 2G", param=flag)
+    return size

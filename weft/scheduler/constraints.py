@@ -1,0 +1,259 @@
+"""Sequences whose output a grammar constrains: where each of them is in it, and the masks of a step.
+
+    add         the grammar is compiled elsewhere; the sequence awaits it
+    constrain   its matcher is walked along the output that came with the Submit
+    plan        a row of such a sequence that samples makes the plan ``constrained``
+    masks       once all plans before it have committed: then each matcher is behind the sequence's last
+                token. It is walked along the drafts that the row verifies, and back
+    commit      tokens that are told go into the matcher; drafts that were proposed are kept for the masks of
+                the row that verifies them
+
+A matcher belongs to its sequence and is changed by commits alone, so preemption, lost ranks and a change of
+slots leave it as it is. It stays at the head: ranks only see masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, WeftError
+from weft.common.log import get_logger
+from weft.types.plan import EMPTY, StepPlan, StepResult, TokenMasks, column
+from weft.types.sampling import TokenParams
+
+log = get_logger(__name__)
+
+WORD = 32
+"""Tokens of a word of a mask."""
+
+
+class TokenMatcher(Protocol):
+    """``weft.grammar.base.Matcher``: where one sequence is in its grammar."""
+
+    def accept(self, token: int) -> bool:
+        """Takes the next token; False, and nothing changes, when the grammar does not allow it."""
+
+    def rollback(self, tokens: int) -> None:
+        """Takes back the last ``tokens`` that were accepted."""
+
+    def fill(self, words: np.ndarray) -> None:
+        """Writes which tokens may follow: int32 [ceil(vocabulary / 32)]."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete, and only an end-of-turn id may follow."""
+
+
+class Constraint:
+    """One sequence's place in its grammar: behind its last token that was told."""
+
+    def __init__(
+        self, matcher: TokenMatcher, end_ids: Iterable[int], params: TokenParams, vocab_size: int
+    ) -> None:
+        """``matcher``: at the start of the output. ``end_ids``: those that it allows where the grammar may
+        end. One that does not end the sequence (with ``ignore_eos``) is never allowed: where nothing else is
+        left, the sequence ends by itself.
+        """
+        ends = frozenset(end_ids)
+        self._matcher = matcher
+        self._stops = frozenset(params.stop_ids)
+        self._hidden = tuple(ends - self._stops)
+        self._ends_itself = not ends & self._stops
+        self._params = params
+        self._vocab_size = vocab_size
+        self.drafts: Sequence[int] = ()
+        """Those that its last committed row proposed: its next row verifies as many of them as it has room
+        for."""
+        self.failure: ErrorInfo | None = None
+        """Why the sequence cannot go on, by its grammar."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete, and no id can end the sequence."""
+        return self._ends_itself and self._matcher.ended
+
+    def walk(self, tokens: Iterable[int]) -> None:
+        """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
+        for number, token in enumerate(tokens):
+            if not self._accept(token):
+                why = f"the output so far does not match the grammar: its token {number} is not allowed"
+                self.failure = self.failure or _refusal(why, "grammar_mismatch")
+                return
+
+    def take(self, token: int) -> None:
+        """The next token was told. Sets ``failure`` where the grammar refuses it, unless it ends the
+        sequence."""
+        if not self._accept(token) and token not in self._stops and self.failure is None:
+            self.failure = _refusal("a token was sampled that the grammar does not allow", "grammar_mismatch")
+
+    def fill(self, masks: np.ndarray) -> int:
+        """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
+        more draft. Returns how many of them can be reached; what lies behind the draft that the grammar
+        refuses, or that ends the sequence, cannot.
+        """
+        if len(masks) - 1 > len(self.drafts):
+            raise EngineDead("a row verifies drafts of which the head was not told")
+        if self.failure is not None:
+            return 0
+        walked = 0
+        try:
+            for place, words in enumerate(masks):
+                if place and not self._follows(masks[place - 1], draft := int(self.drafts[place - 1])):
+                    return place
+                if place:
+                    if not self._matcher.accept(draft):
+                        return place
+                    walked += 1
+                self._fill(words)
+            return len(masks)
+        except Exception as error:
+            self._fail(error)
+            return 0
+        finally:
+            if walked:
+                self._matcher.rollback(walked)
+
+    def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
+        """Why nothing could be sampled behind ``tokens``; None when something was left by masks and lists."""
+        if self.failure is not None:
+            return self.failure
+        vocab_size = self._vocab_size
+        words = np.zeros(-(-vocab_size // WORD), np.int32)
+        try:
+            self._fill(words)
+        except Exception as error:
+            self._fail(error)
+            return self.failure
+        left = unpacked(words, vocab_size)
+        place = len(tokens) - num_prompt
+        if not left.any():
+            return _refusal(f"the grammar allows no token at output token {place}", "no_token_allowed")
+        to_blame = []
+        for name, kept in _lists(self._params, tokens, place, vocab_size):
+            if (left & ~kept).any():
+                to_blame.append(name)
+            left &= kept
+        if left.any():
+            return None
+        return _refusal(
+            f"the grammar and {' and '.join(to_blame)} together allow no token at output token {place}; "
+            f"change {to_blame[0]}, or the grammar",
+            "no_token_allowed",
+            to_blame[0],
+        )
+
+    def _accept(self, token: int) -> bool:
+        try:
+            return self._matcher.accept(token)
+        except Exception as error:
+            self._fail(error)
+            return False
+
+    def _fill(self, words: np.ndarray) -> None:
+        self._matcher.fill(words)
+        for token in self._hidden:
+            words[token // WORD] &= _without_bit(token)
+
+    def _follows(self, words: np.ndarray, token: int) -> bool:
+        """Whether the sequence may go on behind ``token``, which has to be allowed by ``words``."""
+        return token not in self._stops and bool(int(words[token // WORD]) >> token % WORD & 1)
+
+    def _fail(self, error: Exception) -> None:
+        """A matcher is another library's: what it raises ends its sequence, and nothing else."""
+        log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
+        unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
+        self.failure = (error if isinstance(error, WeftError) else unknown).info()
+
+
+def _without_bit(token: int) -> np.int32:
+    return np.uint32(~(1 << token % WORD) & 0xFFFFFFFF).view(np.int32)
+
+
+def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
+    """bool [vocab_size]: the tokens that a mask allows."""
+    bits = np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
+    result: np.ndarray = bits[:vocab_size].astype(bool)
+    return result
+
+
+def _lists(
+    params: TokenParams, tokens: Sequence[int], place: int, vocab_size: int
+) -> list[tuple[str, np.ndarray]]:
+    """What each parameter that forbids tokens leaves at output token ``place``: bool [vocab_size]."""
+
+    def all_but(ids: Iterable[int]) -> np.ndarray:
+        kept = np.ones(vocab_size, bool)
+        kept[[token for token in ids if 0 <= token < vocab_size]] = False
+        return kept
+
+    made = []
+    if params.min_tokens > place:
+        made.append(("min_tokens", all_but(params.stop_ids)))
+    if params.bad:
+        ended = (word[-1] for word in params.bad if _completes(word, tokens))
+        made.append(("bad_words", all_but(ended)))
+    if params.allowed is not None:
+        made.append(("allowed_token_ids", ~all_but(params.allowed)))
+    return made
+
+
+def _completes(word: Sequence[int], tokens: Sequence[int]) -> bool:
+    before = len(word) - 1
+    return not before or list(tokens[-before:]) == list(word[:-1])
+
+
+def _refusal(message: str, code: str, param: str = "grammar") -> ErrorInfo:
+    return InvalidRequest(message, param=param, code=code).info()
+
+
+# ---- all rows of a step
+
+
+class HasConstraint(Protocol):
+    """A sequence, as far as it matters here."""
+
+    constraint: Constraint | None
+
+
+def masks_of(plan: StepPlan, vocab_size: int, gens: np.ndarray, in_slot: np.ndarray) -> TokenMasks:
+    """The masks of ``plan``; all before it have committed.
+
+    gens: int32 [slots], and in_slot [slots] the sequences: those that are running now. A row whose sequence
+    has left its slot since the plan was made has none: what it samples is dropped.
+    """
+    width = -(-vocab_size // WORD)
+    entries: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
+    first = 0
+    for segment in (plan.prefill, plan.decode):
+        begins = first + np.cumsum(segment.sample, dtype=np.int64) - segment.sample
+        alive = (gens[segment.slot] == segment.gen) & (segment.sample > 0)
+        for row in np.flatnonzero(alive).tolist():
+            sequence: HasConstraint = in_slot[segment.slot[row]]
+            if sequence.constraint is None:
+                continue
+            masks = np.empty((int(segment.sample[row]), width), np.int32)
+            count = sequence.constraint.fill(masks)
+            entries.append(begins[row] + np.arange(count))
+            parts.append(masks[:count].ravel())
+        first += int(segment.sample.sum())
+    if not entries:
+        return TokenMasks()
+    words = np.concatenate(parts)
+    return TokenMasks(entries=column(np.concatenate(entries)), words=words if len(words) else EMPTY)
+
+
+def keep_drafts(plan: StepPlan, result: StepResult, gens: np.ndarray, in_slot: np.ndarray) -> None:
+    """Keeps the drafts that were proposed after ``plan`` at the sequences that will verify them."""
+    begin = 0
+    drafts = result.drafts.tolist()
+    for segment in (plan.prefill, plan.decode):
+        alive = (gens[segment.slot] == segment.gen).tolist()
+        columns = (segment.slot.tolist(), segment.sample.tolist(), segment.next_k.tolist(), alive)
+        for slot, samples, count, lives in zip(*columns, strict=True):
+            if lives and samples and (constraint := in_slot[slot].constraint) is not None:
+                constraint.drafts = drafts[begin : begin + count]
+            begin += count

@@ -1,0 +1,88 @@
+"""Why the cached prefix of a prompt ends where it does: asked when a sequence is admitted first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.config.resolved import KVConfig
+from weft.kv.caches import Caches
+from weft.kv.hashing import salted_root
+from weft.kv.prefix_memory import PrefixMemory, Remembered, first_difference
+from weft.scheduler.sequence import Running, Sequence
+from weft.types.messages import CacheMiss
+
+SHOWN = 32
+"""Ids of the other side of a difference."""
+ALIKE = 8
+"""Leading tokens that a prompt must share with another one to be compared with it, where no block is."""
+
+
+class Misses:
+    """Remembers sequences and explains misses. ``memory`` is None where nothing is to be remembered."""
+
+    def __init__(self, kv: KVConfig, caches: Caches, live: Mapping[int, Sequence], most_bytes: int) -> None:
+        """``live``: the scheduler's sequences. ``most_bytes``: of the memory; 0: there is none."""
+        self._kv = kv
+        self._caches = caches
+        self._live = live
+        remembers = most_bytes and kv.enable_prefix_caching
+        self.memory = PrefixMemory(kv.block_size, most_bytes) if remembers else None
+
+    def admitted(self, sequence: Sequence, num_hit: int) -> None:
+        """``sequence`` gets its first slot, with ``num_hit`` positions found."""
+        if sequence.explains:
+            sequence.miss = self._explain(sequence, num_hit)
+        self._remember(sequence)
+
+    def left(self, sequence: Sequence, computed: int) -> None:
+        """``sequence`` leaves its slot; its first ``computed`` positions are in the cache."""
+        if self.memory is not None:
+            self._remember(sequence)
+            self.memory.reached(sequence.id, computed)
+
+    def _remember(self, sequence: Sequence) -> None:
+        if self.memory is not None and sequence.chain is not None:
+            hashes = sequence.chain.grow(sequence.tokens, len(sequence.tokens))
+            root = salted_root(sequence.salt)
+            self.memory.remember(sequence.id, sequence.salt, root, sequence.tokens, hashes)
+
+    def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
+        memory, chain = self.memory, sequence.chain
+        length = len(sequence.tokens)
+        if (length - 1) // self._caches.unit * self._caches.unit <= num_hit:
+            return CacheMiss(reason="none", position=num_hit)
+        if memory is None or chain is None or sequence.may_skip() < length - 1:
+            return CacheMiss(reason="disabled", position=num_hit)
+        first = num_hit // self._kv.block_size
+        found = memory.having(chain.hashes[first])
+        if found is not None:
+            return CacheMiss(reason=self._lost(found, chain.hashes, num_hit, length - 1), position=num_hit)
+        return self._unseen(sequence, memory, chain.hashes, num_hit)
+
+    def _lost(self, found: Remembered, hashes: list[bytes], num_hit: int, limit: int) -> str:
+        """Why a block is not there that ``found`` has."""
+        computed = found.computed
+        other = self._live.get(found.sequence)
+        if other is not None and isinstance(other.state, Running):
+            computed = max(computed, other.state.num_computed)
+        if computed >= num_hit + self._caches.unit:
+            return "state" if self._caches.hit_of_entries(hashes, limit) > num_hit else "evicted"
+        return "computing" if other is not None else "new"
+
+    def _unseen(
+        self, sequence: Sequence, memory: PrefixMemory, hashes: list[bytes], num_hit: int
+    ) -> CacheMiss:
+        """Nobody had the block behind ``num_hit``: did anybody go on from there in another way?"""
+        tokens, block = sequence.tokens, self._kv.block_size
+        other = None
+        if num_hit:
+            other = memory.having(hashes[num_hit // block - 1])
+        elif (nearest := memory.nearest(salted_root(sequence.salt), tokens)) is not None:
+            other = nearest[0] if nearest[1] >= min(ALIKE, block) else None
+        at = None if other is None else first_difference(tokens, other.tokens, num_hit)
+        if other is not None and at is not None:
+            theirs = other.tokens[at : at + SHOWN].tobytes()
+            return CacheMiss(reason="differs", position=at, theirs=theirs)
+        if not num_hit and memory.under_another_salt(tokens, sequence.salt):
+            return CacheMiss(reason="salt", position=0)
+        return CacheMiss(reason="new", position=num_hit)

@@ -1,0 +1,157 @@
+"""Transfers between simulated groups: rooms as schedulers see them, and a wire that only takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from weft.common.errors import ErrorInfo, WeftError
+from weft.scheduler import Scheduler
+from weft.sim.timeline import Timeline
+from weft.types import rooms as r
+from weft.types.messages import TokenEvent
+
+
+class Wire(NamedTuple):
+    """What lies between two groups."""
+
+    position_bytes: float
+    """Of the cache of one position, all layers."""
+    bandwidth: float
+    """Bytes a second, of each sending group."""
+    latency: float = 1e-3
+    """Seconds of a message between two heads."""
+
+
+class Receives(Protocol):
+    """A group, as its rooms know it."""
+
+    scheduler: Scheduler
+    link_free_at: float
+    """When all that has left it is on its way."""
+
+    def heard(self, events: list[TokenEvent]) -> None:
+        """Its scheduler has heard of a room, and told ``events``."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """A transfer, as both ends and the wire know it."""
+
+    sender: Receives
+    receiver: Receives | None = None
+    length: int = 0
+    start: int = 0
+    """Positions before it are there already."""
+    bound: bool = False
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    """Positions that are computed, and whose receiver has no blocks yet."""
+    arrives: float = 0.0
+    """When the latest of what has left arrives."""
+    first: r.FirstToken | None = None
+    computed: float = 0.0
+    """When it was finished."""
+
+
+class TransferRooms:
+    """All rooms of a deployment."""
+
+    def __init__(
+        self, timeline: Timeline, wire: Wire, groups: Mapping[str, Receives], dims: r.GroupDims
+    ) -> None:
+        """``groups``: by the name that tickets have; it may grow. ``dims``: the same for all of them."""
+        self.exposed: list[float] = []
+        """Seconds from the first token until all of the cache had arrived, of each that was done."""
+        self._timeline = timeline
+        self._wire = wire
+        self._groups = groups
+        self._dims = dims
+        self._open: dict[r.RoomKey, _Room] = {}
+
+    def open(self, ticket: r.RoomTicket, group: Receives) -> None:
+        """``group`` has a part in the room of ``ticket``."""
+        if ticket.sends:
+            self._room(ticket.key, group)
+        else:
+            self._room(ticket.key, self._groups[ticket.peer.name]).receiver = group
+
+    def _room(self, key: r.RoomKey, sender: Receives) -> _Room:
+        return self._open.setdefault(key, _Room(sender))
+
+    def serve(self, group: Receives) -> None:
+        """Carries out what the scheduler of ``group`` asks of its rooms."""
+        for request in group.scheduler.room_requests():
+            room = self._open.get(request.key)
+            if room is not None:
+                self._serve(group, room, request)
+
+    def _serve(self, group: Receives, room: _Room, request: r.RoomRequest) -> None:
+        match request:
+            case r.OfferRoom(key, num_prompt):
+                room.length = num_prompt
+                self._offer(room, key)
+            case r.ReserveRoom(key, start):
+                room.bound, room.start = True, start
+                self._said(room.sender, r.RoomBound(key, start))
+                for first, end in room.waiting:
+                    self._leave(room, first, end)
+                room.waiting.clear()
+                self._finished(room, key)
+            case r.PostponeRoom(key, seconds):
+                self._timeline.at(self._timeline.now + seconds, None, self._offer, room, key)
+            case r.FinishRoom(key, first):
+                room.first, room.computed = first, self._timeline.now
+                self._finished(room, key)
+            case r.RefuseRoom(key, error) | r.CancelRoom(key, error):
+                self._fail(room, key, error)
+
+    def _offer(self, room: _Room, key: r.RoomKey) -> None:
+        if room.receiver is not None and key in self._open:
+            offer = r.Admitted(key=key, num_prompt=room.length, dims=self._dims)
+            self._said(room.receiver, r.RoomWanted(key, offer))
+
+    def send(self, key: r.RoomKey, start: int, end: int) -> None:
+        """Positions ``start`` .. end - 1 are computed."""
+        room = self._open.get(key)
+        if room is None:
+            return
+        if room.bound:
+            self._leave(room, start, end)
+        else:
+            room.waiting.append((start, end))
+
+    def _leave(self, room: _Room, start: int, end: int) -> None:
+        positions = max(end - max(start, room.start), 0)
+        begins = max(self._timeline.now, room.sender.link_free_at)
+        room.sender.link_free_at = begins + positions * self._wire.position_bytes / self._wire.bandwidth
+        room.arrives = room.sender.link_free_at + self._wire.latency
+
+    def _finished(self, room: _Room, key: r.RoomKey) -> None:
+        if room.bound and room.first is not None:
+            self._timeline.at(
+                max(room.arrives, self._timeline.now + self._wire.latency), None, self._land, room, key
+            )
+
+    def _land(self, room: _Room, key: r.RoomKey) -> None:
+        if self._open.pop(key, None) is None or room.first is None or room.receiver is None:
+            return
+        self.exposed.append(self._timeline.now - room.computed)
+        self._happened(room.receiver, r.RoomLanded(key, (room.first,)))
+        self._said(room.sender, r.RoomLanded(key))
+
+    def _fail(self, room: _Room, key: r.RoomKey, error: ErrorInfo | None) -> None:
+        """With no ``error`` the sequence ended at its first token."""
+        del self._open[key]
+        why = error or WeftError("the sequence has ended").info()
+        for group in (room.sender, room.receiver):
+            if group is not None:
+                self._said(group, r.RoomFailed(key, why))
+                self._said(group, r.RoomFreed(key))
+
+    def _said(self, group: Receives, event: r.RoomEvent) -> None:
+        """The other head says so: ``group`` hears of it after a while."""
+        self._timeline.at(self._timeline.now + self._wire.latency, None, self._happened, group, event)
+
+    def _happened(self, group: Receives, event: r.RoomEvent) -> None:
+        group.heard(group.scheduler.room(event, self._timeline.now))

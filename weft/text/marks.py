@@ -1,0 +1,69 @@
+"""Marks that keep text of a request from spelling special tokens; see ``chat.py`` for how they are used."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+
+class Marks:
+    """Finds special tokens in strings and keeps user text from spelling them."""
+
+    def __init__(self, special: tuple[str, ...]) -> None:
+        self._special = special
+        longest_first = sorted(special, key=lambda text: (-len(text), text))
+        escaped = "|".join(map(re.escape, longest_first)) if special else "(?!)"
+        self._any = re.compile(escaped)
+        self._overlapping = re.compile(f"(?=(?:{escaped}))(.)", re.DOTALL)
+        self._single = "".join(re.escape(text) for text in special if len(text) == 1)
+        self._heads = frozenset(text[:cut] for text in special for cut in range(1, len(text)))
+        self._tails = frozenset(text[cut:] for text in special for cut in range(1, len(text)))
+        self._longest = max(map(len, special), default=0)
+
+    def find(self, text: str) -> str | None:
+        """The special token that ``text`` begins with."""
+        match = self._any.match(text)
+        return None if match is None else match[0]
+
+    def inside(self, value: Any, mark: str) -> Any:
+        """``value`` with a mark in every spelled special token of its strings, at any depth."""
+        if isinstance(value, str):
+            return (
+                self._overlapping.sub(lambda found: found[1] + mark, value)
+                if self._any.search(value)
+                else value
+            )
+        if isinstance(value, list):
+            return [self.inside(item, mark) for item in value]
+        if isinstance(value, dict):
+            return {self.inside(key, mark): self.inside(item, mark) for key, item in value.items()}
+        return value
+
+    def everywhere(self, value: Any, mark: str) -> Any:
+        """``value`` with all its strings marked as ``around`` does, at any depth."""
+        if isinstance(value, str):
+            return self.around(value, mark)
+        if isinstance(value, list | tuple):
+            return [self.everywhere(item, mark) for item in value]
+        if isinstance(value, dict):
+            return {self.everywhere(key, mark): self.everywhere(item, mark) for key, item in value.items()}
+        return value
+
+    def around(self, text: str, mark: str) -> str:
+        """``text`` marked inside, and at an end that could become part of a special token."""
+        reach = range(1, min(self._longest, len(text) + 1))
+        within = len(text) < self._longest and any(text in special for special in self._special)
+        before = within or any(text[:size] in self._tails for size in reach)
+        after = within or any(text[-size:] in self._heads for size in reach)
+        marked: str = self.inside(text, mark)
+        if not text:
+            return marked
+        return (mark if before else "") + marked + (mark if after else "")
+
+    def rewrite(self, rendered: str, mark: str, name: Any) -> str:
+        """The template's special tokens by their private names, user text as it was."""
+        if self._single:  # a token of one character is marked behind it, there being no inside
+            pattern = re.compile(f"(?:{self._any.pattern})(?!(?<=[{self._single}]){mark})")
+        else:
+            pattern = self._any
+        return pattern.sub(lambda match: name(match[0]), rendered).replace(mark, "")

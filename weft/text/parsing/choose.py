@@ -1,0 +1,119 @@
+"""Which declaration reads a model's output: by name, or by what the checkpoint's folder shows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.text.parsing.declaration import OutputFormat, combined
+from weft.text.parsing.formats import CALLS, THOUGHTS
+from weft.text.parsing.response_template import read_response_template
+
+log = logging.getLogger(__name__)
+_CALLS_BY_TEXT = (
+    (("<|channel|>", "<|message|>"), "gpt_oss"),
+    (("｜DSML｜",), "deepseek_v32"),
+    (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>",), "hermes"),
+    (("func_name1(",), "pythonic"),
+    (("<|python_start|>",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (("<|eom_id|>",), "llama3_json"),
+)
+"""What a template writes (the first row of which all texts are there), to the format of calls."""
+_THOUGHTS_BY_TEXT = (
+    (("<|channel|>", "<|message|>"), "gpt_oss"),
+    (("[THINK]",), "mistral"),
+    (("<seed:think>",), "seed_oss"),
+    (("<think>",), "qwen3"),
+    (("</think>",), "deepseek_r1"),
+)
+_BY_MODEL = {"gpt_oss": "gpt_oss", "kimi_k2": "kimi_k2", "glm4_moe": "glm45", "llama4": "pythonic"}
+"""Where a template shows nothing: ``model_type`` to the format of calls."""
+
+
+class ModelHints(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint's folder shows of its format."""
+
+    template: str = ""
+    """The chat template."""
+    added: frozenset[str] = frozenset()
+    """Texts of the tokenizer's added tokens."""
+    model_type: str = ""
+    response_template: Any = None
+    """Of tokenizer_config.json, as transformers has it."""
+
+
+def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> OutputFormat | None:
+    """The declaration of a model; None where nothing is told apart. Raises ConfigError for a name that is
+    none, and for two that cannot go together.
+    """
+    calling = _named("tool_call_parser", tool_call_parser, CALLS)
+    thinking = _named("reasoning_parser", reasoning_parser, THOUGHTS)
+    own = None
+    if hints.response_template is not None and "auto" in (tool_call_parser, reasoning_parser):
+        own = read_response_template(hints.response_template)
+        if own is None:
+            log.info(
+                "the model's response_template says more than is read; its format is taken by its template"
+            )
+    if tool_call_parser == "auto":
+        calling = own if own is not None and own.calls else _calls_of(hints)
+    if reasoning_parser == "auto":
+        thinking = own if own is not None and own.thoughts else _thoughts_of(hints)
+    try:
+        made = combined(thinking, calling)
+    except ValueError as error:
+        raise ConfigError(
+            f"--tool-call-parser and --reasoning-parser do not go together: {error}", param="tool_call_parser"
+        ) from None
+    return None if made is None else _as_written(made, hints)
+
+
+def _calls_of(hints: ModelHints) -> OutputFormat | None:
+    for texts, name in _CALLS_BY_TEXT:
+        if all(text in hints.template for text in texts):
+            return CALLS[name]
+    if hints.model_type in _BY_MODEL:
+        return CALLS[_BY_MODEL[hints.model_type]]
+    return None
+
+
+def _thoughts_of(hints: ModelHints) -> OutputFormat | None:
+    for texts, name in _THOUGHTS_BY_TEXT:
+        if all(text in hints.template for text in texts):
+            return THOUGHTS[name]
+    for texts, name in _THOUGHTS_BY_TEXT:
+        if hints.added.issuperset(texts):
+            return THOUGHTS[name]
+    return None
+
+
+def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
+    """Of several ways to write a call, the first is the one that grammars take: that of the model's template
+    and tokens."""
+
+    def known(text: str) -> bool:
+        return text in hints.template or text in hints.added
+
+    if not made.calls or made.calls is not CALLS["mistral"].calls or known("[ARGS]"):
+        return made
+    return msgspec.structs.replace(made, calls=tuple(reversed(made.calls)))
+
+
+def _named(flag: str, name: str, known: Mapping[str, OutputFormat]) -> OutputFormat | None:
+    if name in ("auto", "none"):
+        return None
+    if name not in known:
+        choices = ", ".join(["auto", "none", *sorted(known)])
+        raise ConfigError(f"--{flag.replace('_', '-')} must be one of {choices}", param=flag)
+    return known[name]

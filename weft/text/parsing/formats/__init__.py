@@ -1,0 +1,44 @@
+"""The families' declarations, by the names that other servers' flags have for them."""
+
+from __future__ import annotations
+
+from weft.text.parsing.declaration import OutputFormat
+from weft.text.parsing.formats import (
+    deepseek,
+    glm,
+    gpt_oss,
+    hermes,
+    kimi,
+    llama,
+    mistral,
+    qwen3_coder,
+    thoughts,
+)
+
+_FAMILIES = (deepseek, glm, gpt_oss, hermes, kimi, llama, mistral, qwen3_coder)
+_CALL_ALIASES = {
+    "qwen": "hermes",
+    "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "openai": "gpt_oss",
+}
+_THOUGHT_ALIASES = {
+    "deepseek_v3": "qwen3",
+    "glm45": "qwen3",
+    "kimi_k2": "qwen3",
+    "openai_gptoss": "gpt_oss",
+    "openai": "gpt_oss",
+}
+
+
+def _named(formats: list[OutputFormat], aliases: dict[str, str]) -> dict[str, OutputFormat]:
+    known = {one.name: one for one in formats}
+    return {**known, **{alias: known[name] for alias, name in aliases.items()}}
+
+
+CALLS = _named([one for family in _FAMILIES for one in family.FORMATS], _CALL_ALIASES)
+"""Values of ``--tool-call-parser``."""
+THOUGHTS = _named([*thoughts.FORMATS], _THOUGHT_ALIASES)
+"""Values of ``--reasoning-parser``."""

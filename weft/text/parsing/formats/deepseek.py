@@ -1,0 +1,75 @@
+"""DeepSeek V3 and R1, V3.1, V3.2.
+
+V3:    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+       ```json
+       {"a": 1}
+       ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+V3.1:  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
+       <｜tool▁calls▁end｜>
+V3.2:  <｜DSML｜function_calls>
+       <｜DSML｜invoke name="f">
+       <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
+       </｜DSML｜invoke>
+       </｜DSML｜function_calls>
+"""
+
+from __future__ import annotations
+
+from weft.text.parsing.declaration import (
+    BLANK,
+    LINE,
+    NAME,
+    Call,
+    JsonArguments,
+    OutputFormat,
+    Parameters,
+    Section,
+)
+
+_CALLS = Section(head=("<｜tool▁calls▁begin｜>", BLANK), tail=(BLANK, "<｜tool▁calls▁end｜>"), required=False)
+_CALL = "<｜tool▁call▁begin｜>"
+_SEP = "<｜tool▁sep｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+DEEPSEEK_V3 = OutputFormat(
+    name="deepseek_v3",
+    calls=(
+        Call(
+            section=_CALLS,
+            head=(_CALL, "function", _SEP, NAME, LINE, "```json", LINE),
+            arguments=JsonArguments(),
+            tail=(LINE, "```", BLANK, _CALL_END),
+        ),
+    ),
+)
+DEEPSEEK_V31 = OutputFormat(
+    name="deepseek_v31",
+    calls=(
+        Call(
+            section=_CALLS,
+            head=(_CALL, NAME, _SEP, BLANK),
+            arguments=JsonArguments(),
+            tail=(BLANK, _CALL_END),
+            gap="",
+        ),
+    ),
+)
+DEEPSEEK_V32 = OutputFormat(
+    name="deepseek_v32",
+    calls=(
+        Call(
+            section=Section(
+                head=("<｜DSML｜function_calls>", LINE), tail=(LINE, "</｜DSML｜function_calls>")
+            ),
+            head=('<｜DSML｜invoke name="', NAME, '">'),
+            arguments=Parameters(
+                key_open='<｜DSML｜parameter name="',
+                key_close='"',
+                string_flag=' string="',
+                value_open='">',
+                value_close="</｜DSML｜parameter>",
+                end="</｜DSML｜invoke>",
+            ),
+        ),
+    ),
+)
+FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32)

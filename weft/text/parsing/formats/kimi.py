@@ -1,0 +1,34 @@
+"""Kimi K2: the model numbers its calls, and the id holds the name.
+
+<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
+<|tool_call_end|><|tool_calls_section_end|>
+"""
+
+from __future__ import annotations
+
+from weft.text.parsing.declaration import BLANK, NAMING_IDENTIFIER, Call, JsonArguments, OutputFormat, Section
+
+KIMI_K2 = OutputFormat(
+    name="kimi_k2",
+    calls=(
+        Call(
+            section=Section(
+                head=("<|tool_calls_section_begin|>", BLANK),
+                tail=(BLANK, "<|tool_calls_section_end|>"),
+                required=False,
+            ),
+            head=(
+                "<|tool_call_begin|>",
+                BLANK,
+                NAMING_IDENTIFIER,
+                BLANK,
+                "<|tool_call_argument_begin|>",
+                BLANK,
+            ),
+            arguments=JsonArguments(),
+            tail=(BLANK, "<|tool_call_end|>"),
+            gap="",
+        ),
+    ),
+)
+FORMATS = (KIMI_K2,)

@@ -1,0 +1,18 @@
+"""Thoughts in tags: ``<think>...</think>`` and its relatives.
+
+Most templates or models open the thought. ``deepseek_r1`` begins inside of one although nothing opened it, as
+the first R1 did with templates that did not either.
+"""
+
+from __future__ import annotations
+
+from weft.text.parsing.declaration import OutputFormat, Thought
+from weft.text.parsing.formats.gpt_oss import GPT_OSS
+from weft.text.parsing.formats.mistral import MISTRAL_THOUGHTS
+
+QWEN3 = OutputFormat(name="qwen3", thoughts=(Thought(open="<think>", close="</think>"),))
+DEEPSEEK_R1 = OutputFormat(
+    name="deepseek_r1", thoughts=(Thought(open="<think>", close="</think>", implied=True),)
+)
+SEED_OSS = OutputFormat(name="seed_oss", thoughts=(Thought(open="<seed:think>", close="</seed:think>"),))
+FORMATS = (QWEN3, DEEPSEEK_R1, SEED_OSS, MISTRAL_THOUGHTS, GPT_OSS)

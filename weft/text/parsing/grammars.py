@@ -1,0 +1,240 @@
+"""Grammars of whole outputs: calls and answers as a family writes them, behind the thought.
+
+Where the model thinks, its thought comes first, as free text up to the tag that ends it, whether the prompt
+has opened it or the model does so itself. A call is written the way the family's templates do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence as Items
+from typing import Any, Literal, TypeAlias
+
+from weft.common.errors import InvalidRequest
+from weft.text.parsing.declaration import (
+    Blank,
+    Call,
+    CallObject,
+    Channels,
+    Identifier,
+    Keywords,
+    Name,
+    OutputFormat,
+    Parameters,
+    Section,
+    Syntax,
+)
+from weft.text.parsing.json_text import quoted
+from weft.text.parsing.parameter_grammar import keyword_parts, parameter_parts
+from weft.text.parsing.parser import Tool
+from weft.types.grammar import (
+    FreeText,
+    Grammar,
+    JsonSchema,
+    OneOf,
+    Regex,
+    Repeated,
+    Sequence,
+    Text,
+    Triggered,
+)
+
+ToolChoice: TypeAlias = Literal["auto", "required"]
+_BETWEEN = Regex(r"[ \n]{0,2}")
+"""White space between a thought and what follows it."""
+_NUMBER = Regex(r"[0-9]{1,3}")
+_MAX_CALLS = 128
+"""Calls of one output under a grammar."""
+
+
+class OutputGrammars:
+    """Makes the grammars of one declaration."""
+
+    def __init__(self, declared: OutputFormat) -> None:
+        self._declared = declared
+        self._channels = declared.channels if declared.channel_calls else None
+
+    def calls(
+        self, tools: Items[Tool], choice: ToolChoice, *, parallel: bool, reasoning: bool, in_reasoning: bool
+    ) -> Grammar | None:
+        """What an output with calls may be; None where it may be anything (no tool is strict, no call is
+        required). Raises InvalidRequest where the family's calls cannot hold what is asked."""
+        if choice == "auto" and not any(tool.strict for tool in tools):
+            return None
+        if not tools or not self._declared.tells_calls:
+            raise InvalidRequest(
+                "this model writes no tool calls that the server knows; name their format with "
+                "--tool-call-parser",
+                param="tool_choice" if choice == "required" else "tools",
+            )
+        if self._channels is not None:
+            made = self._channel_calls(self._channels, tools, choice)
+        elif choice == "required":
+            made = self._required(self._declared.calls[0], tools, parallel=parallel)
+        else:
+            made = self._strict(tools, parallel=parallel)
+        return self.behind_thought(made, reasoning=reasoning, in_reasoning=in_reasoning)
+
+    def answer(self, part: Grammar, *, reasoning: bool, in_reasoning: bool) -> Grammar:
+        """An output whose content is ``part``."""
+        used = self._declared.channels
+        if used is not None:
+            part = Sequence((Text(used.channel + used.texts[0] + used.message), part))
+        return self.behind_thought(part, reasoning=reasoning, in_reasoning=in_reasoning)
+
+    def behind_thought(self, part: Grammar, *, reasoning: bool, in_reasoning: bool) -> Grammar:
+        """``part`` behind a thought, if there is one; ``in_reasoning``: the prompt has opened it."""
+        used = self._declared.channels
+        if used is not None:
+            end = Sequence((FreeText(ends=(used.ends[0],)), Text(used.start + used.role)))
+            opening = used.channel + used.thoughts[0] + used.message
+            return self._after(end, opening, part, reasoning=reasoning, in_reasoning=in_reasoning)
+        if not self._declared.thoughts:
+            return part
+        thought = self._declared.thoughts[0]
+        end = Sequence((FreeText(ends=(thought.close,)), _BETWEEN))
+        return self._after(end, thought.open, part, reasoning=reasoning, in_reasoning=in_reasoning)
+
+    def _after(
+        self, end: Grammar, opening: str, part: Grammar, *, reasoning: bool, in_reasoning: bool
+    ) -> Grammar:
+        if in_reasoning:
+            return Sequence((end, part))
+        if not reasoning:
+            return part
+        thought = Sequence((Text(opening), end))
+        return Sequence((Repeated(part=thought, most=1), part))
+
+    # -- calls
+
+    def _required(self, call: Call, tools: Items[Tool], *, parallel: bool) -> Grammar:
+        """Calls, one at least, and nothing else."""
+        section = call.section or Section()
+        one = _one_call(call, tools)
+        calls = Repeated(part=one, between=call.gap, least=1, most=_MAX_CALLS if parallel else 1)
+        head = "".join(_written(section.head))
+        tail = "".join(_written(section.tail))
+        parts: list[Grammar] = [*([Text(head)] if head else []), calls, *([Text(tail)] if tail else [])]
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _strict(self, tools: Items[Tool], *, parallel: bool) -> Grammar:
+        """Any text; wherever a call begins, in any of the family's ways, a right one follows."""
+        first = self._declared.calls[0]
+        if first.line_start:
+            bracket = first.triggers[0]
+            line = rf"[^\s\{bracket}<][^\n]*"  # one that does not begin as calls do
+            other = Regex(rf"{line}(?:\n[ \t\r]*(?:{line})?)*")
+            return OneOf((self._required(first, tools, parallel=parallel), other, Text("")))
+        begins: dict[str, list[Grammar]] = {}
+        ways = self._declared.ways(strict=True)
+        for call in ways:
+            for trigger in call.triggers:
+                outer = call.section is not None and trigger in call.section.head
+                whole = self._required(call, tools, parallel=parallel) if outer else _one_call(call, tools)
+                begins.setdefault(trigger, []).append(_without(whole, trigger))
+        sections = any(call.section is not None for call in ways)
+        most = None if parallel and not sections else 1
+        if len(begins) == 1:
+            ((trigger, parts),) = begins.items()
+            return Triggered(trigger=trigger, parts=tuple(parts), most=most)
+        one = OneOf(
+            tuple(
+                Sequence(
+                    (FreeText(ends=(trigger,), without=tuple(begins.keys() - {trigger})), *_either(parts))
+                )
+                for trigger, parts in begins.items()
+            )
+        )
+        return Sequence((Repeated(part=one, most=most), FreeText(without=tuple(begins))))
+
+    def _channel_calls(self, used: Channels, tools: Items[Tool], choice: ToolChoice) -> Grammar:
+        kind = f" {used.constrain}json{used.message}"
+        if choice == "required":
+            opening = f"{used.channel}{used.calls} to={used.prefix}"
+            one = OneOf(tuple(Sequence((Text(tool.name + kind), _arguments(tool))) for tool in tools))
+            return Sequence((Text(opening), one))
+        between = (kind, f"{used.channel}{used.calls}{kind}")
+        parts = tuple(
+            Sequence((Text(tool.name), OneOf(tuple(map(Text, between))), _arguments(tool))) for tool in tools
+        )
+        return Triggered(trigger=f" to={used.prefix}", parts=parts)
+
+
+def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
+    """One call of any of ``tools``."""
+    before, after = _head(call)
+    spelled = call.arguments
+    bodies: list[Grammar] = []
+    for tool in tools:
+        if isinstance(spelled, Parameters):
+            body = parameter_parts(spelled, tool)
+        elif isinstance(spelled, Keywords):
+            body = keyword_parts(tool)
+        else:
+            body = (_arguments(tool),)
+        first, numbered, rest = after.partition("\1")
+        number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
+        bodies.append(Sequence((Text(tool.name + first), *number, *body)))
+    tail = ("}" if isinstance(spelled, CallObject) else "") + "".join(_written(call.tail))
+    parts: list[Grammar] = [*([Text(before)] if before else []), OneOf(tuple(bodies))]
+    return Sequence((*parts, *([Text(tail)] if tail else [])))
+
+
+def _either(parts: list[Grammar]) -> tuple[Grammar]:
+    return (parts[0] if len(parts) == 1 else OneOf(tuple(parts)),)
+
+
+def _head(call: Call) -> tuple[str, str]:
+    """What stands before the name and behind it."""
+    before, _, after = "".join(_written(call.head)).partition("\0")
+    if isinstance(call.arguments, CallObject):
+        spelled = call.arguments
+        before += "{" + quoted(spelled.name) + ': "'
+        after = f'", {quoted(spelled.arguments[0])}: '
+    return before, after
+
+
+def _written(items: Syntax) -> list[str]:
+    """Items as they are written; the name as a NUL, a number as the character behind it."""
+    texts: list[str] = []
+    for item in items:
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, Blank):
+            texts.append(item.written)
+        elif isinstance(item, Name):
+            texts.append("\0")
+        elif isinstance(item, Identifier):
+            texts.append("functions.\0:\1" if item.holds_name else "")
+        elif item.written:
+            texts += _written(item.items)
+    return texts
+
+
+def _arguments(tool: Tool) -> JsonSchema:
+    """A tool's arguments as a JSON object."""
+    return JsonSchema(schema=json.dumps(_object(tool.parameters), ensure_ascii=False))
+
+
+def _object(parameters: dict[str, Any]) -> dict[str, Any]:
+    return parameters if "type" in parameters else {"type": "object", **parameters}
+
+
+def _without(grammar: Grammar, trigger: str) -> Grammar:
+    """``grammar`` behind its first text, which begins with ``trigger``."""
+    if isinstance(grammar, Text):
+        return Text(grammar.text.removeprefix(trigger))
+    assert isinstance(grammar, Sequence)
+    first, *rest = grammar.parts
+    left = _without(first, trigger)
+    return Sequence(tuple(rest)) if left == Text("") else Sequence((left, *rest))
+
+
+def loosened(tools: Items[Tool]) -> tuple[Tool, ...]:
+    """Tools whose arguments are any object, but for strict ones: where a schema is more than a backend can
+    hold to, and nobody asked that it be held to."""
+    return tuple(
+        tool if tool.strict else Tool(name=tool.name, description=tool.description)
+        for tool in itertools.chain(tools)
+    )

@@ -1,0 +1,124 @@
+"""Grammars of arguments that are not one JSON object: a tag for each, or as Python writes a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from weft.common.errors import InvalidRequest
+from weft.text.parsing.declaration import Parameters
+from weft.text.parsing.parser import Tool
+from weft.text.parsing.values import types_of
+from weft.types.grammar import FreeText, Grammar, JsonSchema, OneOf, Regex, Repeated, Sequence, Text
+
+_KEY = Regex(r"[A-Za-z0-9_.\-]{1,64}")
+_HELD = frozenset(("type", "enum", "const", "description", "title", "default", "examples", "$comment"))
+"""Keywords of a string's schema that can be held to without quotes around it."""
+
+
+def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
+    """All that follows a call's head, its end too: parameters in the schema's order."""
+    properties, needed = _properties(tool)
+    parts: list[Grammar] = []
+    gap = spelled.gap
+    if properties is None:
+        any_value = FreeText(ends=(_close(spelled),))
+        key = Sequence((Text(gap + spelled.key_open), _KEY, Text(_opening(spelled, string=True)), any_value))
+        parts.append(Repeated(part=key))
+    for key_name, schema in (properties or {}).items():
+        one = Sequence((Text(gap + spelled.key_open + key_name), *_value(spelled, tool, key_name, schema)))
+        parts.append(one if key_name in needed else Repeated(part=one, most=1))
+    return (*parts, Text(gap + spelled.end))
+
+
+def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
+    """``a=1, b=2)`` behind the opening parenthesis; values as JSON writes them."""
+    properties, needed = _properties(tool)
+    if properties is None:
+        pair = Sequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
+        return (Repeated(part=pair, between=", "), Text(")"))
+    pairs = {
+        key: Sequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
+        for key, schema in properties.items()
+    }
+    first = [pair for key, pair in pairs.items() if key in needed]
+    others = [pair for key, pair in pairs.items() if key not in needed]
+    if not first:
+        some = Repeated(part=OneOf(tuple(others)), between=", ", most=len(others)) if others else Text("")
+        return (some, Text(")"))
+    parts: list[Grammar] = [first[0]]
+    parts += [Sequence((Text(", "), pair)) for pair in first[1:]]
+    parts += [Repeated(part=Sequence((Text(", "), pair)), most=1) for pair in others]
+    return (*parts, Text(")"))
+
+
+def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
+    """(properties in order, those that must be there); None where the schema names none."""
+    parameters = tool.parameters
+    properties = parameters.get("properties")
+    needed = parameters.get("required")
+    known = frozenset(needed) if isinstance(needed, list) else frozenset()
+    if tool.strict:
+        odd = sorted(
+            parameters.keys()
+            - {
+                "type",
+                "properties",
+                "required",
+                "additionalProperties",
+                "$defs",
+                "definitions",
+                "description",
+                "title",
+                "$schema",
+            }
+        )
+        if odd or not known <= frozenset(properties or {}):
+            word = odd[0] if odd else "required"
+            raise InvalidRequest(
+                f"tool {tool.name}: {word} of its parameters cannot be held to in the form in which this "
+                "model writes calls; leave strict out",
+                param="tools",
+            )
+    if not isinstance(properties, Mapping):
+        return (None if not parameters.get("type") or "properties" not in parameters else {}), known
+    return dict(properties), known
+
+
+def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Grammar, ...]:
+    types = types_of(schema, tool.parameters)
+    if types and "string" not in types:
+        value = JsonSchema(schema=_schema(tool, schema))
+        return (Text(_opening(spelled, string=False)), value, Text(_close(spelled)))
+    options = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(schema, Mapping) and "const" in schema:
+        options = [schema["const"]]
+    if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+        texts = OneOf(tuple(Text(option + _close(spelled)) for option in options))
+        return (Text(_opening(spelled, string=True)), texts)
+    if tool.strict and isinstance(schema, Mapping) and (odd := sorted(schema.keys() - _HELD)):
+        raise InvalidRequest(
+            f"tool {tool.name}: {odd[0]} of the parameter {key} cannot be held to in the form in which this "
+            "model writes calls; leave strict or the keyword out",
+            param="tools",
+        )
+    return (Text(_opening(spelled, string=True)), FreeText(ends=(_close(spelled),)))
+
+
+def _opening(spelled: Parameters, *, string: bool) -> str:
+    """What stands between key and value."""
+    flag = spelled.string_flag + ("true" if string else "false") if spelled.string_flag else ""
+    between = "\n" if spelled.value_open.startswith("<") else ""
+    return spelled.key_close + flag + between + spelled.value_open + ("\n" if spelled.newlines else "")
+
+
+def _close(spelled: Parameters) -> str:
+    return ("\n" if spelled.newlines else "") + spelled.value_close
+
+
+def _schema(tool: Tool, schema: Any) -> str:
+    """A parameter's schema with the definitions that it may refer to."""
+    made = schema if isinstance(schema, Mapping) else {}
+    shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return json.dumps({**made, **shared}, ensure_ascii=False)

@@ -1,0 +1,119 @@
+"""Argument values that a model writes as plain text, as JSON of the types that a tool's schema gives them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from weft.text.parsing.json_text import MAX_DEPTH, is_number, quoted
+from weft.text.parsing.python_text import python_to_json
+
+_MAX_NESTED = 8
+_WHOLE_FLOAT = re.compile(r"(-?[0-9]+)\.0*")
+_OF_VALUE = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
+
+
+def types_of(schema: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> tuple[str, ...]:
+    """JSON Schema types that ``schema`` names, in its order; none where it does not say. ``root`` is where
+    ``$ref`` looks."""
+    if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
+        return ()
+    named = schema.get("type")
+    types = [item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str)]
+    if not types and isinstance(schema.get("enum"), list):
+        types = [_OF_VALUE.get(type(value), "null") for value in schema["enum"]]
+    if not types and "const" in schema:
+        types = [_OF_VALUE.get(type(schema["const"]), "null")]
+    if not types and isinstance(schema.get("$ref"), str):
+        types = [*types_of(_resolved(schema["$ref"], root), root, depth + 1)]
+    for union in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(union)
+        if not types and isinstance(options, list):
+            types = [found for option in options for found in types_of(option, root, depth + 1)]
+    return tuple(dict.fromkeys(types))
+
+
+def parameter_types(parameters: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Types of one parameter of a tool; none where its schema does not say."""
+    properties = parameters.get("properties")
+    return types_of(properties.get(key), parameters) if isinstance(properties, Mapping) else ()
+
+
+def _resolved(reference: str, root: Mapping[str, Any] | None) -> Any:
+    if root is None or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for step in reference[2:].split("/"):
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+    return found
+
+
+def to_json(raw: str, types: tuple[str, ...]) -> str:
+    """``raw`` as JSON of the first of ``types`` that it can be, null before all others; otherwise a string.
+
+    Without types it is what it is as JSON, or a string.
+    """
+    stripped = raw.strip()
+    if "null" in types and stripped in ("null", "None"):
+        return "null"
+    for name in types or ("null", "boolean", "number", "object", "array"):
+        found = _as_type(raw, stripped, name)
+        if found is not None:
+            return found
+    if types and "string" not in types and _is_json_string(stripped):
+        return stripped
+    return quoted(raw)
+
+
+def _is_json_string(text: str) -> bool:
+    try:
+        return text.startswith('"') and isinstance(json.loads(text), str)
+    except ValueError:
+        return False
+
+
+def _as_type(raw: str, stripped: str, name: str) -> str | None:
+    if name == "string":
+        return quoted(raw)
+    if name == "null":
+        return "null" if stripped == "null" else None
+    if name == "boolean":
+        return stripped.lower() if stripped in ("true", "false", "True", "False") else None
+    if name == "integer":
+        whole = _WHOLE_FLOAT.fullmatch(stripped)
+        text = stripped if whole is None else whole[1]
+        return text if is_number(text) and text.lstrip("-").isdecimal() else None
+    if name == "number":
+        return stripped if is_number(stripped) else None
+    if name in ("object", "array") and stripped[:1] == ("{" if name == "object" else "["):
+        return _nested(stripped)
+    return None
+
+
+def _nested(text: str) -> str | None:
+    """An object or an array as JSON, also where it is written as Python does."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+        return text if _depth(text) <= MAX_DEPTH else None
+    except (ValueError, RecursionError):
+        return python_to_json(text)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _depth(text: str) -> int:
+    deepest = depth = 0
+    for char in text:
+        if char in "{[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "}]":
+            depth -= 1
+    return deepest
