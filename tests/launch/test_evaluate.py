@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.launch.test_serve import Server
 from weft.eval.gsm_mini import test_set as problem_set
 from weft.eval.tools_mini import tool_test_set
 from weft.eval.tools_score import Dialogue
@@ -42,24 +44,45 @@ def test_weft_and_the_reference_answer_alike(
     assert len(set(answers["weft"])) > 1
 
 
-def test_tools_are_called_alike_by_weft_and_the_reference(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A random model calls nothing: both write the same text, which is no answer."""
+@pytest.fixture
+def with_tools(checkpoint: str, tmp_path: Path) -> str:
+    """The tiny checkpoint with a template that shows tools."""
     pytest.importorskip("transformers", reason="needs the transformers package")
+    from training.tokenizer import TOOL_TEMPLATE
+
+    folder = tmp_path / "with-tools"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return str(folder)
+
+
+def test_tools_are_asked_alike_of_weft_the_reference_and_a_server(
+    with_tools: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random model calls nothing: all write the same text, which is no answer."""
     answers = {}
-    for name, more in (("weft", []), ("reference", ["--reference"])):
-        file = tmp_path / f"{name}.json"
-        flags = ["--limit", "5", "--max-tokens", "8", "--concurrency", "3", "--dtype", "float64"]
-        with pytest.raises(SystemExit) as ended:
-            main(["eval", "tools-mini", checkpoint, *flags, "--json", str(file), *more])
-        assert ended.value.code == 0
-        assert capsys.readouterr().out.startswith("tools-mini: ")
-        report = json.loads(file.read_text())
-        assert (report["task"], report["total"]) == ("tools-mini", 5)
-        answers[name] = [row["text"] for row in report["problems"]]
-    assert answers["weft"] == answers["reference"]
+    server = Server(tmp_path, with_tools, "--port", "0", "--dtype", "float64")
+    try:
+        places = {"weft": [with_tools], "reference": [with_tools, "--reference"]}
+        for name, place in (*places.items(), ("server", ["--url", server.url()])):
+            file = tmp_path / f"{name}.json"
+            flags = ["--limit", "5", "--max-tokens", "8", "--concurrency", "3"]
+            flags += [] if name == "server" else ["--dtype", "float64"]
+            with pytest.raises(SystemExit) as ended:
+                main(["eval", "tools-mini", *place, *flags, "--json", str(file)])
+            assert ended.value.code == 0
+            assert capsys.readouterr().out.startswith("tools-mini: ")
+            answers[name] = answers_in(file)
+    finally:
+        server.close()
+    assert answers["weft"] == answers["reference"] == answers["server"]
     assert len(set(answers["weft"])) > 1
+
+
+def answers_in(file: Path) -> list[str]:
+    report = json.loads(file.read_text())
+    assert (report["task"], report["total"]) == ("tools-mini", 5)
+    return [row["text"] for row in report["problems"]]
 
 
 def test_a_report_of_calls() -> None:

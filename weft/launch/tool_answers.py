@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 
-from weft.common.errors import WeftError
 from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections import Config
@@ -117,28 +116,16 @@ def from_engine(
 
 def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
     """From a dialogue to the ids that the model's chat template makes of it and its tools."""
-    from weft.text.template import ChatTemplate
-    from weft.text.tokenizer import Tokenizer
+    from weft.text.model import TextModel
+    from weft.text.parsing.parser import Tool
 
     model = config.model
     path = hub.resolve_model_path(model.tokenizer or model.model, None if model.tokenizer else model.revision)
-    tokenizer = Tokenizer.load(path)
-    source = tokenizer.files.chat_template
-    if source is None:
-        raise WeftError("the model has no chat template, which would show it the tools")
-    template = ChatTemplate(source)
+    chat = TextModel.load(path, config.front.chat_template).chat
 
     def prompt(dialogue: Dialogue) -> list[int]:
-        variables = {
-            **tokenizer.files.named,
-            "messages": dialogue.messages,
-            "tools": dialogue.declarations,
-            "add_generation_prompt": True,
-        }
-        private = template.render(variables)
-        for special in tokenizer.special:
-            private = private.replace(special, tokenizer.private_name(special))
-        return tokenizer.encode_private(private, add_special_tokens=False)
+        shown = [declared["function"] for declared in dialogue.declarations]
+        return chat.encode(dialogue.messages, tools=[Tool(**function) for function in shown]).ids
 
     return prompt
 
