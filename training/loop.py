@@ -29,7 +29,10 @@ DEV_SEED = 77  # the held-out sample watched during training; the 500 test probl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a run depends on. ``batch_tokens`` counts padding; the clock ends a run that has ``minutes``."""
+    """What a run depends on. ``batch_tokens`` counts padding; the clock ends a run that has ``minutes``.
+
+    ``start`` is a checkpoint folder whose weights a new run begins with, in place of random ones.
+    """
 
     seed: int = 1
     steps: int = 6800
@@ -40,6 +43,9 @@ class Recipe:
     warmup: int = 100
     weight_decay: float = 0.05
     question_weight: float = 0.1
+    tool_share: float = 0.0
+    recall_share: float = 0.0
+    start: str = ""
     bf16: bool = True
 
 
@@ -68,6 +74,13 @@ class Script(ABC, Generic[R]):
     @abstractmethod
     def export(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         """Write a Hugging Face checkpoint folder."""
+
+    def start_from(self, start: Path, folder: Path) -> None:
+        """Take over what a new run in ``folder`` needs of a checkpoint besides its weights."""
+
+    def weights(self, start: Path) -> dict[str, Tensor]:
+        """The weights in a checkpoint folder, in float32 and by the model's own names."""
+        raise SystemExit(f"--start: {type(self).__name__} begins with random weights only")
 
     @abstractmethod
     def watch(
@@ -120,6 +133,8 @@ class Run:
                 optimizer.load_state_dict(known)
             self.step, self.tokens, self.pool = state["step"], state["tokens"], state["pool"]
             self.seconds, self.curve = state["seconds"], state["curve"]
+        elif recipe.start:
+            self.model.load_state_dict(script.weights(Path(recipe.start)))
         self.last = time.time()
 
     def save(self) -> None:
@@ -195,6 +210,8 @@ def train(script: Script, args: argparse.Namespace) -> None:
     """
     recipe = script.recipe(**{name: getattr(args, name) for name in asdict(script.recipe())})
     args.out.mkdir(parents=True, exist_ok=True)
+    if recipe.start:
+        script.start_from(Path(recipe.start), args.out)
     script.tokenizer(args.out)  # written before the workers read it
     del args.call  # not for other processes
     torch.multiprocessing.spawn(work, (script, args, recipe), nprocs=args.workers)
@@ -209,7 +226,7 @@ def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) ->
     if rank == 0:
         print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, step {run.step}", flush=True)
     dev = list(itertools.islice(problems("test", DEV_SEED), args.dev))
-    encoder = Encoder(run.tokenizer, recipe.question_weight)
+    encoder = Encoder(run.tokenizer, recipe.question_weight, recipe.tool_share, recipe.recall_share)
     first_pool, run.pool = run.pool + 1000 * rank, run.pool + 1000 * args.workers
     stream = batches(encoder, recipe.seed, first_pool, recipe.batch_tokens // args.workers)
     progress = Progress(run, args.log)

@@ -2,20 +2,23 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from training.tokenizer import END_OF_TEXT, SYSTEM_PROMPTS, TURN_END, TURN_START
+from training.tokenizer import END_OF_TEXT, SPECIAL_TOKENS, SYSTEM_PROMPTS, TURN_END, TURN_START
+from training.tools import chat
 from weft.eval.gsm_mini import Problem, is_held_out_pair, problems
-from weft.eval.gsm_story import MAX_VALUE, Step
+from weft.eval.gsm_story import MAX_VALUE, Rng, Step
+from weft.eval.tools_mini import ToolProblem, tool_problems
 
 POOL_ROWS = 3000  # rows sorted by length together
 PLAIN_SHARE, TWO_TURN_SHARE, SYSTEM_SHARE = 0.12, 0.06, 0.15
 DRILL_SHARE = 0.35  # rows of worked lines without a story: most of their tokens teach arithmetic
 DRILL_LINES = 12
+RECALL_LINES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +50,22 @@ def draw_step(rng: random.Random) -> Step:
 
 
 class Encoder:
-    """Turns problems into rows in the forms that a server will see."""
+    """Turns problems into rows in the forms that a server will see.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, question_weight: float) -> None:
+    ``tool_share`` of the rows offer tools, ``recall_share`` have random lines to repeat.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        question_weight: float,
+        tool_share: float = 0.0,
+        recall_share: float = 0.0,
+    ) -> None:
         self.tokenizer = tokenizer
         self.question_weight = question_weight
+        self.tool_share = tool_share
+        self.recall_share = recall_share
 
     def _turn(self, problem: Problem, rng: random.Random, first: bool) -> list[tuple[str, float]]:
         """A prompt and its reply in chat form; the first turn now and then has a system message."""
@@ -71,6 +85,25 @@ class Encoder:
         weights = [float(counts[begin]) for begin, _ in encoded["offset_mapping"]]
         return Row(encoded["input_ids"], weights)
 
+    def recall(self, rng: random.Random) -> Row:
+        """Random lines, and the same lines in another order; what a line's first token calls up counts.
+
+        Names of tools and results have to be copied like this from far above.
+        """
+        words = range(len(SPECIAL_TOKENS), len(self.tokenizer))
+        line_end, *digits = self.tokenizer.encode("\n0123456789", add_special_tokens=False)
+        heads = rng.sample(words, rng.randint(3, RECALL_LINES))
+        kinds: list[Sequence[int]] = [digits if rng.random() < 0.3 else words for _ in heads]
+        lines = [
+            [head, *rng.choices(kind, k=rng.randint(2, 9)), line_end]
+            for head, kind in zip(heads, kinds, strict=True)
+        ]
+        again = rng.sample(lines, len(lines))
+        ids = [i for line in lines + again for i in line]
+        weights = [0.0 for line in lines for _ in line]
+        weights += [weight for line in again for weight in (0.0, *(1.0 for _ in line[1:]))]
+        return Row(ids, weights)
+
     def encode(self, source: Iterator[Problem], rng: random.Random) -> Row:
         """One row: a chat of one turn, sometimes of two, a plain completion, or a drill."""
         if rng.random() < DRILL_SHARE:
@@ -82,6 +115,13 @@ class Encoder:
         else:
             turns = 2 if rng.random() < TWO_TURN_SHARE else 1
             pieces = [p for turn in range(turns) for p in self._turn(next(source), rng, turn == 0)]
+        return self._join(pieces)
+
+    def tools(self, source: Iterator[ToolProblem], rng: random.Random, draws: Rng) -> Row:
+        """A chat with tools, of one to three questions."""
+        return self._join(chat(next(source), rng, draws, self.question_weight))
+
+    def _join(self, pieces: list[tuple[str, float]]) -> Row:
         ids: list[int] = []
         weights: list[float] = []
         for text, weight in pieces:
@@ -104,7 +144,14 @@ def batches(
     for pool in itertools.count(first_pool):
         rng = random.Random(f"{seed} {pool}")
         source = problems("train", seed * 1_000_000 + pool)
-        rows = sorted((encoder.encode(source, rng) for _ in range(POOL_ROWS)), key=lambda row: len(row.ids))
+        with_tools = tool_problems("train", seed * 1_000_000 + pool)
+        draws = Rng(f"tools {seed} {pool}")
+        made = round(POOL_ROWS * encoder.tool_share)
+        recalled = round(POOL_ROWS * encoder.recall_share)
+        drawn = [encoder.encode(source, rng) for _ in range(POOL_ROWS - made - recalled)]
+        drawn += [encoder.tools(with_tools, rng, draws) for _ in range(made)]
+        drawn += [encoder.recall(rng) for _ in range(recalled)]
+        rows = sorted(drawn, key=lambda row: len(row.ids))
         groups: list[list[Row]] = [[]]
         for row in rows:
             if (len(groups[-1]) + 1) * len(row.ids) > batch_tokens:

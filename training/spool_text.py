@@ -8,6 +8,7 @@ from the repository root::
 """
 
 import argparse
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from training.chat import report, solve, stop_ids, tidy
-from training.loop import Recipe, Script, add_evaluate_parser, add_train_parser
-from training.tokenizer import build_tokenizer
+from training.loop import DEV_SEED, Recipe, Script, add_evaluate_parser, add_train_parser
+from training.tokenizer import TOOL_TEMPLATE, build_tokenizer
+from training.tools import ask
 from weft.eval.gsm_mini import Problem, score, test_set
+from weft.eval.tools_mini import tool_problems
+from weft.eval.tools_score import totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,18 @@ class SpoolText(Script[TextRecipe]):
     def tokenizer(self, folder: Path) -> PreTrainedTokenizerFast:
         """Learned once for each run."""
         words = folder / "tokenizer"
-        return PreTrainedTokenizerFast.from_pretrained(words) if words.exists() else build_tokenizer(words)
+        known = PreTrainedTokenizerFast.from_pretrained(words) if words.exists() else build_tokenizer(words)
+        known.chat_template = TOOL_TEMPLATE
+        return known
+
+    def start_from(self, start: Path, folder: Path) -> None:
+        """Take over the tokenizer, unless the run has it already."""
+        if not (folder / "tokenizer").exists():
+            PreTrainedTokenizerFast.from_pretrained(start).save_pretrained(folder / "tokenizer")
+
+    def weights(self, start: Path) -> dict[str, Tensor]:
+        """Those of a checkpoint of this model."""
+        return Qwen3MoeForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict()
 
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
         """A random model in float32."""
@@ -101,8 +116,11 @@ class SpoolText(Script[TextRecipe]):
     def watch(
         self, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]
     ) -> dict[str, float]:
-        """The share of ``asked`` that is solved."""
-        return {"dev_exact": round(score(solve(model, tokenizer, asked), asked) / len(asked), 4)}
+        """The share of ``asked`` that is solved, and the same of half as many problems with tools."""
+        seen = {"dev_exact": round(score(solve(model, tokenizer, asked), asked) / len(asked), 4)}
+        with_tools = list(itertools.islice(tool_problems("test", DEV_SEED), len(asked) // 2))
+        counts = totals(ask(model, tokenizer, with_tools))
+        return seen | {f"dev_{key}": round(counts[key] / counts["total"], 4) for key in ("calls", "answers")}
 
     def export(self, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         """Write weights in bfloat16, configurations and tokenizer as a Hugging Face checkpoint folder."""

@@ -30,6 +30,53 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
+# It shows the tools' names and arguments, in the shape of a call, and not their descriptions: a model of
+# this size could make no use of them. Without tools and calls it writes what CHAT_TEMPLATE writes.
+TOOL_TEMPLATE = """\
+{%- set begin = 0 -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages and messages[0]['role'] == 'system' -%}
+{%- set begin = 1 -%}
+{{- messages[0]['content'] + '\\n' -}}
+{%- endif -%}
+{{- '<tools>\\n' -}}
+{%- for tool in tools -%}
+{%- set tool = tool['function'] if tool['function'] is defined else tool -%}
+{%- set schema = tool['parameters'] if tool['parameters'] is mapping else {} -%}
+{%- set properties = schema['properties'] if schema['properties'] is mapping else {} -%}
+{{- '{"name": ' + tool['name'] | tojson + ', "arguments": {' -}}
+{%- for name, property in properties.items() -%}
+{%- set kind = property['type'] if property is mapping and property['type'] is string else 'any' -%}
+{{- name | tojson + ': ' + kind | tojson + ('' if loop.last else ', ') -}}
+{%- endfor -%}
+{{- '}}\\n' -}}
+{%- endfor -%}
+{{- '</tools><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages[begin:] -%}
+{%- set text = message['content'] or '' -%}
+{%- if message['role'] == 'tool' -%}
+{{- '' if loop.previtem and loop.previtem['role'] == 'tool' else '<|im_start|>user' -}}
+{{- '\\n<tool_response>\\n' + text + '\\n</tool_response>' -}}
+{{- '' if loop.nextitem and loop.nextitem['role'] == 'tool' else '<|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + text -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set call = call['function'] if call['function'] is defined else call -%}
+{%- set arguments = call['arguments'] if call['arguments'] is string else call['arguments'] | tojson -%}
+{{- '\\n' if text or not loop.first else '' -}}
+{{- '<tool_call>\\n{"name": ' + call['name'] | tojson + ', "arguments": ' + arguments -}}
+{{- '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
 # Words with their leading space, single digits, runs of punctuation, white space; GPT-2's but for the digits.
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.launch.test_serve import Server
 from weft.eval.gsm_mini import test_set as problem_set
-from weft.launch.evaluate import score
+from weft.eval.tools_mini import tool_test_set
+from weft.eval.tools_score import Dialogue
+from weft.launch.evaluate import score, tool_report
 from weft.launch.main import main
+from weft.launch.tool_answers import read_message
 
 
 def test_scores_count_exact_answers() -> None:
@@ -37,3 +42,70 @@ def test_weft_and_the_reference_answer_alike(
         answers[name] = [row["text"] for row in json.loads(file.read_text())["problems"]]
     assert answers["weft"] == answers["reference"]
     assert len(set(answers["weft"])) > 1
+
+
+@pytest.fixture
+def with_tools(checkpoint: str, tmp_path: Path) -> str:
+    """The tiny checkpoint with a template that shows tools."""
+    pytest.importorskip("transformers", reason="needs the transformers package")
+    from training.tokenizer import TOOL_TEMPLATE
+
+    folder = tmp_path / "with-tools"
+    shutil.copytree(checkpoint, folder)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return str(folder)
+
+
+def test_tools_are_asked_alike_of_weft_the_reference_and_a_server(
+    with_tools: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random model calls nothing: all write the same text, which is no answer."""
+    answers = {}
+    server = Server(tmp_path, with_tools, "--port", "0", "--dtype", "float64")
+    try:
+        places = {"weft": [with_tools], "reference": [with_tools, "--reference"]}
+        for name, place in (*places.items(), ("server", ["--url", server.url()])):
+            file = tmp_path / f"{name}.json"
+            flags = ["--limit", "5", "--max-tokens", "8", "--concurrency", "3"]
+            flags += [] if name == "server" else ["--dtype", "float64"]
+            with pytest.raises(SystemExit) as ended:
+                main(["eval", "tools-mini", *place, *flags, "--json", str(file)])
+            assert ended.value.code == 0
+            assert capsys.readouterr().out.startswith("tools-mini: ")
+            answers[name] = answers_in(file)
+    finally:
+        server.close()
+    assert answers["weft"] == answers["reference"] == answers["server"]
+    assert len(set(answers["weft"])) > 1
+
+
+def answers_in(file: Path) -> list[str]:
+    report = json.loads(file.read_text())
+    assert (report["task"], report["total"]) == ("tools-mini", 5)
+    return [row["text"] for row in report["problems"]]
+
+
+def test_a_report_of_calls() -> None:
+    problem = next(p for p in tool_test_set() if p.calls)
+    right, silent = Dialogue(problem), Dialogue(problem)
+    for call in problem.calls:
+        right.take("", [(call.name, call.arguments)])
+    right.take(problem.solution, [])
+    silent.take(problem.solution, [])
+    report = tool_report([right, silent], "some model", 1.26)
+    assert (report["task"], report["target"], report["seconds"]) == ("tools-mini", "some model", 1.3)
+    assert [report[key] for key in ("calls", "answers", "both", "total")] == [1, 2, 1, 2]
+    assert [row["calls_right"] for row in report["problems"]] == [True, False]
+    assert len(report["problems"][0]["calls"]) == len(problem.calls)
+    json.dumps(report)
+
+
+def test_calls_of_a_server_that_reads_them_and_of_one_that_does_not() -> None:
+    entry = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 12, "b": 7}'}}
+    made = [("add", {"a": 12, "b": 7})]
+    assert read_message({"content": None, "tool_calls": [entry]}) == ("", made)
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 7}}\n</tool_call>'
+    assert read_message({"content": text}) == (text, made)
+    assert read_message({"content": "#### 19", "tool_calls": []}) == ("#### 19", [])
+    entry["function"]["arguments"] = "{"  # type: ignore[index]
+    assert read_message({"content": "", "tool_calls": [entry]}) == ("", [("add", "{")])

@@ -253,9 +253,9 @@ _FAMILIES: tuple[tuple[int, Callable[[Story], None]], ...] = (
 _STEPS = (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 4)
 
 
-def write_story(rng: Rng, held_out: bool) -> Story:
+def write_story(rng: Rng, held_out: bool, kind: type[Story] = Story) -> Story:
     """One story from the given side of the templates; raises ``Impossible`` when the draw fails."""
-    story = Story(rng, held_out, rng.pick(_STEPS))
+    story = kind(rng, held_out, rng.pick(_STEPS))
     roll = rng.below(sum(weight for weight, _ in _FAMILIES))
     for weight, family in _FAMILIES:
         if roll < weight:

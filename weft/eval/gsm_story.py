@@ -104,6 +104,7 @@ class Story:
     slots: dict[str, str] = field(default_factory=dict)
     plural: bool = False
     past: bool = False
+    largest: int = MAX_VALUE
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -145,7 +146,7 @@ class Story:
     def step(self, op: Op, a: int, b: int) -> int:
         """Record a step and return its result; raises ``Impossible`` when it is out of range."""
         step = Step(op, a, b)
-        if not 0 < step.result <= MAX_VALUE:
+        if not 0 < step.result <= self.largest:
             raise Impossible
         self.steps.append(step)
         self.value = step.result

@@ -12,7 +12,7 @@ from weft.common.errors import ConfigError, WeftError
 from weft.common.progress import progress_bar
 from weft.config.sections import Config
 
-_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 def from_server(
@@ -28,11 +28,15 @@ def from_server(
     ``url`` is the base URL, with or without ``/v1``. Raises ConfigError when the server can't be reached and
     WeftError when it answers with an error.
     """
+    return asyncio.run(_ask_server(base_of(url), model, questions, concurrency, max_tokens, key))
+
+
+def base_of(url: str) -> str:
+    """The base URL with ``/v1``. Raises ConfigError for what is no URL."""
     base = url.rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise ConfigError("--url must start with http:// or https://, e.g. http://127.0.0.1:8000/v1")
-    base = base if base.endswith("/v1") else base + "/v1"
-    return asyncio.run(_ask_server(base, model, questions, concurrency, max_tokens, key))
+    return base if base.endswith("/v1") else base + "/v1"
 
 
 async def _ask_server(
@@ -45,9 +49,9 @@ async def _ask_server(
 ) -> tuple[str, list[str]]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
         if model is None:
-            model = str((await _call(client, "GET", f"{base}/models"))["data"][0]["id"])
+            model = await served_model(client, base)
         gate = asyncio.Semaphore(concurrency)
         with progress_bar(total=len(questions), title="gsm-mini", unit="problem") as bar:
 
@@ -56,7 +60,7 @@ async def _ask_server(
                 if max_tokens is not None:
                     body["max_tokens"] = max_tokens
                 async with gate:
-                    answer = await _call(client, "POST", f"{base}/chat/completions", body)
+                    answer = await call(client, "POST", f"{base}/chat/completions", body)
                 bar.update()
                 return str(answer["choices"][0]["message"]["content"] or "")
 
@@ -64,7 +68,13 @@ async def _ask_server(
             return model, list(await asyncio.gather(*map(one, questions)))
 
 
-async def _call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+async def served_model(client: httpx.AsyncClient, base: str) -> str:
+    """The first model that the server names."""
+    return str((await call(client, "GET", f"{base}/models"))["data"][0]["id"])
+
+
+async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON that the server answers. Raises ConfigError without an answer, WeftError for an error."""
     try:
         response = await client.request(method, url, json=body)
     except httpx.HTTPError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from weft.common.errors import ConfigError
@@ -83,16 +84,23 @@ class Reference:
 
     def chat(self, questions: Sequence[str], max_tokens: int | None) -> list[str]:
         """Greedy answers to single-turn chats, one left-padded batch."""
-        torch = self._torch
-        tokenizer = require_transformers().AutoTokenizer.from_pretrained(
-            self._tokenizer_path, trust_remote_code=self._trust
+        prompts = [self.prompt([{"role": "user", "content": question}]) for question in questions]
+        return self.texts(prompts, max_tokens)
+
+    def prompt(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
+        """The ids that the chat template makes of a conversation."""
+        text = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=None if tools is None else list(tools),
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        prompts = []
-        for question in questions:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            prompts.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def texts(self, prompts: Sequence[list[int]], max_tokens: int | None) -> list[str]:
+        """Greedy texts that follow prompts of token ids, one left-padded batch."""
+        torch = self._torch
         width = max(map(len, prompts))
         pad = self.spec.eos_ids[0] if self.spec.eos_ids else 0
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=self.device)
@@ -107,7 +115,14 @@ class Reference:
                 eos_token_id=list(self.spec.eos_ids) or None,
                 pad_token_id=pad,
             )
-        return [str(text) for text in tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)]
+        decoded = self._tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        return [str(text) for text in decoded]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return require_transformers().AutoTokenizer.from_pretrained(
+            self._tokenizer_path, trust_remote_code=self._trust
+        )
 
 
 def require_transformers() -> Any:

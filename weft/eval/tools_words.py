@@ -1,0 +1,166 @@
+"""The tools of tools-mini: their names, their arguments, and which of them are held out.
+
+A tool's name is a choice of (prefix, stem, suffix), or of (verb, noun) for one that no problem needs. A hash
+of the name puts about one in six on the test side, and so does a hash of the argument names. The plain ones
+(``calculator``, ``add`` ...), which a reader would try first, are always on the training side.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from weft.eval.gsm_story import Impossible, Op, Rng
+from weft.eval.gsm_templates import stable_hash
+
+Kind = Literal["expression", "+", "-", "x", "/", "other"]
+Arguments = tuple[tuple[str, str], ...]
+
+HELD_OUT_NAME_MODULUS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that is offered: what it computes, and its arguments' names and JSON types, in order."""
+
+    name: str
+    kind: Kind
+    arguments: Arguments
+
+    def declaration(self) -> dict[str, Any]:
+        """The tool as chat completions take it in ``tools``."""
+        parameters = {
+            "type": "object",
+            "properties": {name: {"type": kind} for name, kind in self.arguments},
+            "required": [name for name, _ in self.arguments],
+        }
+        function = {"name": self.name, "description": _DESCRIPTIONS[self.kind], "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+_DESCRIPTIONS: dict[Kind, str] = {
+    "expression": "Evaluates an arithmetic expression.",
+    "+": "Adds two numbers.",
+    "-": "Subtracts the second number from the first.",
+    "x": "Multiplies two numbers.",
+    "/": "Divides the first number by the second.",
+    "other": "Something else.",
+}
+_STEMS: dict[Kind, tuple[str, ...]] = {
+    "expression": ("calculator", "calculate", "calc", "compute", "evaluate", "eval", "math", "arithmetic"),
+    "+": ("add", "plus", "sum", "addition"),
+    "-": ("subtract", "minus", "difference", "sub"),
+    "x": ("multiply", "times", "product", "mul"),
+    "/": ("divide", "div", "quotient", "division"),
+}
+_PREFIXES = ("", "do_", "run_", "math_", "int_", "my_", "fast_", "safe_", "api_", "tool_")
+_SUFFIXES = ("", "_numbers", "_two", "_values", "_tool", "_v2", "_it", "_exact", "_all", "_fn")
+_VERBS = ("get", "find", "read", "send", "show", "play", "open", "list", "make", "search", "set", "look_up")
+_NOUNS = (
+    "weather", "time", "mail", "file", "music", "page", "news", "price", "map", "event", "user", "photo",
+    "word", "contact", "report", "alarm", "flight", "recipe", "number", "date",
+)  # fmt: skip
+_EXPRESSION_NAMES = ("expression", "expr", "formula", "input", "equation", "problem", "calculation", "text")
+_PAIR_NAMES = (
+    ("a", "b"), ("x", "y"), ("first", "second"), ("left", "right"), ("n", "m"), ("lhs", "rhs"),
+    ("one", "two"), ("num1", "num2"), ("a1", "a2"), ("u", "v"), ("p", "q"), ("value", "other"), ("i", "j"),
+    ("start", "end"),
+)  # fmt: skip
+_OTHER_NAMES = (
+    "city", "name", "path", "query", "topic", "place", "url", "day", "title", "id", "language", "limit",
+    "unit",
+)  # fmt: skip
+_NUMBER_TYPES = ("number", "integer")
+_CONSONANTS = "bcdfghjklmnprstvwxz"
+
+
+def is_held_out_name(name: str) -> bool:
+    """Whether a tool's name belongs to the test side."""
+    if name in _PLAIN_NAMES:
+        return False
+    return stable_hash("tools-mini name " + name) % HELD_OUT_NAME_MODULUS == 0
+
+
+def are_held_out_arguments(names: tuple[str, ...]) -> bool:
+    """Whether the arguments' names of a tool that a problem needs belong to the test side."""
+    if names in (("expression",), ("a", "b")):
+        return False
+    return stable_hash("tools-mini arguments " + " ".join(names)) % HELD_OUT_NAME_MODULUS == 0
+
+
+_PLAIN_NAMES = frozenset(stems[0] for stems in _STEMS.values())
+_NAMES: dict[tuple[Kind, bool], list[str]] = {}
+for _kind, _stems in _STEMS.items():
+    _all = ["".join(parts) for parts in itertools.product(_PREFIXES, _stems, _SUFFIXES)]
+    for _side in (False, True):
+        _NAMES[_kind, _side] = [name for name in _all if is_held_out_name(name) is _side]
+for _side in (False, True):
+    _all = [f"{verb}_{noun}" for verb, noun in itertools.product(_VERBS, _NOUNS)]
+    _NAMES["other", _side] = [name for name in _all if is_held_out_name(name) is _side]
+
+
+def _word(rng: Rng) -> str:
+    """A made-up word of one to three syllables, sometimes with a digit."""
+    syllables = [rng.pick(_CONSONANTS) + rng.pick("aeiou") for _ in range(rng.between(1, 3))]
+    return "".join(syllables) + (str(rng.below(10)) if rng.chance(0.2) else "")
+
+
+def _made_up(rng: Rng, kind: Kind) -> Tool:
+    """A tool of the training side whose names are partly made up: they can only be copied, not chosen."""
+    if kind == "other":
+        name, types = f"{_word(rng)}_{rng.pick(_NOUNS)}", ("string", *_NUMBER_TYPES)
+    else:
+        before, after = f"{_word(rng)}_" * rng.below(2), f"_{_word(rng)}" * rng.below(2)
+        name, types = before + rng.pick(_STEMS[kind]) + after, ("string",)
+    names = tuple(_word(rng) for _ in range(1 if kind == "expression" else 2))
+    if kind in ("+", "-", "x", "/"):
+        types = _NUMBER_TYPES
+    if is_held_out_name(name) or are_held_out_arguments(names) or len(set(names)) < len(names):
+        raise Impossible
+    of = rng.pick(types)
+    return Tool(name, kind, tuple((name, of) for name in names))
+
+
+def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
+    """A tool of a kind. On the test side its name is held out; its arguments' names are now and then."""
+    if not held_out and rng.chance(0.5):
+        return _made_up(rng, kind)
+    plain = not held_out and kind != "other" and rng.chance(0.2)
+    name = _STEMS[kind][0] if plain else rng.pick(_NAMES[kind, held_out])
+    if kind == "other":
+        count = 1 if rng.chance(0.7) else 2
+        names = [rng.pick(_OTHER_NAMES) for _ in range(count)]
+        if len(set(names)) < count:
+            raise Impossible
+        types = ["string" if rng.chance(0.8) else "number" for _ in names]
+        return Tool(name, kind, tuple(zip(names, types, strict=True)))
+    choices = [(name,) for name in _EXPRESSION_NAMES] if kind == "expression" else list(_PAIR_NAMES)
+    chosen: tuple[str, ...] = choices[0]
+    if not plain:
+        chosen = rng.pick([names for names in choices if held_out or not are_held_out_arguments(names)])
+    of = "string" if kind == "expression" else _NUMBER_TYPES[rng.below(2)]
+    return Tool(name, kind, tuple((name, of) for name in chosen))
+
+
+def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[Tool, ...]:
+    """Up to two tools that no problem needs, ``least`` of them at least, none of the same name."""
+    count = max(least, (0, 0, 0, 0, 1, 1, 1, 1, 2, 2)[rng.below(10)])
+    tools = tuple(draw_tool(rng, "other", held_out) for _ in range(count))
+    if len({tool.name for tool in tools}) < count:
+        raise Impossible
+    return tools
+
+
+def draw_offer(rng: Rng, needed: tuple[Op, ...], held_out: bool) -> tuple[Tool, ...]:
+    """Tools for the operations of a problem, and others, in any order; none of the same name."""
+    if rng.chance(0.6):
+        tools = [draw_tool(rng, "expression", held_out)]
+    else:
+        kinds: list[Op] = [op for op in ("+", "-", "x", "/") if op in needed or rng.chance(0.2)]
+        tools = [draw_tool(rng, op, held_out) for op in kinds]
+    tools += draw_others(rng, held_out)
+    if len(tools) > 5 or len({tool.name for tool in tools}) < len(tools):
+        raise Impossible
+    for i in range(len(tools) - 1, 0, -1):
+        j = rng.below(i + 1)
+        tools[i], tools[j] = tools[j], tools[i]
+    return tuple(tools)

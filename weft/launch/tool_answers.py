@@ -1,0 +1,148 @@
+"""tools-mini asked of three places: a server, this process's engine, the reference. Greedy, tools run
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+
+from weft.common.progress import progress_bar
+from weft.config import hub
+from weft.config.sections import Config
+from weft.eval.tools_score import Dialogue, Made, read_calls
+from weft.launch.answers import TIMEOUT, base_of, call, served_model
+
+Reply = Callable[[list[list[int]]], list[str]]
+"""Greedy texts for prompts of token ids."""
+
+
+def from_server(
+    url: str,
+    model: str | None,
+    dialogues: Sequence[Dialogue],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+) -> str:
+    """Lead every dialogue to its answer by chat completions with ``tools``; the model's name.
+
+    A server that does not read calls leaves them in the text, where they are found too. Raises as
+    ``answers.from_server`` does.
+    """
+    return asyncio.run(_ask(base_of(url), model, dialogues, concurrency, max_tokens, key))
+
+
+async def _ask(
+    base: str,
+    model: str | None,
+    dialogues: Sequence[Dialogue],
+    concurrency: int,
+    max_tokens: int | None,
+    key: str | None,
+) -> str:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
+        name = model or await served_model(client, base)
+        gate = asyncio.Semaphore(concurrency)
+        with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
+
+            async def one(dialogue: Dialogue) -> None:
+                async with gate:
+                    while dialogue.text is None:
+                        body = {"model": name, "temperature": 0, "messages": dialogue.messages}
+                        body["tools"] = dialogue.declarations
+                        if max_tokens is not None:
+                            body["max_tokens"] = max_tokens
+                        answer = await call(client, "POST", f"{base}/chat/completions", body)
+                        dialogue.take(*read_message(answer["choices"][0]["message"]))
+                bar.update()
+
+            # The first failure ends the evaluation; leaving the loop cancels what is still running.
+            await asyncio.gather(*map(one, dialogues))
+    return name
+
+
+def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
+    """Text and calls of a chat completion's message; calls that the server did not read are in its text."""
+    text = str(message.get("content") or "")
+    made: list[Made] = []
+    for entry in message.get("tool_calls") or ():
+        function = entry["function"]
+        try:
+            made.append((str(function["name"]), json.loads(function["arguments"])))
+        except (ValueError, TypeError):
+            made.append((str(function["name"]), function["arguments"]))
+    return text, made or read_calls(text)
+
+
+def lead(
+    dialogues: Sequence[Dialogue], prompt: Callable[[Dialogue], list[int]], reply: Reply, concurrency: int
+) -> None:
+    """Answer dialogues round by round, ``concurrency`` of them at once."""
+    with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
+        for begin in range(0, len(dialogues), concurrency):
+            part = dialogues[begin : begin + concurrency]
+            while waiting := [one for one in part if one.text is None]:
+                texts = reply([prompt(one) for one in waiting])
+                for one, text in zip(waiting, texts, strict=True):
+                    one.take(text, read_calls(text))
+            bar.update(len(part))
+
+
+def from_engine(
+    config: Config, dialogues: Sequence[Dialogue], concurrency: int, max_tokens: int | None
+) -> str:
+    """Lead every dialogue to its answer by an engine in this process; the model's name."""
+    from weft import LLM, SamplingParams
+    from weft.launch.options import keywords
+
+    settings = {**keywords(config), "max_num_seqs": min(concurrency, config.scheduler.max_num_seqs)}
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    with LLM(**settings) as llm:
+
+        def reply(prompts: list[list[int]]) -> list[str]:
+            outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+            return [output.outputs[0].text for output in outputs]
+
+        lead(dialogues, _prompts(config), reply, concurrency)
+    return config.model.model
+
+
+def _prompts(config: Config) -> Callable[[Dialogue], list[int]]:
+    """From a dialogue to the ids that the model's chat template makes of it and its tools."""
+    from weft.text.model import TextModel
+    from weft.text.parsing.parser import Tool
+
+    model = config.model
+    path = hub.resolve_model_path(model.tokenizer or model.model, None if model.tokenizer else model.revision)
+    chat = TextModel.load(path, config.front.chat_template).chat
+
+    def prompt(dialogue: Dialogue) -> list[int]:
+        shown = [declared["function"] for declared in dialogue.declarations]
+        return chat.encode(dialogue.messages, tools=[Tool(**function) for function in shown]).ids
+
+    return prompt
+
+
+def from_reference(
+    config: Config, dialogues: Sequence[Dialogue], concurrency: int, max_tokens: int | None
+) -> str:
+    """Lead every dialogue to its answer by ``transformers`` in this process; the model's name."""
+    from weft.launch.reference import Reference
+
+    reference = Reference(config)
+
+    def prompt(dialogue: Dialogue) -> list[int]:
+        return reference.prompt(dialogue.messages, dialogue.declarations)
+
+    def reply(prompts: list[list[int]]) -> list[str]:
+        return reference.texts(prompts, max_tokens)
+
+    lead(dialogues, prompt, reply, concurrency)
+    return f"{config.model.model} (transformers)"
