@@ -107,13 +107,14 @@ def _word(rng: Rng) -> str:
 def _made_up(rng: Rng, kind: Kind) -> Tool:
     """A tool of the training side whose names are partly made up: they can only be copied, not chosen."""
     if kind == "other":
-        name, types = f"{_word(rng)}_{rng.pick(_NOUNS)}", ("string", *_NUMBER_TYPES)
+        name = f"{_word(rng)}_{rng.pick(_NOUNS)}"
     else:
         before, after = f"{_word(rng)}_" * rng.below(2), f"_{_word(rng)}" * rng.below(2)
-        name, types = before + rng.pick(_STEMS[kind]) + after, ("string",)
+        name = before + rng.pick(_STEMS[kind]) + after
     names = tuple(_word(rng) for _ in range(1 if kind == "expression" else 2))
-    if kind in ("+", "-", "x", "/"):
-        types = _NUMBER_TYPES
+    types: tuple[str, ...] = _NUMBER_TYPES if kind in ("+", "-", "x", "/") else ("string",)
+    if kind == "other":
+        types = ("string", *_NUMBER_TYPES)
     if is_held_out_name(name) or are_held_out_arguments(names) or len(set(names)) < len(names):
         raise Impossible
     of = rng.pick(types)

@@ -245,6 +245,5 @@ def loosened(tools: Items[Tool]) -> tuple[Tool, ...]:
     """Tools whose arguments are any object, but for strict ones: where a schema is more than a backend can
     hold to, and nobody asked that it be held to."""
     return tuple(
-        tool if tool.strict else Tool(name=tool.name, description=tool.description)
-        for tool in tools
+        tool if tool.strict else Tool(name=tool.name, description=tool.description) for tool in tools
     )
