@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, RequestOutput, SamplingParams
+from weft.api import async_llm
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.engine.core import EngineCore
 
@@ -168,6 +169,39 @@ def test_a_dying_engine_tells_everybody(settings: dict[str, Any], monkeypatch: p
             await collect(engine.generate("Tom", GREEDY))
         with pytest.raises(EngineDead):
             await engine.stats()
+
+    go(settings, work)
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_cancellation_that_comes_with_a_token_is_kept(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    """``turns`` of the event loop after a token has come, its reader is cancelled: no turn may lose that."""
+    usual = async_llm._on_loop
+
+    async def work(engine: AsyncLLM) -> None:
+        reader = asyncio.create_task(collect(engine.generate("Tom", LONG)))
+        loop = asyncio.get_running_loop()
+
+        def later(count: int) -> None:
+            if count:
+                loop.call_soon(later, count - 1)
+            else:
+                reader.cancel()
+
+        def cancelling(put: Callable[[Any], None]) -> Callable[[Any], None]:
+            def put_and_cancel(item: Any) -> None:
+                put(item)
+                later(turns)
+
+            return usual(put_and_cancel)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(async_llm, "_on_loop", cancelling)
+            await asyncio.wait([reader])
+        assert reader.cancelled()
+        await idle(engine)
 
     go(settings, work)
 

@@ -139,7 +139,9 @@ class AsyncLLM:
         while True:
             rounds = self._thread.rounds
             try:
-                return await asyncio.wait_for(queue.get(), self._patience)
+                # not wait_for, which in Python 3.11 loses a cancellation that comes with an item
+                async with asyncio.timeout(self._patience):
+                    return await queue.get()
             except TimeoutError:
                 if self._thread.rounds == rounds:
                     self._thread.give_up(f"the engine made no progress in {self._patience:g} seconds")
