@@ -227,9 +227,6 @@ def test_mistakes_are_the_clients_own_exceptions(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="nope", messages=user("x"))
 
 
-@pytest.mark.xfail(
-    reason="white space in JSON is not bounded, and a small model may go on with it", strict=False
-)
 def test_json_of_a_real_model(bundled: Running) -> None:
     client = client_of(bundled)
     schema: Any = {

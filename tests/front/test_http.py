@@ -46,13 +46,13 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def test_routes(fake: Any) -> None:
-    for route in ROUTES[:-1]:
+    for route in ("/", *ROUTES[:-1]):
         assert fake.http.get(route).status_code == 200, route
     models = fake.http.get("/v1/models").json()
     assert [m["id"] for m in models["data"]] == ["fake", "org/alias"]
     assert models["data"][0] == fake.http.get("/v1/models/fake").json()
     assert fake.http.get("/v1/models/org/alias").json()["max_model_len"] == 512
-    for path in ("/", "/nowhere", "/v1", "/v1/", "/v1/embedding", "/health//", "/v1/chat/completions/x"):
+    for path in ("/nowhere", "/v1", "/v1/", "/v1/embedding", "/health//", "/v1/chat/completions/x"):
         answer = fake.http.get(path)
         assert answer.status_code == 404, path
         error_of(answer)
