@@ -65,6 +65,18 @@ class SegmentInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaRows:
+    """The tokens of a step that stand for images: M of the T merged rows."""
+
+    rows: Tensor
+    """int64 [M], ascending: merged rows."""
+    main: Tensor
+    """[M, hidden] in the model's dtype: what stands in place of their embeddings."""
+    levels: Tensor | None = None
+    """[n, M, hidden]: what is added to the stream at these rows behind layers 0 .. n - 1 (deepstack)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
     """One step (or micro-batch), as a model sees it. T tokens merged over both segments."""
 
@@ -83,6 +95,11 @@ class StepInput:
     """int64 [L]: merged rows whose logits are wanted, in plan order."""
     exchange: Exchange = UNAGREED
     """What ranks agreed on for rows that go to experts of other ranks."""
+    rope_positions: Tensor | None = None
+    """int64 [3, T]: frame, row and column by which each token is rotated, of models whose rope has sections;
+    None: all three are ``positions``."""
+    media: MediaRows | None = None
+    """None where no token stands for an image."""
 
 
 class Backend(ABC):

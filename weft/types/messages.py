@@ -14,10 +14,11 @@ import numpy as np
 from weft.common.errors import ErrorInfo, InvalidRequest
 from weft.types.grammar import Grammar
 from weft.types.measures import Measures
+from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 4
+VERSION = 5
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -29,6 +30,7 @@ peer with an older version:
     4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes
         and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
         grammars_compiled and grammar_errors of HeadStats
+    5   media of Submit
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -115,6 +117,8 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Whether to tell why the prompt's prefix was not found further in the cache
     (``TokenEvent.cache_miss``).
     """
+    media: tuple[MediaItem, ...] = ()
+    """The images of the prompt, in the order of their positions; they do not overlap."""
     session: str = ""
     """Of the conversation that this is a turn of, a hash; "" where it is not known. Its next turns go where
     this one went, and what it has cached is kept for a while."""
