@@ -113,6 +113,9 @@ def test_a_reply_has_thoughts_text_and_calls() -> None:
         ([event({"content": "a"})], "closed the stream before its end"),
         (["{"], "no JSON"),
         (['{"choices": [1]}'], "another form"),
+        ([event({"tool_calls": [{"index": 1 << 40}]})], "another form"),
+        ([event({"tool_calls": [{"index": -1}]})], "another form"),
+        ([event({"tool_calls": [{"index": "0"}]})], "another form"),
     ],
 )
 def test_a_reply_that_breaks_off_is_an_error(events: list[str], message: str) -> None:
@@ -199,6 +202,18 @@ def test_plain_replies_are_the_text_itself() -> None:
     PlainView(out, err).show(iter(pieces), Reply())
     assert out.getvalue() == '[thinks] let me\nIt *is*[2J so.\n[calls] f({"a": 1})\n'
     assert "--max-tokens" in err.getvalue()
+
+
+def test_what_servers_name_commands_no_terminal() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    PlainView(out, err).note("model\x1b[2J")
+    PlainView(out, err).problem("refused\x1b[2J")
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None)
+    RichView(console).note("model\x1b[2J")
+    assert isinstance(console.file, io.StringIO)
+    for shown in (err.getvalue(), console.file.getvalue()):
+        assert "model[2J" in shown
+        assert "\x1b[2J" not in shown
 
 
 MARKDOWN = """# Title

@@ -15,6 +15,8 @@ CONNECT_S = 10.0
 SILENCE_S = 600.0
 """Seconds without a byte after which a reply counts as lost. Weft's own streams are never so long silent."""
 MAX_EVENT = 16 << 20
+MOST_CALLS = 1024
+"""Of a reply."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -183,8 +185,11 @@ def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
     for call in delta.get("tool_calls") or []:
         function = call.get("function") or {}
         arguments = function.get("arguments") or ""
+        index = call.get("index") or 0
+        if not isinstance(index, int) or not 0 <= index < MOST_CALLS:
+            raise TypeError("a call's number")
         yield CallPart(
-            index=call.get("index") or 0,
+            index=index,
             id=call.get("id") or "",
             name=function.get("name") or "",
             arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),

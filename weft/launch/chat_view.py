@@ -37,7 +37,7 @@ class View(Protocol):
 
 
 def clean(text: str) -> str:
-    """Without control characters: a reply must not command the terminal."""
+    """Without control characters: what a server says must not command the terminal."""
     return _CONTROL.sub("", text)
 
 
@@ -72,7 +72,7 @@ class PlainView:
 
     def note(self, text: str) -> None:
         """On standard error: standard output has replies alone."""
-        self._err.write(text + "\n")
+        self._err.write(clean(text) + "\n")
         self._err.flush()
 
     def problem(self, text: str) -> None:
@@ -115,7 +115,7 @@ class RichView:
 
     def note(self, text: str) -> None:
         """Dim."""
-        self._console.print(RichText(text, style="dim"))
+        self._console.print(RichText(clean(text), style="dim"))
 
     def problem(self, text: str) -> None:
         """Red."""
