@@ -210,6 +210,7 @@ def test_what_a_body_refers_to() -> None:
     assert found(input=[{"type": "item_reference"}]) == Lookup(None, [])
     assert found(input=[{"type": "item_reference", "id": "x"}, 7]) == Lookup(None, []), "reading it tells why"
     assert found(input="previous_response_id").previous is None
+    assert found(input="item_reference", previous_response_id="resp_1") == Lookup("resp_1", [])
     for body in (b"", b"[]", b"{", b'{"previous_response_id": "\\ud800"}', b"[" * 10_000):
         assert references([body]) == Lookup(None, [])
     line = line_of(History(items=[user("a\nb")]))

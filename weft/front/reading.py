@@ -216,8 +216,8 @@ class Reader:
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
-            message = "chat_template_kwargs are nested too deeply"
-            raise InvalidRequest(message, param="chat_template_kwargs") from None
+            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
+            raise InvalidRequest(f"{param} holds what is nested too deeply", param=param) from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
 
