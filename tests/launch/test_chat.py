@@ -320,10 +320,9 @@ def test_an_interrupt_that_a_finalizer_swallows_ends_the_reply_all_the_same() ->
         Finalized()  # its KeyboardInterrupt goes nowhere
         yield "two"
 
-    taken = []
+    taken: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
-        for piece in interrupts.watch(pieces()):
-            taken.append(piece)
+        taken.extend(interrupts.watch(pieces()))
     assert taken == ["one"]
     assert signal.getsignal(signal.SIGINT) is before

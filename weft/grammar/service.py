@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Final, TypeAlias, Unpack
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -217,7 +217,7 @@ class GrammarService:
             self._under_way.pop(key, None)
         return None
 
-    def _run(self, *work: Unpack[_Work]) -> None:
+    def _run(self, *work: *_Work) -> None:
         """A thread: goes on as long as there is work, so that threads are no more than what they compile."""
         going: _Work | None = work
         while going is not None:
