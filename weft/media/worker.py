@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -36,7 +36,7 @@ GRACE_S = 1.0
 """Seconds after a fetch's own deadline in which it is interrupted, wherever it waits."""
 
 
-def main(make: type[Fetcher] = Fetcher) -> None:
+def main(make: Callable[..., Fetcher] = Fetcher) -> None:
     """``make``: what fetches."""
     signals.ignore()  # the front ends its workers: they live as long as its socket
     with contextlib.suppress(OSError):
