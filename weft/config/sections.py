@@ -95,13 +95,13 @@ class CacheSection(Section, frozen=True, kw_only=True):
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
     mm_cache_bytes: Annotated[
-        str,
+        str | None,
         Meta(
-            description="Embeddings of images that each rank keeps, e.g. 512M: those being read, and earlier "
-            "ones, for prompts with the same image. Of models that take images.",
+            description="Embeddings of images that each rank keeps, e.g. 1G: those being read, and earlier "
+            "ones, for prompts with the same image. By default 512M, or what the largest image takes.",
             extra={"size": True},
         ),
-    ] = "512M"
+    ] = None
     session_retention: Annotated[
         float,
         Meta(
@@ -151,7 +151,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             description="Patches of images that one step encodes; one image alone may have more.",
         ),
     ] = 16384
-    limit_mm_per_prompt: Annotated[int, Meta(ge=1, le=1024, description="Images of one prompt at most.")] = 16
+    limit_mm_per_prompt: Annotated[int, Meta(ge=1, le=256, description="Images of one prompt at most.")] = 16
     step_policy: Annotated[
         Literal["mixed", "exclusive"],
         Meta(description="mixed: prefill and decode in one step; exclusive: prefill-first, one kind a step."),

@@ -205,8 +205,7 @@ class BatchBuilder:
         """A step over rows of which neither plan nor ``num_computed`` knows, as a drafter makes them.
 
         starts: int64 [rows], true, where the segments' are upper bounds. The id of a token at position p is
-        the one in history at ``p + shift``; tokens that stand for images are read as such, and not as what
-        they stand for. ``logits_index``: merged rows.
+        the one in history at ``p + shift``, or the row of an image there. ``logits_index``: merged rows.
         """
         columns = [*row_columns(prefill, decode), logits_index]
         lengths = [len(c) for c in columns]
@@ -245,7 +244,7 @@ class BatchBuilder:
             prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
             logits_index=logits_index,
             rope_positions=self._state.rope_positions(token_slots, positions),
-            media=None if self._media is None or shift else self._media.rows(prefill),
+            media=None if self._media is None else self._media.rows(prefill, shift),
         )
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:

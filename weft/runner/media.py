@@ -97,17 +97,18 @@ class MediaStore:
             raise EngineDead(f"a step names image {media}, of which there is no embedding")
         return found
 
-    def rows(self, prefill: Segment) -> MediaRows | None:
+    def rows(self, prefill: Segment, shift: int = 0) -> MediaRows | None:
         """The rows of ``prefill``, the first of a step or micro-batch, that stand for images; None: none.
 
-        The segment is of the last plan, or a part of it; its starts are exact, as of all prefill rows.
+        The segment is of the last plan, or a part of it; its starts are exact, as of all prefill rows. A row
+        at position p reads what is at ``p + shift``, if the plan has bound it.
         """
         places: list[np.ndarray] = []
         main: list[Tensor] = []
         levels: list[Tensor] = []
         begins = np.cumsum(prefill.count) - prefill.count if self._bound else ()
         for row, first in enumerate(begins):
-            start = int(prefill.start[row])
+            start = int(prefill.start[row]) + shift
             end = start + int(prefill.count[row])
             for op in self._bound.get(int(prefill.slot[row]), ()):
                 low, high = max(start, op.start), min(end, op.start + op.count)
