@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.sparse_models import CASES as SPARSE_CASES
+from tests.support.vision_models import save_tiny
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -368,6 +370,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str) -> Checkpoint:
         if name not in made:
             made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name of a case of ``tests.support.vision_models`` to Checkpoint, each made once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = Checkpoint(name, save_tiny(name, folder, partial(_randomize, seed=0)), str(folder))
         return made[name]
 
     return get
