@@ -9,6 +9,7 @@ from weft.config.sections import (
     CacheSection,
     Config,
     GrammarSection,
+    MediaSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -124,6 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferSection = TransferSection()
     """Its ``role`` is this group's."""
     grammar: GrammarSection = GrammarSection()
+    media: MediaSection = MediaSection()
     gpus: tuple[str, ...] = ()
     """Of this host, as CUDA_VISIBLE_DEVICES names them; its ranks get one each, in order (see ``gpu_of``)."""
     replica: int = 0

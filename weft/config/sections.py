@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.config.front_section import FrontSection
+from weft.config.media_section import MediaSection
 from weft.config.parallel_section import ParallelSection, Section
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "FrontSection",
     "GrammarSection",
+    "MediaSection",
     "ModelSection",
     "ParallelSection",
     "RunnerSection",
@@ -343,6 +345,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
+    media: MediaSection = MediaSection()
     front: FrontSection = FrontSection()
 
 
