@@ -140,7 +140,7 @@ def test_the_choice_among_tools() -> None:
 
     assert use(None, parallel_tool_calls=False) == ("auto", None, False)
     assert use("required") == ("required", None, True)
-    assert use({"type": "function", "name": "g"}) == ("required", ("g",), True)
+    assert use({"type": "function", "name": "g"}) == ("required", ("g",), False), "exactly one"
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     assert use(some) == ("auto", ("f",), True)
 
