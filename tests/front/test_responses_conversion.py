@@ -194,6 +194,10 @@ def test_earlier_responses_come_first_and_references_are_resolved() -> None:
     reference = {"type": "item_reference", "id": "msg_9"}
     made, _ = read(history, input=[RESULT, reference], instructions="new ones")
     assert [message["role"] for message in made.messages] == ["system", "user", "assistant", "tool", "user"]
+    for nothing in (None, "", []):
+        made, facts = read(history, input=nothing, previous_response_id="resp_1")
+        assert [message["role"] for message in made.messages] == ["user", "assistant"]
+        assert bytes(facts.items) == b"[]"
     with pytest.raises(NotFound) as caught:
         read(input=[reference])
     assert (caught.value.param, caught.value.error_code) == ("input[0]", "item_not_found")
