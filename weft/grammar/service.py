@@ -67,12 +67,14 @@ class Compile:
             )
         return self._compiled
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(self._deadline - self._clock.now(), 0.0)
+
     def wait(self) -> CompiledGrammar:
         """``result``, when there is one."""
-        while not self._ended.is_set():
-            left = self._deadline - self._clock.now()
-            if left <= 0:
-                break
+        while not self._ended.is_set() and (left := self.left):
             self._ended.wait(left)
         return self.result()
 
