@@ -163,11 +163,13 @@ class PrefixAffinity(Policy):
             known.put(block_hash, True)
 
     def told(self, instance: Instance, idle: bool) -> None:
-        """What was sent there and is not in its cache when it has nothing to compute will not come."""
+        """What was sent there and is not in its cache when it has nothing to compute will not come. While
+        sequences are open it still may: an idle head does not count those that await something, and does not
+        know of those on their way."""
         incarnation, known = self._known.get(instance.name, (0, None))
         if known is None or incarnation != instance.incarnation or not instance.prefixes.known:
             return
-        if idle:
+        if idle and not instance.open:
             known.clear()
         for key in instance.prefixes.removed:
             known.discard(key)
