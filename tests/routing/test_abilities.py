@@ -11,12 +11,14 @@ from weft.routing import events as e
 from weft.routing.instances import InstanceState
 from weft.types import messages as m
 from weft.types.grammar import Text
+from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
 NEW: list[tuple[dict[str, Any], str]] = [
     ({"grammar": Text("yes")}, "response formats and tool grammars"),
     ({"pooling": "last"}, "embeddings"),
 ]
+IMAGES = {"media": (MediaItem(key=bytes(16), start=0, count=4, grid=(1, 4, 4), pixels=bytes(99)),)}
 
 
 @pytest.mark.parametrize(("fields", "what"), NEW)
@@ -80,6 +82,16 @@ def test_they_wait_while_no_engine_takes_sequences() -> None:
     one.lose("a")
     assert one.open(1, grammar=Text("yes")) is None
     assert one.told() == []
+
+
+def test_images_go_to_one_that_understands_them() -> None:
+    one = Driver("a", "b", versions={"a": 4, "b": 5}).up()
+    for number in range(1, 9):
+        assert one.open(number, request=number, **IMAGES) == "b"
+    one.lose("b")
+    assert not [sent for sent in one.sent() if isinstance(sent, m.Submit) and sent.media]
+    assert "no engine of this server knows images" in error_of(one.told()[-1]).message
+    assert one.open(99, request=99) == "a"
 
 
 def opened(one: Driver, number: int, grammar: Text | None = Text("yes")) -> set[str]:

@@ -138,6 +138,7 @@ class Rig:
             return None
         self._check_shape(plan)
         self.plans.append(plan)
+        self.runner.media_of = lambda slot: self.scheduler._state.in_slot[slot].media
         self.in_flight.append((plan, self.runner.launch(plan)))
         self._check_snapshots(plan)
         self.mask()

@@ -136,7 +136,7 @@ class EngineCore:
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
-        self._mask_seconds = 0.0
+        self._mask_seconds = self._encode_seconds = 0.0
         self._lost_at: float | None = None
         """When ranks were lost; None while the group takes steps."""
 
@@ -367,7 +367,9 @@ class EngineCore:
         seconds = now - max(began, self._completed)
         self._completed = now
         events += self.scheduler.commit(handle.plan, result, now)
-        self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
+        self._encode_seconds += handle.encode_seconds
+        unlike = handle.uncaptured or handle.encode_seconds > 0  # what it took says nothing of its tokens
+        self.scheduler.observe(handle.plan, seconds, unlike)
         self.overlap.observe(handle.plan, handle.times)
         self._mask()
         events += self._asked()
@@ -378,6 +380,7 @@ class EngineCore:
         return msgspec.structs.replace(
             stats,
             mask_seconds=self._mask_seconds,
+            encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
             overlapped_steps=self.overlap.steps,

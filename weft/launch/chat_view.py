@@ -30,14 +30,14 @@ class View(Protocol):
         """Shows and takes pieces until they end. What it has drawn stays when an exception passes."""
 
     def note(self, text: str) -> None:
-        """A line of the program's own."""
+        """A line of the program's own, in which words of the server may stand."""
 
     def problem(self, text: str) -> None:
         """What went wrong."""
 
 
 def clean(text: str) -> str:
-    """Without control characters: what a server says must not command the terminal."""
+    """Without control characters: a reply must not command the terminal."""
     return _CONTROL.sub("", text)
 
 

@@ -14,13 +14,22 @@ from weft.types.messages import Submit
 
 GRAMMARS_SINCE = 4
 """The version of messages in which a Submit may have a grammar, pooling, explain or session."""
+MEDIA_SINCE = 5
+"""Likewise, in which it may have images."""
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
     """Those of ``instances`` that can do what ``submit`` asks."""
-    if submit.grammar is None and not submit.pooling:
+    if (since := _since(submit)) == 0:
         return instances
-    return [one for one in instances if one.version >= GRAMMARS_SINCE]
+    return [one for one in instances if one.version >= since]
+
+
+def _since(submit: Submit) -> int:
+    """The oldest version of messages that has all it asks; 0 for any."""
+    if submit.media:
+        return MEDIA_SINCE
+    return GRAMMARS_SINCE if submit.grammar is not None or submit.pooling else 0
 
 
 def outdated(instances: Iterable[Instance], submit: Submit, local: bool) -> bool:
@@ -41,7 +50,9 @@ def understood(submit: Submit, instance: Instance) -> Submit:
 def too_old(submit: Submit) -> Unavailable:
     """Why none takes it."""
     what = "response formats and tool grammars"
-    if submit.grammar is None:
+    if submit.media:
+        what = "images"
+    elif submit.grammar is None:
         what = "embeddings"
     return Unavailable(
         f"no engine that takes requests now knows {what}: they run an older release of weft; upgrade their "
