@@ -125,6 +125,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def processor_of(family: str) -> dict[str, Any]:
+    """What is in preprocessor_config.json."""
+    return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
+
+
 def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     """Saves a random checkpoint in its published layout; returns the reference model.
 
@@ -135,8 +140,7 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     reference = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(reference)
     reference.save_pretrained(folder)
-    processor = _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
     if family == "Kimi_K25":
         _publish(folder)
     return reference
