@@ -178,7 +178,8 @@ class Prompt:
     def embedded(self, tower: Tower) -> list[Embedding]:
         """What the tower makes of each image."""
         with torch.inference_mode():
-            return [tower.embed(image) for image in self.images]
+            device = next(tower.parameters()).device
+            return [tower.embed(image.to(device)) for image in self.images]
 
     def inputs(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """What the reference takes beside ids: pixels are made here, see test_vision.py."""
@@ -264,7 +265,7 @@ def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
     if not places:
         return None
     joined = torch.cat(levels, dim=1) if levels else None
-    return MediaRows(rows=torch.tensor(places), main=torch.cat(main), levels=joined)
+    return MediaRows(rows=torch.tensor(places, device=main[0].device), main=torch.cat(main), levels=joined)
 
 
 def rope_positions_of(rows: Seq[tuple[Any, int]]) -> Tensor | None:
