@@ -6,6 +6,8 @@ import io
 import json
 import random
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from weft.common.errors import ConfigError
-from weft.launch.chat import chat, read_tools
+from weft.launch.chat import Interrupts, chat, read_tools
 from weft.launch.chat_client import (
     CallPart,
     ChatError,
@@ -325,3 +327,22 @@ def test_the_help_names_what_matters() -> None:
         text = chat.get_help(context)
     for word in ("[URL|MODEL]", "--system", "--api-key", "WEFT_CHAT_API_KEY", "--temperature"):
         assert word in text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_finalizer_swallows_ends_the_reply_all_the_same() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def pieces() -> Iterator[str]:
+        yield "one"
+        Finalized()  # its KeyboardInterrupt goes nowhere
+        yield "two"
+
+    taken: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        taken.extend(interrupts.watch(pieces()))
+    assert taken == ["one"]
+    assert signal.getsignal(signal.SIGINT) is before

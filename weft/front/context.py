@@ -16,6 +16,7 @@ import msgspec
 from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
+from weft.common.workers import WorkerPool
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
 from weft.front.answers import ModelCard
@@ -31,7 +32,6 @@ from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
-from weft.front.workers import WorkerPool
 from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
@@ -252,7 +252,7 @@ class Front:
             return await self.in_thread(lambda: MADE[kind](reader, b"".join(body)))
         return (await self.in_thread(_decoded, data)).made
 
-    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | None:
+    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
@@ -301,7 +301,7 @@ async def _ended(task: Compile) -> None:
             await event.wait()
 
 
-def _decoded(data: bytes) -> ReadAnswer:
+def _decoded(data: bytes | bytearray) -> ReadAnswer:
     answer = decode_answer(data)
     if answer.error is not None:
         raise ReportedError(answer.error)
