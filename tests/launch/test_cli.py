@@ -54,6 +54,7 @@ def test_no_torch_before_it_is_needed() -> None:
         *[[c, "--help"] for c in COMMANDS],
         ["eval", "gsm-mini", "--help"],
         ["eval", "tools-mini", "--help"],
+        ["eval", "ocr-mini", "--help"],
     ]
     code = (
         f"import sys\nfrom weft.launch.main import main\nfor arguments in {commands!r}:\n"
@@ -100,6 +101,7 @@ def test_help_lists_every_flag_with_its_default(command: str) -> None:
         (["verify"], options.ENGINE),
         (["eval", "gsm-mini"], options.ENGINE),
         (["eval", "tools-mini"], options.ENGINE),
+        (["eval", "ocr-mini"], options.ENGINE),
         (["bench", "offline"], options.ENGINE),
         (["bench", "sweep"], options.ENGINE),
         (["sim"], ("scheduler", "speculation")),
@@ -179,6 +181,8 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["eval", "gsm-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
         (["eval", "tools-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
         (["eval", "tools-mini", "--url", "http://x", "--reference"], "give one"),
+        (["eval", "ocr-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
+        (["eval", "ocr-mini"], "give --url or --reference"),
         (["eval", "gsm-minx"], "gsm-mini"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -19,7 +19,7 @@ from weft.config.cache_layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.sharding import local_spec
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec, VisionSpec
 from weft.types.layout import ALONE, Layout
 from weft.types.plan import MAX_PROMPT_LOGITS
 
@@ -302,7 +302,17 @@ def weight_bytes(
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = -(-spec.vocab_size // layout.tensor) * spec.hidden * (1 if spec.tied else 2)
-    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
+    tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
+    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size + tower
+
+
+def tower_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Bytes of a vision tower's parameters, which every rank has whole (norms and biases are left out)."""
+    joined = vision.hidden * vision.media.merge**2
+    blocks = vision.layers * vision.hidden * (4 * vision.hidden + 2 * vision.intermediate)
+    mergers = (1 + len(vision.levels)) * joined * (joined + vision.output)
+    patch = 3 * vision.media.temporal * vision.media.patch**2 + vision.side**2
+    return (blocks + mergers + patch * vision.hidden) * DTYPE_BYTES[dtype]
 
 
 def _attention_elements(spec: ModelSpec) -> int:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.config.front_section import FrontSection
+from weft.config.media_section import MediaSection
 from weft.config.parallel_section import ParallelSection, Section
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "FrontSection",
     "GrammarSection",
+    "MediaSection",
     "ModelSection",
     "ParallelSection",
     "RunnerSection",
@@ -63,6 +65,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Literal["none", "int8"],
         Meta(description="int8: keep the matrices of linear layers in 8 bits, one scale an output channel."),
     ] = "none"
+    language_model_only: Annotated[
+        bool, Meta(description="Load no vision tower: the model reads text alone, images are refused.")
+    ] = False
     trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="Name(s) that requests may use; the first is reported back.")
@@ -94,6 +99,14 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    mm_cache_bytes: Annotated[
+        str | None,
+        Meta(
+            description="Embeddings of images that each rank keeps, e.g. 1G: those being read, and earlier "
+            "ones, for prompts with the same image. By default 512M, or what the largest image takes.",
+            extra={"size": True},
+        ),
+    ] = None
     session_retention: Annotated[
         float,
         Meta(
@@ -135,6 +148,15 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             ge=0, le=1 << 20, description="Prompt tokens of one sequence in one step at most; 0 for no limit."
         ),
     ] = 0
+    max_encode_patches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 24,
+            description="Patches of images that one step encodes; one image alone may have more.",
+        ),
+    ] = 16384
+    limit_mm_per_prompt: Annotated[int, Meta(ge=1, le=256, description="Images of one prompt at most.")] = 16
     step_policy: Annotated[
         Literal["mixed", "exclusive"],
         Meta(description="mixed: prefill and decode in one step; exclusive: prefill-first, one kind a step."),
@@ -326,6 +348,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
+    media: MediaSection = MediaSection()
     front: FrontSection = FrontSection()
 
 
