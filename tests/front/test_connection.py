@@ -257,7 +257,7 @@ def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
     with serving(App(most=1)) as app, socket.socket() as raw:
         address = ("127.0.0.1", app.config.port)
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.settimeout(10)
+        raw.settimeout(deadline(10))
         raw.connect(address)
         raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         raw.recv(1)
@@ -277,7 +277,7 @@ def test_how_long_a_client_does_not_read_is_counted_anew_for_each_answer(
     monkeypatch.setattr(connection, "WRITE_BUFFER", 1 << 30)
     with serving(App()) as app, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.settimeout(10)
+        raw.settimeout(deadline(10))
         raw.connect(("127.0.0.1", app.config.port))
         raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
         time.sleep(0.5)
