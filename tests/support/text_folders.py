@@ -60,6 +60,18 @@ For each call write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_
 {% endif -%}
 """
 """One that shows tools, calls and thoughts as Qwen's do."""
+IMAGE_TEMPLATE = """\
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+"""One that shows images as Qwen's do."""
+IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Added tokens of its model, 258 to 260 in ``write_tokenizer``. Its files do not call them special."""
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Added tokens that its model has."""
 

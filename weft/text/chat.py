@@ -139,11 +139,7 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        most = None if self._images is None else self._images.most
-        checked = messages if _are_checked(messages) else check_messages(messages, most)
-        images = tuple(part for message in checked for part in message.images)
-        if images and not template.takes_parts:
-            raise _not_shown(images[0])
+        checked = self._checked(messages, template)
         form = self._tool_form(template)
         conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
@@ -167,9 +163,22 @@ class ChatFormat:
         opens = add_generation_prompt or continue_final_message
         last = checked[-1].text() if continue_final_message else ""
         in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
-        if images and self._images is not None and ids.count(self._images.placeholder) != len(images):
+        return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
+
+    def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+        if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
+            return messages
+        checked = check_messages(messages, None if self._images is None else self._images.most)
+        if not template.takes_parts and (images := [one for each in checked for one in each.images]):
             raise _not_shown(images[0])
-        return ChatPrompt(ids, text, in_thought, images)
+        return checked
+
+    def _shown_images(self, messages: Sequence[Message], ids: list[int]) -> tuple[ImagePart, ...]:
+        """The images of a conversation. Raises InvalidRequest where ``ids`` do not show each of them once."""
+        images = tuple(image for message in messages for image in message.images)
+        if images and (self._images is None or ids.count(self._images.placeholder) != len(images)):
+            raise _not_shown(images[0])
+        return images
 
     def _tool_form(self, template: ChatTemplate) -> ToolForm:
         """How the template wants calls; found out once."""
@@ -250,10 +259,6 @@ def _not_shown(image: ImagePart) -> InvalidRequest:
         param=image.where,
         code="unsupported_parameter",
     )
-
-
-def _are_checked(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message)
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:
