@@ -19,6 +19,7 @@ from transformers import Qwen2VLImageProcessor
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.config.families import load_spec
 from weft.config.families.media import area_facts, patches_facts
 from weft.config.media import MediaFacts
 from weft.types.media import MediaItem, rope_positions, spans_of
@@ -217,3 +218,23 @@ def test_images_in_order() -> None:
     items = [MediaItem(key=b"", start=start, count=4, grid=(1, 4, 4)) for start in (3, 6)]
     with pytest.raises(ValueError, match="overlap"):
         spans_of(items, 2)
+
+
+@pytest.mark.parametrize(
+    ("rope", "problem"),
+    [
+        ({"mrope_section": [1, 2]}, "mrope_section"),
+        ({"mrope_interleaved": False}, "mrope_interleaved must be true"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
+    ],
+)
+def test_ropes_that_are_refused(tmp_path: Path, rope: dict[str, Any], problem: str) -> None:
+    text = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 8}
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "text_config": {**text, "num_attention_heads": 32, "rope_parameters": {"rope_theta": 1e4, **rope}},
+        "vision_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=problem):
+        load_spec(str(tmp_path), language_model_only=True)

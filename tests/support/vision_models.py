@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
+from weft.attention.base import MediaRows
 from weft.config.spec import ModelSpec
+from weft.models.base import Model
 from weft.models.vision import Embedding, Tower
 from weft.models.vision.base import colour_table, patches
-from weft.types.media import MediaItem, spans_of
+from weft.types.media import SPAN, MediaItem, rope_positions, spans_of
 
 Tensor = torch.Tensor
 
@@ -213,3 +215,60 @@ def make_prompt(parts: Seq[int | tuple[int, int]], spec: ModelSpec, seed: int) -
 def types_of(ids: Seq[int]) -> Tensor:
     """``mm_token_type_ids`` of the reference: 1 where a token stands for an image."""
     return torch.tensor([[int(token == PLACEHOLDER) for token in ids]])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank knows of a prompt's images."""
+
+    spans: np.ndarray
+    """As ``spans_of`` makes them."""
+    embedded: list[Embedding]
+
+    @classmethod
+    def of(cls, prompt: Prompt, model: Model) -> Seen:
+        assert model.vision is not None
+        return cls(prompt.spans(model.spec), prompt.embedded(model.vision))
+
+    def rows(self, begin: int, end: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Of positions ``begin`` .. ``end - 1``: those of images, counted from ``begin``; main; levels."""
+        places: list[int] = []
+        main, levels = [], []
+        for (start, count, *_), embedding in zip(self.spans.tolist(), self.embedded, strict=True):
+            low, high = max(start, begin), min(start + count, end)
+            if low < high:
+                places += range(low - begin, high - begin)
+                main.append(embedding.main[low - start : high - start])
+                if embedding.levels is not None:
+                    levels.append(embedding.levels[:, low - start : high - start])
+        return places, main, levels
+
+
+def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
+    """The rows of a step, (sequence, count) each, that stand for images. ``sequence.seen``: Seen or None."""
+    places: list[int] = []
+    main: list[Tensor] = []
+    levels: list[Tensor] = []
+    begin = 0
+    for sequence, count in rows:
+        if sequence.seen is not None:
+            found = sequence.seen.rows(sequence.computed, sequence.computed + count)
+            places += [begin + place for place in found[0]]
+            main += found[1]
+            levels += found[2]
+        begin += count
+    if not places:
+        return None
+    joined = torch.cat(levels, dim=1) if levels else None
+    return MediaRows(rows=torch.tensor(places), main=torch.cat(main), levels=joined)
+
+
+def rope_positions_of(rows: Seq[tuple[Any, int]]) -> Tensor | None:
+    """int64 [3, T] of the tokens of a step; None where no sequence of it has images."""
+    if not any(sequence.seen is not None for sequence, _ in rows):
+        return None
+    made = []
+    for sequence, count in rows:
+        spans = np.zeros((0, SPAN), np.int32) if sequence.seen is None else sequence.seen.spans
+        made.append(rope_positions(spans, np.arange(sequence.computed, sequence.computed + count)))
+    return torch.from_numpy(np.concatenate(made, axis=1))

@@ -87,6 +87,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         model.num_hidden_layers_override,
         trust_remote_code=model.trust_remote_code,
         mtp=int(speculation.speculative_method == "mtp"),
+        language_model_only=model.language_model_only,
     )
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)

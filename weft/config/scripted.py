@@ -31,7 +31,9 @@ def resolve_scripted(config: Config) -> EngineConfig:
     if model.tokenizer is not None:
         tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
     check_checkpoint(model, path, tokenizer_path)
-    spec = load_spec(path, trust_remote_code=model.trust_remote_code)
+    spec = load_spec(
+        path, trust_remote_code=model.trust_remote_code, language_model_only=model.language_model_only
+    )
     if model.tokenizer is not None:  # its ids are not those of the model's own ends
         spec = msgspec.structs.replace(spec, eos_ids=())
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position

@@ -65,6 +65,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Literal["none", "int8"],
         Meta(description="int8: keep the matrices of linear layers in 8 bits, one scale an output channel."),
     ] = "none"
+    language_model_only: Annotated[
+        bool, Meta(description="Load no vision tower: the model reads text alone, images are refused.")
+    ] = False
     trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="Name(s) that requests may use; the first is reported back.")

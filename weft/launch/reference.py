@@ -34,7 +34,10 @@ class Reference:
             )
         self.path = path or hub.resolve_model_path(model.model, model.revision)
         self.spec = load_spec(
-            self.path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code
+            self.path,
+            model.num_hidden_layers_override,
+            trust_remote_code=model.trust_remote_code,
+            language_model_only=True,  # text is what is compared
         )
         name = dtype or (self.spec.dtype if model.dtype == "auto" else model.dtype)
         settings = transformers.AutoConfig.from_pretrained(

@@ -123,7 +123,7 @@ class Rope:
             turns = positions.to(self._wide).unsqueeze(1)
         else:
             assert self._axes is not None
-            turns = rope_positions.to(self._wide).index_select(0, self._axes).t()
+            turns = rope_positions.to(self._wide).index_select(0, self._axes).t().contiguous()
         angles = turns * self._frequencies_at(positions)
         return angles.cos() * self._factor, angles.sin() * self._factor
 

@@ -128,7 +128,10 @@ def text_spec(
     if not isinstance(text, dict):
         raise facts.fail("text_config", f"must be an object, not {text!r}")
     around = {name: facts.get(name) for name in _SHARED if name in facts}
-    outer = {name: around[name] for name in ("architectures", "tie_word_embeddings") if name in around}
+    outer = dict[str, Any]()
+    for name in ("architectures", "tie_word_embeddings"):
+        if name in around:
+            outer[name] = around[name]
     inner = Facts({**around, **text, **outer}, facts.weights)
     spec = build(inner, override)
     inner.refuse_unknown_computation()

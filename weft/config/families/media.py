@@ -149,7 +149,7 @@ def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
                 continue
         code = config.get("media_proc_cfg")
         if isinstance(code, dict):
-            config = {_OTHER_NAMES.get(str(key), key): value for key, value in code.items()}
+            config = {_OTHER_NAMES.get(key, key): value for key, value in dict[str, Any](code).items()}
             side = config.pop("patch_limit_on_one_side", None)
             if side is not None:
                 config["size"] = {"max_height": side, "max_width": side}

@@ -67,7 +67,7 @@ class QwenTower(Tower):
         x = x + learned.to(x.dtype)
         dim = spec.hidden // spec.heads
         angles = axial_angles((row, column), dim, spec.theta, self._wide, alternating=False)
-        levels = []
+        levels: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
             x = block(x, angles, frames)
             if layer in spec.levels:
