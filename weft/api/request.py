@@ -10,6 +10,8 @@ import numpy as np
 
 from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
+from weft.media.local import LocalPictures, placed
+from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
@@ -17,6 +19,7 @@ from weft.text.pooled import normalized
 from weft.text.stop import Stops
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
 from weft.types.grammar import Grammar
+from weft.types.media import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.sampling import SamplingParams, TokenParams
 
@@ -87,7 +90,15 @@ class Request:
 class RequestMaker:
     """Turns prompts into requests. Thread-safe."""
 
-    def __init__(self, text: TextModel, limits: ModelLimits, seed: int | None) -> None:
+    def __init__(
+        self,
+        text: TextModel,
+        limits: ModelLimits,
+        seed: int | None,
+        pictures: LocalPictures | None = None,
+    ) -> None:
+        """``pictures``: None where the model takes no images."""
+        self._pictures = pictures
         self._text = text
         self._limits = limits
         self.ids = IdMint()
@@ -118,15 +129,22 @@ class RequestMaker:
         """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
+        ids = made.ids
+        media: tuple[MediaItem, ...] = ()
+        if made.images and self._pictures is not None:
+            items = self._pictures.items(made.images)
+            ids, starts = expanded(ids, self._pictures.facts.placeholder, [item.count for item in items])
+            media = placed(items, starts)
         return self._make(
             made.text,
-            made.ids,
+            ids,
             params,
             seed,
             request_id,
             continues=continues,
             param="messages",
             grammar=grammar,
+            media=media,
         )
 
     def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
@@ -173,6 +191,7 @@ class RequestMaker:
         continues: bool,
         param: str,
         grammar: Grammar | None,
+        media: tuple[MediaItem, ...] = (),
     ) -> Request:
         if grammar is not None and not isinstance(grammar, Grammar):
             raise InvalidRequest("grammar must be one of weft.types.grammar", param="grammar")
@@ -183,6 +202,8 @@ class RequestMaker:
         stops = Stops(params.stop)
         if grammar is not None:
             submits = [msgspec.structs.replace(submit, grammar=grammar) for submit in submits]
+        if media:
+            submits = [msgspec.structs.replace(submit, media=media) for submit in submits]
         choices = [
             Choice(
                 tokenizer,

@@ -15,7 +15,7 @@ from weft.front.reading import Reader
 from weft.grammar.registry import make_compiler
 from weft.grammar.service import GrammarService
 from weft.media.pictures import Pictures
-from weft.text.chat import ImageRules
+from weft.text.chat import image_rules
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 
@@ -52,23 +52,16 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     def load(self) -> TextModel:
         """Raises ConfigError."""
+        images, hidden = image_rules(self.images, self.most_images)
         return TextModel.load(
             self.tokenizer,
             self.chat_template,
             self.tool_call_parser,
             self.reasoning_parser,
             default_chat_template_kwargs=self.variables,
-            **image_options(self.images, self.most_images),
+            images=images,
+            hidden=hidden,
         )
-
-
-def image_options(facts: MediaFacts | None, most: int) -> dict[str, Any]:
-    """Arguments of ``TextModel.load``: no text becomes what stands for an image, or surrounds one."""
-    if facts is None:
-        return {}
-    tokens = (facts.placeholder, facts.video, facts.start, facts.end)
-    rules = ImageRules(placeholder=facts.placeholder, most=most)
-    return {"images": rules, "hidden": [token for token in tokens if token is not None]}
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.config.media import MediaFacts
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
 from weft.text.messages import ImagePart, Message, check_messages
@@ -61,6 +62,14 @@ class ImageRules(NamedTuple):
     """The token that the template writes for one."""
     most: int
     """Of a conversation."""
+
+
+def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
+    """(what ``ChatFormat`` needs, ids that no text may become): what stands for an image, or is around it."""
+    if facts is None:
+        return None, []
+    tokens = (facts.placeholder, facts.video, facts.start, facts.end)
+    return ImageRules(facts.placeholder, most), [token for token in tokens if token is not None]
 
 
 class ChatFormat:
