@@ -85,7 +85,20 @@ def test_a_group_of_either_role_may_die(role: str, start: Any) -> None:
 
 def test_the_short_form_with_several_fronts_and_a_rolling_restart(start: Any, due: list[Any]) -> None:
     server = start(
-        "spool-text", "--prefill", "1", "--decode", "1", "--max-num-seqs", "8", "--fronts", "2", "--port", "0"
+        *(
+            "spool-text",
+            "--prefill",
+            "1",
+            "--decode",
+            "1",
+            "--max-num-seqs",
+            "8",
+            "--fronts",
+            "2",
+            "--port",
+            "0",
+        ),
+        *("--role-timeout", str(deadline(30))),  # the only group of a role is restarted meanwhile
     )
     base = server.url()
     assert answers(base) == due

@@ -162,6 +162,30 @@ class Broken(Follower):
             raise RuntimeError("a bug")
         return super().accept(token) and self.what != "refuse"
 
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        if self.what == "ended":
+            raise RuntimeError("a bug")
+        return False
+
+
+class Stuck(Follower):
+    """A library's matcher that comes to a limit behind ``limit`` tokens; nothing can be taken back then."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def fill(self, words: np.ndarray) -> None:
+        if len(self.tokens) >= self.limit:
+            raise InvalidRequest("the grammar is too complex to follow")
+        super().fill(words)
+
+    def rollback(self, tokens: int) -> None:
+        if len(self.tokens) >= self.limit:
+            raise ValueError("cannot take back")
+        super().rollback(tokens)
+
 
 def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **params: Any) -> Rig:
     """Sequence 1 with ``matcher``, and sequence 2 without a grammar."""
@@ -289,7 +313,7 @@ def test_a_row_that_failed_for_another_reason_says_so() -> None:
     assert rig.scheduler.stats().row_errors == 1
 
 
-@pytest.mark.parametrize("what", ["fill", "accept", "refuse"])
+@pytest.mark.parametrize("what", ["fill", "accept", "refuse", "ended"])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: int) -> None:
     rig = rig_with(Broken(what), drafts=drafts)
@@ -298,6 +322,20 @@ def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: 
     assert error is not None
     assert error.code == ("grammar_mismatch" if what == "refuse" else "grammar_failed")
     assert rig.told[1].tokens == []
+    assert rig.told[2].finish == "length"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts: int) -> None:
+    """With drafts it does so while it is walked along them, and cannot be taken back."""
+    rig = rig_with(Stuck(6), drafts=drafts, max_tokens=20)
+    rig.drain()
+    told = rig.told[1]
+    assert told.error is not None
+    assert (told.finish, told.error.message) == ("error", "the grammar is too complex to follow")
+    assert told.error.http_status == 400
+    assert 6 - drafts <= len(told.tokens) <= 6
     assert rig.told[2].finish == "length"
     rig.check_idle()
 

@@ -48,7 +48,8 @@ def request_maker(config: EngineConfig, core: EngineCore | Replicas, text: TextM
     """What makes requests to this engine."""
     vision = config.spec.vision
     pictures = None if vision is None else LocalPictures(vision.media, config.media)
-    return RequestMaker(text, model_limits(config, core, text), config.model.seed, pictures)
+    limits = model_limits(config, core, text)
+    return RequestMaker(text, limits, config.model.seed, config.kv.media, pictures)
 
 
 def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> ModelLimits:

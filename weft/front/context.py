@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import time
@@ -25,11 +26,12 @@ from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
 from weft.front.read_worker import Files, ReadAnswer, decode_answer, payload_of, read_with
-from weft.front.reading import Job, Reader, check_model
+from weft.front.reading import Compiling, Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
+from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
 from weft.media.headers import ImageHeader
 from weft.media.memory import Lease
@@ -59,6 +61,8 @@ parsed: it is read in a process of its own."""
 READ_PROCESSES = 2
 READ_SECONDS = 120.0
 """For one large body."""
+MAX_READS = 16
+"""Times that a small body is read. A request asks for fewer grammars."""
 TRIM_AFTER = 3.0
 """Seconds after a large body in which its memory is given back."""
 
@@ -152,7 +156,7 @@ class Front:
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = setup.reader(text)
+        self._reader = setup.reader(text, waits=False)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -238,6 +242,17 @@ class Front:
         lease.give(sum(map(len, files.values())))
         return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 
+    async def _read_again(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns, in a thread. No thread waits for a grammar: there are few of them, and a
+        client can ask for what takes long. ``read`` is called again when there is one.
+        """
+        for _ in range(MAX_READS):
+            try:
+                return await self.in_thread(read)
+            except Compiling as under_way:
+                await _ended(under_way.task)
+        raise Overloaded("grammars wait too long to be compiled; try again later")
+
     async def made(self, kind: str, body: list[bytes]) -> bytes:
         """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
         return (await self._read(kind, body, lambda answer: answer.made, None))[0]
@@ -256,7 +271,8 @@ class Front:
 
         with self.media.memory.lease() as own:
             while True:
-                found = await self.in_thread(take, await self._read_large(kind, body, headers))
+                data = await self._read_large(kind, body, headers)
+                found = await self._read_again(functools.partial(take, data))
                 if not isinstance(found, tuple):
                     return found, files
                 assert not files  # they were all asked for at once
@@ -296,6 +312,20 @@ class Front:
         """A served model, as /v1/models shows it: never by a name that is only accepted."""
         shown = name if name in self.names else self.names[0]
         return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
+
+
+async def _ended(task: Compile) -> None:
+    """Waits until ``task`` has a result, or is too late."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def ring() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    task.when_ended(ring)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(task.left):
+            await event.wait()
 
 
 def _decoded(data: bytes | bytearray) -> ReadAnswer:

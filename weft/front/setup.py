@@ -76,8 +76,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 10.0
     """Seconds in which a grammar must be compiled."""
 
-    def reader(self, text: TextModel) -> Reader:
-        """A reader over ``text``."""
+    def reader(self, text: TextModel, *, waits: bool = True) -> Reader:
+        """A reader over ``text``. ``waits``: see ``Reader``."""
         return Reader(
             text,
             self.names,
@@ -86,6 +86,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             keep_attribution=self.keep_attribution,
             grammars=GrammarCheck(self),
             pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
+            waits=waits,
         )
 
 

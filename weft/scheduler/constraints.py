@@ -75,7 +75,11 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether the output is complete, and no id can end the sequence."""
-        return self._ends_itself and self._matcher.ended
+        try:
+            return self._ends_itself and self._matcher.ended
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def walk(self, tokens: Iterable[int]) -> None:
         """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
@@ -97,9 +101,9 @@ class Constraint:
         if self.failure is not None or not self._accept(token):
             return False
         if self.finished:
-            self._matcher.rollback(1)
+            self._take_back(1)
             return False
-        return True
+        return self.failure is None
 
     def fill(self, masks: np.ndarray) -> int:
         """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
@@ -112,23 +116,21 @@ class Constraint:
             return 0
         if len(masks) == 1:
             return int(self._try_fill(masks[0]))
-        walked = 0
+        walked = reached = 0
         try:
             for place, words in enumerate(masks):
                 if place and not self._follows(masks[place - 1], draft := int(self.drafts[place - 1])):
-                    return place
+                    break
                 if place:
                     if not self._matcher.accept(draft):
-                        return place
+                        break
                     walked += 1
                 self._fill(words)
-            return len(masks)
+                reached += 1
         except Exception as error:
             self._fail(error)
-            return 0
-        finally:
-            if walked:
-                self._matcher.rollback(walked)
+        self._take_back(walked)
+        return 0 if self.failure is not None else reached
 
     def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
         """Why nothing could be sampled behind ``tokens``; None when something was left by masks and lists."""
@@ -162,6 +164,16 @@ class Constraint:
         except Exception as error:
             self._fail(error)
             return False
+
+    def _take_back(self, tokens: int) -> None:
+        """A matcher that has failed may refuse this as well: what it said first is why the sequence ends."""
+        if not tokens:
+            return
+        try:
+            self._matcher.rollback(tokens)
+        except Exception as error:
+            if self.failure is None:
+                self._fail(error)
 
     def _try_fill(self, words: np.ndarray) -> bool:
         try:

@@ -24,6 +24,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
 
 
+def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
+    """For whom needs to know where the images are, and not what is in them."""
+    return tuple(msgspec.structs.replace(item, pixels=b"") for item in items)
+
+
 SPAN = 6
 """Numbers of a span; see ``spans_of``."""
 
