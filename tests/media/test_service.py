@@ -261,7 +261,7 @@ def test_a_server_that_hangs_holds_up_nobody(files: Any, monkeypatch: pytest.Mon
             assert caught.value.error_code == "image_fetch_failed"
             assert caught.value.param == WHERE
 
-    run(work, allowed_media_domains=(f"127.0.0.1:{port}",), media_timeout=3.0)
+    run(work, allowed_media_domains=(f"127.0.0.1:{port}",), media_timeout=deadline(3.0))
 
 
 def test_addresses_that_are_not_public_are_refused_by_the_real_worker(files: Any) -> None:

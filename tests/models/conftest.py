@@ -286,7 +286,7 @@ class Paged:
             prepared=tuple(map(self._prepare, segments)),
             logits_index=torch.arange(len(ids), device=self.model.device),
             exchange=self.exchange,
-            rope_positions=rope_positions_of(rows) if spec.rope.sections else None,
+            rope_positions=self._rope_positions(rows),
             media=media_of(rows),
         )
         with torch.inference_mode():
@@ -307,6 +307,10 @@ class Paged:
         sequence.computed -= count
         sequence.live -= count
         del sequence.logits[len(sequence.logits) - count :]
+
+    def _rope_positions(self, rows: Seq[tuple[Sequence, int]]) -> Tensor | None:
+        found = rope_positions_of(rows) if self.model.spec.rope.sections else None
+        return None if found is None else found.to(self.model.device)
 
     def _column(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)

@@ -15,7 +15,8 @@ from tests.support.ranks import on_ranks
 from tests.support.vision_models import CASES, PLACEHOLDER, Prompt, Seen, make_prompt, types_of
 from weft.attention.base import StepInput
 from weft.config.families import load_spec
-from weft.config.memory import weight_bytes
+from weft.config.memory import activation_bytes, weight_bytes
+from weft.config.sections import SchedulerSection
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.types.layout import Layout
@@ -243,6 +244,18 @@ def test_the_size_of_the_weights_is_known_before_they_are_read(name: str, seeing
     real = sum(parameter.nbytes for parameter in model.parameters())
     assert weight_bytes(model.spec, "float32") == pytest.approx(real, rel=0.03)
     assert sum(weight.nbytes for _, weight in _tower(model)) > 0.1 * real
+
+
+def test_room_for_the_largest_image(seeing: Any) -> None:
+    """Beside what steps take; more than the widest tensor while it is encoded."""
+    scheduler = SchedulerSection()
+    for name, patches in (("qwen3-vl", 200), ("kimi-k25", 200)):
+        folder = seeing(name).folder
+        sizes = [
+            activation_bytes(load_spec(folder, language_model_only=only), "float32", scheduler)
+            for only in (False, True)
+        ]
+        assert sizes[0] - sizes[1] > patches * 4 * 44
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "kimi-k25"])

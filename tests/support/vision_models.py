@@ -125,6 +125,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def processor_of(family: str) -> dict[str, Any]:
+    """What is in preprocessor_config.json."""
+    return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
+
+
 def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     """Saves a random checkpoint in its published layout; returns the reference model.
 
@@ -135,8 +140,7 @@ def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
     reference = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(reference)
     reference.save_pretrained(folder)
-    processor = _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
     if family == "Kimi_K25":
         _publish(folder)
     return reference
@@ -174,7 +178,8 @@ class Prompt:
     def embedded(self, tower: Tower) -> list[Embedding]:
         """What the tower makes of each image."""
         with torch.inference_mode():
-            return [tower.embed(image) for image in self.images]
+            device = next(tower.parameters()).device
+            return [tower.embed(image.to(device)) for image in self.images]
 
     def inputs(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """What the reference takes beside ids: pixels are made here, see test_vision.py."""
@@ -260,7 +265,7 @@ def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
     if not places:
         return None
     joined = torch.cat(levels, dim=1) if levels else None
-    return MediaRows(rows=torch.tensor(places), main=torch.cat(main), levels=joined)
+    return MediaRows(rows=torch.tensor(places, device=main[0].device), main=torch.cat(main), levels=joined)
 
 
 def rope_positions_of(rows: Seq[tuple[Any, int]]) -> Tensor | None:

@@ -25,8 +25,24 @@ class MediaSection(Section, frozen=True, kw_only=True):
         ),
     ] = ()
     limit_mm_per_prompt: Annotated[
-        int, Meta(ge=0, le=4096, description="Images of one prompt at most; 0 refuses them.")
+        int, Meta(ge=0, le=256, description="Images of one prompt at most; 0 refuses them.")
     ] = 16
+    mm_cache_bytes: Annotated[
+        str | None,
+        Meta(
+            description="Embeddings of images that each rank keeps, e.g. 1G: those being read, and earlier "
+            "ones, for prompts with the same image. By default 512M, or what the largest image takes.",
+            extra={"size": True},
+        ),
+    ] = None
+    max_encode_patches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 24,
+            description="Patches of images that one step encodes; one image alone may have more.",
+        ),
+    ] = 16384
     max_image_bytes: Annotated[int, Meta(ge=1024, le=1 << 30, description="Largest file of an image.")] = (
         20 << 20
     )

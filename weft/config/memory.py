@@ -368,6 +368,18 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     row = 4 * spec.hidden + inner + 3 * wide
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
+    tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
-    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight
+    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower
+
+
+def encoding_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Bytes of intermediate results while the largest image is encoded (likewise; one at a time is)."""
+    media = vision.media
+    patches = media.max_patches if media.kind == "patches" else media.max_pixels // media.patch**2
+    size = DTYPE_BYTES[dtype]
+    pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and cut
+    learned = 3 * vision.hidden * max(4, size)
+    block = (8 * vision.hidden + 2 * vision.intermediate) * size
+    return patches * max(pixels * size, learned, block)

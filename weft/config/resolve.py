@@ -25,6 +25,7 @@ from weft.config.flags import parse_size
 from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
+from weft.config.media_limits import media_limits
 from weft.config.media_section import check_media
 from weft.config.memory import (
     GIB,
@@ -101,6 +102,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         spec, dtype, device, model, cache, scheduler, copies, config.parallel, host, rooms
     )
     kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies, rooms)
+    kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,

@@ -99,14 +99,6 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
-    mm_cache_bytes: Annotated[
-        str | None,
-        Meta(
-            description="Embeddings of images that each rank keeps, e.g. 1G: those being read, and earlier "
-            "ones, for prompts with the same image. By default 512M, or what the largest image takes.",
-            extra={"size": True},
-        ),
-    ] = None
     session_retention: Annotated[
         float,
         Meta(
@@ -148,15 +140,6 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             ge=0, le=1 << 20, description="Prompt tokens of one sequence in one step at most; 0 for no limit."
         ),
     ] = 0
-    max_encode_patches: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1 << 24,
-            description="Patches of images that one step encodes; one image alone may have more.",
-        ),
-    ] = 16384
-    limit_mm_per_prompt: Annotated[int, Meta(ge=1, le=256, description="Images of one prompt at most.")] = 16
     step_policy: Annotated[
         Literal["mixed", "exclusive"],
         Meta(description="mixed: prefill and decode in one step; exclusive: prefill-first, one kind a step."),

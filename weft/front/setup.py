@@ -108,9 +108,3 @@ class GrammarCheck:
                 )
                 self._service = GrammarService(compiler, timeout=self._setup.grammar_timeout)
             return self._service
-
-    def close(self) -> None:
-        """Takes no more grammars."""
-        with self._lock:
-            if self._service is not None:
-                self._service.close()

@@ -417,6 +417,7 @@ class Fleet:
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)
+        self._unlanded.stall(event.seconds)
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True

@@ -145,6 +145,8 @@ class Spans:
         empty = np.array([NO_IMAGE, *[NOWHERE] * most], np.int32)
         self._empty = empty
         self.table = torch.from_numpy(empty).repeat(slots, 1, 1).to(device)
+        self._starts = self.table.select(2, 0)
+        self._entries = self.table.view(-1, SPAN)
 
     def alloc(self, slot: int, spans: np.ndarray) -> None:
         """``slot`` has a new sequence. spans: int32 [items * 6]. Raises EngineDead when they do not fit."""
@@ -161,9 +163,8 @@ class Spans:
         slots, positions: int64 [T]. The same calls whatever they hold, none of which asks the host: steps
         that are replayed have them among theirs.
         """
-        spans = self.table[slots].long()  # [T, 1 + most, 6]
-        where = (positions.unsqueeze(1) >= spans[:, :, 0]).sum(1) - 1
-        span = spans.gather(1, where.view(-1, 1, 1).expand(-1, 1, SPAN)).squeeze(1)
+        begun = (positions.unsqueeze(1) >= self._starts[slots]).sum(1)
+        span = self._entries[torch.add(begun - 1, slots, alpha=len(self._empty))].long()
         count, rows, columns, rope = span[:, 1], span[:, 3], span[:, 4], span[:, 5]
         token = positions - span[:, 0]
         inside = token < count

@@ -48,7 +48,7 @@ def colour_table(media: MediaFacts, dtype: torch.dtype, device: torch.device) ->
     else:  # this one's mean and deviation are rescaled, not the pixels
         scale = 1.0 / media.rescale
         table = (values.to(torch.float32) - mean * scale) / (std * scale)
-    return table.to(device=device, dtype=dtype)
+    return table.to(dtype).to(device)
 
 
 def patches(image: Tensor, media: MediaFacts, colours: Tensor) -> Tensor:
