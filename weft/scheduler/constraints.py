@@ -289,43 +289,38 @@ def masks_of(
     gens: int32 [slots], constrained: bool [slots], and in_slot [slots] the sequences: those that are running
     now. A row whose sequence has left its slot since the plan was made has none: what it samples is dropped.
     """
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # first entries, how many, sequences
+    # Few and plain operations: each is cold here, as the forward has had the caches since the last step.
+    begins: list[int] = []
+    samples: list[int] = []
+    constraints: list[Constraint] = []
     first = 0
     for segment in (plan.prefill, plan.decode):
         if not segment.rows:
             continue
-        sample = segment.sample
-        ends = first + sample.cumsum()
-        own = (constrained[segment.slot] & (gens[segment.slot] == segment.gen) & (sample > 0)).nonzero()[0]
-        if len(own):
-            found.append((ends[own] - sample[own], sample[own], in_slot[segment.slot[own]]))
-        first = int(ends[-1])
-    if not found:
+        own = constrained[segment.slot] & (gens[segment.slot] == segment.gen)
+        sequences: list[HasConstraint] = in_slot[segment.slot].tolist()
+        for sampled, mine, sequence in zip(segment.sample.tolist(), own.tolist(), sequences, strict=True):
+            if mine and sampled:
+                assert sequence.constraint is not None
+                begins.append(first)
+                samples.append(sampled)
+                constraints.append(sequence.constraint)
+            first += sampled
+    if not constraints:
         return TokenMasks()
-    begins, samples, sequences = (
-        found[0] if len(found) == 1 else (np.concatenate(c) for c in zip(*found, strict=True))
-    )
-    constraints = [_constraint_of(sequence) for sequence in sequences.tolist()]
-    width = -(-vocab_size // WORD)
-    if (samples == 1).all():
-        words = np.empty((len(constraints), width), np.int32)
+    words = np.empty((sum(samples), -(-vocab_size // WORD)), np.int32)
+    if max(samples) == 1:
         reached = fill_each(constraints, words)
         if len(reached) < len(constraints):
-            begins, words = begins[reached], words[reached]
+            begins, words = [begins[number] for number in reached], words[reached]
         return TokenMasks(entries=column(begins), words=words.ravel())
-    words = np.empty((int(samples.sum()), width), np.int32)
     entries: list[int] = []
     used = 0
-    for begin, sampled, constraint in zip(begins.tolist(), samples.tolist(), constraints, strict=True):
+    for begin, sampled, constraint in zip(begins, samples, constraints, strict=True):
         count = constraint.fill(words[used : used + sampled])
         entries += range(begin, begin + count)
         used += count
     return TokenMasks(entries=column(entries), words=words[:used].ravel())
-
-
-def _constraint_of(sequence: HasConstraint) -> Constraint:
-    assert sequence.constraint is not None
-    return sequence.constraint
 
 
 def keep_drafts(plan: StepPlan, result: StepResult, gens: np.ndarray, in_slot: np.ndarray) -> None:

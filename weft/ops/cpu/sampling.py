@@ -60,8 +60,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
 
-    logits, rows, masks: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps everything.
-    seed, choice, position: int64 [R], what the noise is a function of.
+    logits, rows, masks: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps
+    everything. seed, choice, position: int64 [R], what the noise is a function of.
     """
     words, places = (None, None) if masks is None else masks
     ids, error = torch.ops.weft_cpu.sample.default(
