@@ -22,7 +22,7 @@ from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
-from weft.runner.token_lists import Lists, lists_of, pairs_of
+from weft.runner.token_lists import Lists, lists_of, pairs_of, words_of
 from weft.runner.token_logprobs import LogprobTensors, assembled
 from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams
@@ -225,16 +225,7 @@ class Sampler:
         masks."""
         if not len(masks.entries):
             return self._no_masks
-        count = len(masks.entries)
-        if masks.entries[-1] == count - 1:  # the first ``count`` entries, so a mask has its entry's number
-            places = np.minimum(order, count - 1)
-        else:
-            numbers = np.zeros(1 + max(int(order.max()), int(masks.entries[-1])), np.int64)
-            numbers[masks.entries] = np.arange(count)
-            places = numbers[order]
-        words = masks.words.reshape(count, -1)
-        if not words.flags.writeable:  # of a frame: torch wants its own
-            words = words.copy()
+        words, places = words_of(masks, order)
         return upload(words, self._device), upload(places, self._device)
 
     # --- parameters ---
