@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from tests.scheduler.fake_runner import (
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.grammar.base import Matcher, fill_one_by_one
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
@@ -294,6 +296,9 @@ class Follower:
 
     def fill(self, words: np.ndarray) -> None:
         words[:] = -1
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        return fill_one_by_one(matchers, words)
 
 
 R = TypeVar("R", bound=Rig)

@@ -14,7 +14,7 @@ from tests.scheduler.fake_runner import ROW_ERROR, VOCAB, kv_config, submit
 from tests.scheduler.harness import Follower, Rig, Told
 from tests.support.automata import Automaton, AutomatonMatcher, random_automaton
 from weft.common.errors import EngineDead, InvalidRequest
-from weft.scheduler.constraints import Constraint, masks_of, unpacked
+from weft.scheduler.constraints import Constraint, fill_each, masks_of, unpacked
 from weft.types.grammar import Text
 from weft.types.plan import Segment, StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
@@ -125,6 +125,28 @@ def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
     constraint = Constraint(Follower(), (), TokenParams(), WIDE)
     with pytest.raises(EngineDead, match="drafts of which the head was not told"):
         constraint.fill(np.zeros((2, WORDS), np.int32))
+
+
+def test_many_masks_at_once_and_who_fails() -> None:
+    """Rows of matchers that work are those of ``fill``; those of others say why, and are nobody's mask."""
+    rng = random.Random(5)
+    automata = [random_automaton(rng, WIDE, (3, 4, 40)) for _ in range(6)]
+    made = [
+        Constraint(AutomatonMatcher(automaton), automaton.ends, TokenParams(stop_ids=stops), WIDE)
+        for automaton, stops in zip(automata, [(), (3,), (), (3, 4), (40,), ()], strict=True)
+    ]
+    made.insert(2, Constraint(Broken("fill"), (), TokenParams(), WIDE))
+    made.insert(4, Constraint(Follower(), (), TokenParams(), WIDE))
+    made[4].failure = InvalidRequest("it had failed before").info()
+    words = np.empty((len(made), WORDS), np.int32)
+    assert fill_each(made, words) == [0, 1, 3, 5, 6, 7]
+    assert made[2].failure is not None
+    for number in (0, 1, 3, 5, 6, 7):
+        alone = np.empty((1, WORDS), np.int32)
+        assert made[number].fill(alone) == 1
+        assert ids(words[number]) == ids(alone[0])
+    assert fill_each([], np.empty((0, WORDS), np.int32)) == []
+    assert fill_each([made[2], made[4]], words[:2]) == []
 
 
 # ---- in a scheduler
