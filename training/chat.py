@@ -88,10 +88,18 @@ def report(
 ) -> None:
     """Print and write the numbers of an evaluation: accuracy, ``measured``, and what it was measured with."""
     right = score(answers, asked)
+    for problem, answer in zip(asked, answers, strict=True):
+        if args.show_errors and score([answer], [problem]) == 0:
+            print(f"--- {problem.question}\nwanted: {problem.solution!r}\ngot:    {answer!r}")
     result: dict[str, object] = {"task": "gsm-mini", "problems": len(asked), "exact": right}
     result["accuracy"] = round(right / len(asked), 4)
+    write_result(args, script, result | measured)
+
+
+def write_result(args: argparse.Namespace, script: str, result: dict[str, object]) -> None:
+    """Print ``result`` with what it was measured with, and write it to ``--result``."""
     bundled = script.replace("_", "-")
-    result |= measured | {
+    result = result | {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -103,9 +111,6 @@ def report(
         curve = json.loads(args.curve.read_text())
         last = curve["curve"][-1]
         result["training"] = curve["recipe"] | {key: last[key] for key in ("step", "tokens", "seconds")}
-    for problem, answer in zip(asked, answers, strict=True):
-        if args.show_errors and score([answer], [problem]) == 0:
-            print(f"--- {problem.question}\nwanted: {problem.solution!r}\ngot:    {answer!r}")
     print(json.dumps(result, indent=1))
     if args.result:
         args.result.write_text(json.dumps(result, indent=1) + "\n")

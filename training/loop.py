@@ -11,6 +11,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -50,6 +51,7 @@ class Recipe:
 
 
 R = TypeVar("R", bound=Recipe)
+Batch = tuple[Tensor, ...]
 
 
 class Script(ABC, Generic[R]):
@@ -65,11 +67,18 @@ class Script(ABC, Generic[R]):
     def new_model(self, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         """A random model in float32."""
 
+    def batches(
+        self, tokenizer: PreTrainedTokenizerFast, recipe: R, first_pool: int, batch_tokens: int
+    ) -> Iterator[Batch]:
+        """Batches without end for ``loss``; ids [B, L] come first. Each pool has its own data."""
+        encoder = Encoder(tokenizer, recipe.question_weight, recipe.tool_share, recipe.recall_share)
+        return batches(encoder, recipe.seed, first_pool, batch_tokens)
+
     @abstractmethod
     def loss(
-        self, model: PreTrainedModel, ids: Tensor, weights: Tensor, recipe: R, progress: float
+        self, model: PreTrainedModel, batch: Batch, recipe: R, progress: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of rows [B, L], and the means to report: ``answer_loss`` and others."""
+        """The loss of a batch, and the means to report: ``answer_loss`` and others."""
 
     @abstractmethod
     def export(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -83,10 +92,8 @@ class Script(ABC, Generic[R]):
         raise SystemExit(f"--start: {type(self).__name__} begins with random weights only")
 
     @abstractmethod
-    def watch(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]
-    ) -> dict[str, float]:
-        """Measures on held-out problems; the model is in evaluation mode."""
+    def watch(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, n: int) -> dict[str, float]:
+        """Measures on ``n`` held-out problems; the model is in evaluation mode."""
 
     def optimizers(self, model: PreTrainedModel, recipe: R) -> list[torch.optim.Optimizer]:
         """Optimizers of all parameters. Their groups' ``lr`` is the peak rate, which the schedule scales."""
@@ -103,6 +110,11 @@ class Script(ABC, Generic[R]):
 
     def after_step(self, model: PreTrainedModel, recipe: R) -> None:
         """Called after every optimizer step, with the counters averaged."""
+
+
+def held_out(n: int) -> list[Problem]:
+    """The first ``n`` of the problems that are watched during training."""
+    return list(itertools.islice(problems("test", DEV_SEED), n))
 
 
 def rate_at(recipe: Recipe, step: int, progress: float) -> float:
@@ -159,12 +171,12 @@ class Run:
         """Whether the recipe is finished."""
         return self.progress() >= 1 if self.recipe.minutes else self.step >= self.recipe.steps
 
-    def update(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
-        """One optimizer step on rows [B, L]; returns the means to report."""
+    def update(self, *batch: Tensor) -> dict[str, float]:
+        """One optimizer step on a batch; returns the means to report."""
         progress = self.progress()
         rate = rate_at(self.recipe, self.step, progress)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bf16):
-            total, means = self.script.loss(self.model, ids, weights, self.recipe, progress)
+            total, means = self.script.loss(self.model, batch, self.recipe, progress)
         total.backward()
         clock = torch.tensor([self.seconds + min(time.time() - self.last, STOPPED)])
         self.last = time.time()
@@ -183,13 +195,13 @@ class Run:
             optimizer.zero_grad(set_to_none=True)
         self.script.after_step(self.model, self.recipe)
         self.step += 1
-        self.tokens += ids.numel() * (dist.get_world_size() if dist.is_initialized() else 1)
+        self.tokens += batch[0].numel() * (dist.get_world_size() if dist.is_initialized() else 1)
         return {name: float(value) for name, value in means.items()}
 
-    def watch(self, asked: list[Problem]) -> dict[str, float]:
-        """What the script watches, on ``asked``."""
+    def watch(self, n: int) -> dict[str, float]:
+        """What the script watches, on ``n`` held-out problems."""
         self.model.eval()
-        seen = self.script.watch(self.model, self.tokenizer, asked)
+        seen = self.script.watch(self.model, self.tokenizer, n)
         self.model.train()
         return seen
 
@@ -225,10 +237,8 @@ def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) ->
     run = Run(args.out, script, recipe)
     if rank == 0:
         print(f"{sum(p.numel() for p in run.model.parameters()):,} parameters, step {run.step}", flush=True)
-    dev = list(itertools.islice(problems("test", DEV_SEED), args.dev))
-    encoder = Encoder(run.tokenizer, recipe.question_weight, recipe.tool_share, recipe.recall_share)
     first_pool, run.pool = run.pool + 1000 * rank, run.pool + 1000 * args.workers
-    stream = batches(encoder, recipe.seed, first_pool, recipe.batch_tokens // args.workers)
+    stream = script.batches(run.tokenizer, recipe, first_pool, recipe.batch_tokens // args.workers)
     progress = Progress(run, args.log)
     saved = time.time()
     while not run.done():
@@ -237,7 +247,7 @@ def work(rank: int, script: Script, args: argparse.Namespace, recipe: Recipe) ->
         if rank:
             continue
         if due or run.step % args.log == 0:
-            progress.report(run.watch(dev) if due else {})
+            progress.report(run.watch(args.dev) if due else {})
         if due or time.time() - saved > args.save_seconds:
             run.save()
             saved = time.time()

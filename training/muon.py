@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the quintic that drives singular values toward 1 in five rounds
 ROUNDS = 5
@@ -58,3 +58,24 @@ class Muon(torch.optim.Optimizer):
             dist.all_reduce(flat)
         for (group, p), update in zip(todo, flat.split([p.numel() for _, p in todo]), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view_as(p))
+
+
+def muon_and_adamw(
+    model: nn.Module, matrix_lr: float, lr: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers; AdamW for embeddings, norms and routers."""
+    pairs: list[Tensor] = []
+    single: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, p in model.named_parameters():
+        if p.ndim < 2 or "embed_tokens" in name or "mlp.gate.weight" in name:
+            rest.append(p)
+        else:
+            (pairs if "gate_up_proj" in name else single).append(p)
+    groups: list[dict[str, object]] = [{"params": single}, {"params": pairs, "halves": True}]
+    tables = [{"params": [p for p in rest if p.ndim > 1], "weight_decay": weight_decay}]
+    tables.append({"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0})
+    return [
+        Muon(groups, lr=matrix_lr, weight_decay=weight_decay),
+        torch.optim.AdamW(tables, lr=lr, betas=(0.9, 0.98), fused=True),
+    ]

@@ -18,10 +18,10 @@ from transformers import DeepseekV3Config, GenerationConfig, PreTrainedTokenizer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from training.chat import prompt_ids, report, solve_ids, stop_ids, tidy
-from training.loop import Recipe, Script, add_evaluate_parser, add_train_parser
+from training.loop import Batch, Recipe, Script, add_evaluate_parser, add_train_parser, held_out
 from training.mtp import DeepseekV3WithMtp, cross_entropy, draft_hits
-from training.muon import Muon
-from weft.eval.gsm_mini import Problem, score, test_set
+from training.muon import muon_and_adamw
+from weft.eval.gsm_mini import score, test_set
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "weft/checkpoints/spool-text"
 DRAFTS = 3
@@ -120,27 +120,13 @@ class SpoolMla(Script[MlaRecipe]):
 
     def optimizers(self, model: DeepseekV3WithMtp, recipe: MlaRecipe) -> list[torch.optim.Optimizer]:
         """Muon for the matrices of the layers; AdamW for embeddings, norms and routers."""
-        pairs: list[Tensor] = []
-        single: list[Tensor] = []
-        rest: list[Tensor] = []
-        for name, p in model.named_parameters():
-            if p.ndim < 2 or "embed_tokens" in name or "mlp.gate.weight" in name:
-                rest.append(p)
-            else:
-                (pairs if "gate_up_proj" in name else single).append(p)
-        decay = recipe.weight_decay
-        groups = [{"params": single}, {"params": pairs, "halves": True}]
-        tables = [{"params": [p for p in rest if p.ndim > 1], "weight_decay": decay}]
-        tables.append({"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0})
-        return [
-            Muon(groups, lr=recipe.matrix_lr, weight_decay=decay),
-            torch.optim.AdamW(tables, lr=recipe.lr, betas=(0.9, 0.98), fused=True),
-        ]
+        return muon_and_adamw(model, recipe.matrix_lr, recipe.lr, recipe.weight_decay)
 
     def loss(
-        self, model: DeepseekV3WithMtp, ids: Tensor, weights: Tensor, recipe: MlaRecipe, progress: float
+        self, model: DeepseekV3WithMtp, batch: Batch, recipe: MlaRecipe, progress: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted cross entropy of the next token, and of the drafts where the answer is."""
+        ids, weights = batch
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         wanted = weights[:, 1:] > 0  # [B, L - 1]
         each = cross_entropy(model, hidden[:, :-1], ids[:, 1:], wanted)
@@ -166,10 +152,9 @@ class SpoolMla(Script[MlaRecipe]):
             router.e_score_correction_bias += recipe.balance * (router.load.mean() - router.load).sign()
             router.load.zero_()
 
-    def watch(
-        self, model: DeepseekV3WithMtp, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]
-    ) -> dict[str, float]:
+    def watch(self, model: DeepseekV3WithMtp, tokenizer: PreTrainedTokenizerFast, n: int) -> dict[str, float]:
         """Share solved, and shares of right drafts."""
+        asked = held_out(n)
         prompts = [prompt_ids(tokenizer, problem) for problem in asked]
         replies = solve_ids(model, tokenizer, prompts)
         texts = tokenizer.batch_decode(replies, skip_special_tokens=True)

@@ -16,23 +16,31 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from training.chat import report, solve, stop_ids, tidy
-from training.loop import DEV_SEED, Recipe, Script, add_evaluate_parser, add_train_parser
+from training.loop import DEV_SEED, Batch, Recipe, Script, add_evaluate_parser, add_train_parser, held_out
+from training.muon import muon_and_adamw
 from training.tokenizer import TOOL_TEMPLATE, build_tokenizer
 from training.tools import ask
-from weft.eval.gsm_mini import Problem, score, test_set
+from weft.eval.gsm_mini import score, test_set
 from weft.eval.tools_mini import tool_problems
 from weft.eval.tools_score import totals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRecipe(Recipe):
-    """``router_aux`` weighs the routers' balance loss."""
+    """``router_aux`` weighs the routers' balance loss; ``matrix_lr`` is Muon's rate, 0 for AdamW alone."""
 
     router_aux: float = 0.01
+    matrix_lr: float = 0.0
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
@@ -106,17 +114,25 @@ class SpoolText(Script[TextRecipe]):
         """A random model in float32."""
         return new_model(tokenizer)
 
+    def optimizers(self, model: PreTrainedModel, recipe: TextRecipe) -> list[torch.optim.Optimizer]:
+        """AdamW, or Muon for the matrices of the layers."""
+        if not recipe.matrix_lr:
+            return super().optimizers(model, recipe)
+        return muon_and_adamw(model, recipe.matrix_lr, recipe.lr, recipe.weight_decay)
+
     def loss(
-        self, model: Qwen3MoeForCausalLM, ids: Tensor, weights: Tensor, recipe: TextRecipe, progress: float
+        self, model: Qwen3MoeForCausalLM, batch: Batch, recipe: TextRecipe, progress: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted cross entropy of the next token and the routers' balance."""
+        ids, weights = batch
         total, answer = loss_of(model, ids, weights, recipe.router_aux)
         return total, {"answer_loss": answer}
 
     def watch(
-        self, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, asked: list[Problem]
+        self, model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, n: int
     ) -> dict[str, float]:
-        """The share of ``asked`` that is solved, and the same of half as many problems with tools."""
+        """The share of problems that is solved, and the same of half as many problems with tools."""
+        asked = held_out(n)
         seen = {"dev_exact": round(score(solve(model, tokenizer, asked), asked) / len(asked), 4)}
         with_tools = list(itertools.islice(tool_problems("test", DEV_SEED), len(asked) // 2))
         counts = totals(ask(model, tokenizer, with_tools))

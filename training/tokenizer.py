@@ -14,6 +14,8 @@ from weft.eval.gsm_mini import problems
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+IMAGE_START, IMAGE_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+VISION_TOKENS = (IMAGE_START, IMAGE_END, IMAGE, VIDEO)
 TOKENIZER_SEED = 11
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -71,6 +73,24 @@ TOOL_TEMPLATE = """\
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+# A content is text or a list of parts; a part that is no text is an image.
+VISION_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{{- part['text'] if part['type'] == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{- '<|im_start|>assistant\\n' -}}

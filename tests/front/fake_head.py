@@ -155,8 +155,8 @@ class FakeHead:
     def run(self) -> None:
         while not self.stop:
             while self.socket.poll(0 if self.live else 20):
-                front, body = self.socket.recv_multipart()
-                self.take(front, m.decode_to_head(body))
+                front, body, *attached = self.socket.recv_multipart()
+                self.take(front, m.decode_to_head(body, attached))
             self.step()
             if time.monotonic() - self.heartbeat_sent > 0.05:
                 self.heartbeat_sent = time.monotonic()

@@ -228,3 +228,21 @@ def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Pa
         assert chat.result().status_code == 400
         assert "template" in chat.result().json()["error"]["message"]
     assert beside, "who asked meanwhile was answered meanwhile"
+
+
+def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
+    """Neither requests without one, nor such as have one that was compiled."""
+    server = start_fake()
+    quick = {"model": "fake", "prompt": "ab", "max_tokens": 2, "guided_regex": "a+"}
+    assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
+    with contextlib.ExitStack() as opened:
+        waiting = []
+        for first in "abc":  # more than there are threads
+            parts = [{"type": "string", "pattern": f"{first}.*{chr(97 + n)}.*"} for n in range(26)]
+            slow = json.dumps({"model": "fake", "prompt": "ab", "guided_json": {"allOf": parts}}).encode()
+            waiting.append(opened.enter_context(connect(server)))
+            waiting[-1].sendall(ROUTE + b"Content-Length: %d\r\n\r\n" % len(slow) + slow)
+        time.sleep(0.5)
+        assert ask_anew(server) == 200
+        assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
+        assert not ended(waiting), "they are still being compiled"

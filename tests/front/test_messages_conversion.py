@@ -362,3 +362,21 @@ def test_wishes_that_a_model_does_not_know_are_no_errors(tmp_path: Path) -> None
     assert room.max_tokens == 2048 - room.count, "as much as the context has room for"
     with pytest.raises(NotFound):
         job(plain, model="other")
+
+
+def test_nothing_is_nested_so_deeply_that_it_is_no_mistake_of_the_client(tmp_path: Path) -> None:
+    """However deep: writing a value takes more of the stack than reading it did."""
+    limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
+    reader = Reader(TextModel.load(FOLDER, write_template(tmp_path)), ("m",), limits, 1 << 20)
+
+    def refusal(levels: int, tool: dict[str, Any]) -> tuple[str, str | None]:
+        """Of a tool in which an object of so many levels stands for 5."""
+        body = json.dumps({"model": "m", "max_tokens": 2, "messages": [HELLO], "tools": [tool]})
+        with pytest.raises(InvalidRequest) as caught:
+            read_messages(reader, body.replace("5", '{"a":' * levels + "1" + "}" * levels).encode())
+        return caught.value.message, caught.value.param
+
+    examples = {refusal(levels, {**TOOL, "input_examples": [5]}) for levels in range(900, 1010)}
+    assert ("the body is nested too deeply", None) in examples
+    schema = {**TOOL, "input_schema": {"type": "object", "x": 5}}
+    assert refusal(700, schema) == ("tools holds what is nested too deeply", "tools")

@@ -140,7 +140,7 @@ def test_the_choice_among_tools() -> None:
 
     assert use(None, parallel_tool_calls=False) == ("auto", None, False)
     assert use("required") == ("required", None, True)
-    assert use({"type": "function", "name": "g"}) == ("required", ("g",), True)
+    assert use({"type": "function", "name": "g"}) == ("required", ("g",), False), "exactly one"
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     assert use(some) == ("auto", ("f",), True)
 
@@ -194,6 +194,10 @@ def test_earlier_responses_come_first_and_references_are_resolved() -> None:
     reference = {"type": "item_reference", "id": "msg_9"}
     made, _ = read(history, input=[RESULT, reference], instructions="new ones")
     assert [message["role"] for message in made.messages] == ["system", "user", "assistant", "tool", "user"]
+    for nothing in (None, "", []):
+        made, facts = read(history, input=nothing, previous_response_id="resp_1")
+        assert [message["role"] for message in made.messages] == ["user", "assistant"]
+        assert bytes(facts.items) == b"[]"
     with pytest.raises(NotFound) as caught:
         read(input=[reference])
     assert (caught.value.param, caught.value.error_code) == ("input[0]", "item_not_found")
@@ -210,6 +214,7 @@ def test_what_a_body_refers_to() -> None:
     assert found(input=[{"type": "item_reference"}]) == Lookup(None, [])
     assert found(input=[{"type": "item_reference", "id": "x"}, 7]) == Lookup(None, []), "reading it tells why"
     assert found(input="previous_response_id").previous is None
+    assert found(input="item_reference", previous_response_id="resp_1") == Lookup("resp_1", [])
     for body in (b"", b"[]", b"{", b'{"previous_response_id": "\\ud800"}', b"[" * 10_000):
         assert references([body]) == Lookup(None, [])
     line = line_of(History(items=[user("a\nb")]))

@@ -470,6 +470,18 @@ def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -
     rest(one, "d", 1, start=2, position=2)
 
 
+def test_a_stall_of_the_front_itself_takes_nothing_from_a_cache_that_is_to_land() -> None:
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    one.lose("p")
+    one.now += PATIENCE.transfer + 1.0
+    one.on(e.Stalled(PATIENCE.transfer))
+    one.on(e.Tick())
+    assert one.fleet.entries[1].losses == 0
+    rest(one, "d", 1)
+
+
 def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:
     one = pairs("p", "d")
     ask(one, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.scheduler.fake_runner import ROW_ERROR, VOCAB, kv_config, submit
 from tests.scheduler.harness import Follower, Rig, Told
 from tests.support.automata import Automaton, AutomatonMatcher, random_automaton
 from weft.common.errors import EngineDead, InvalidRequest
+from weft.grammar.base import Matcher
 from weft.scheduler.constraints import Constraint, fill_each, masks_of, unpacked
 from weft.types.grammar import Text
 from weft.types.plan import Segment, StepPlan, StepResult, column
@@ -145,8 +147,12 @@ def test_many_masks_at_once_and_who_fails() -> None:
         alone = np.empty((1, WORDS), np.int32)
         assert made[number].fill(alone) == 1
         assert ids(words[number]) == ids(alone[0])
+    made.insert(0, Constraint(Broken("each"), (), TokenParams(), WIDE))
+    again = np.empty((len(made), WORDS), np.int32)
+    assert fill_each(made, again) == [0, 1, 2, 4, 6, 7, 8]
+    assert [ids(again[row]) for row in (1, 2, 4)] == [ids(words[row]) for row in (0, 1, 3)]
     assert fill_each([], np.empty((0, WORDS), np.int32)) == []
-    assert fill_each([made[2], made[4]], words[:2]) == []
+    assert fill_each([made[3], made[5]], words[:2]) == []
 
 
 # ---- in a scheduler
@@ -179,10 +185,39 @@ class Broken(Follower):
             raise RuntimeError("a bug")
         super().fill(words)
 
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        if self.what == "each":
+            raise RuntimeError("a bug")
+        return super().fill_each(matchers, words)
+
     def accept(self, token: int) -> bool:
         if self.what == "accept":
             raise RuntimeError("a bug")
         return super().accept(token) and self.what != "refuse"
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        if self.what == "ended":
+            raise RuntimeError("a bug")
+        return False
+
+
+class Stuck(Follower):
+    """A library's matcher that comes to a limit behind ``limit`` tokens; nothing can be taken back then."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def fill(self, words: np.ndarray) -> None:
+        if len(self.tokens) >= self.limit:
+            raise InvalidRequest("the grammar is too complex to follow")
+        super().fill(words)
+
+    def rollback(self, tokens: int) -> None:
+        if len(self.tokens) >= self.limit:
+            raise ValueError("cannot take back")
+        super().rollback(tokens)
 
 
 def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **params: Any) -> Rig:
@@ -311,7 +346,7 @@ def test_a_row_that_failed_for_another_reason_says_so() -> None:
     assert rig.scheduler.stats().row_errors == 1
 
 
-@pytest.mark.parametrize("what", ["fill", "accept", "refuse"])
+@pytest.mark.parametrize("what", ["fill", "accept", "refuse", "ended"])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: int) -> None:
     rig = rig_with(Broken(what), drafts=drafts)
@@ -320,6 +355,20 @@ def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: 
     assert error is not None
     assert error.code == ("grammar_mismatch" if what == "refuse" else "grammar_failed")
     assert rig.told[1].tokens == []
+    assert rig.told[2].finish == "length"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts: int) -> None:
+    """With drafts it does so while it is walked along them, and cannot be taken back."""
+    rig = rig_with(Stuck(6), drafts=drafts, max_tokens=20)
+    rig.drain()
+    told = rig.told[1]
+    assert told.error is not None
+    assert (told.finish, told.error.message) == ("error", "the grammar is too complex to follow")
+    assert told.error.http_status == 400
+    assert 6 - drafts <= len(told.tokens) <= 6
     assert rig.told[2].finish == "length"
     rig.check_idle()
 

@@ -82,7 +82,7 @@ def test_correction_biases_move_toward_balance() -> None:
 def test_a_step_counts_every_choice_of_every_router() -> None:
     script, recipe = SpoolMla(), MlaRecipe(mtp_rows=1)
     model = script.new_model(script.tokenizer(Path("unused")))
-    script.loss(model, torch.randint(3, 1000, (2, 10)), torch.ones(2, 10), recipe, 0.0)
+    script.loss(model, (torch.randint(3, 1000, (2, 10)), torch.ones(2, 10)), recipe, 0.0)
     assert [int(router.load.sum()) for router in routers(model)] == [40, 40, 40, 36]
 
 
@@ -93,7 +93,7 @@ def test_loss_of_the_other_script() -> None:
     torch.manual_seed(0)
     model = script.new_model(tokenizer)
     ids = torch.randint(3, 1000, (2, 10))
-    total, means = script.loss(model, ids, torch.ones(2, 10), script.recipe(router_aux=0.0), 0.0)
+    total, means = script.loss(model, (ids, torch.ones(2, 10)), script.recipe(router_aux=0.0), 0.0)
     logits = model(input_ids=ids).logits[:, :-1]
     wanted = torch.nn.functional.cross_entropy(logits.reshape(-1, len(tokenizer)), ids[:, 1:].reshape(-1))
     torch.testing.assert_close(total, wanted)

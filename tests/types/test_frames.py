@@ -196,6 +196,6 @@ def test_unequal_versions_are_named_both() -> None:
         f.VersionMismatch, match=rf"rank 2 \(weft 0.0.9\) .*version {f.VERSION - 1} .* {f.VERSION}"
     ):
         f.decode_to_head(f.encode(known))
-    step = f.StepFrame(version=7, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
-    with pytest.raises(f.VersionMismatch, match="the head speaks version 7"):
+    step = f.StepFrame(version=f.VERSION + 1, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
+    with pytest.raises(f.VersionMismatch, match=f"the head speaks version {f.VERSION + 1}"):
         f.decode_to_rank(f.encode(step))

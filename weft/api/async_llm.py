@@ -35,7 +35,7 @@ class AsyncLLM:
         self._text = load_text(self.config, settings.front.chat_template)
         core = start_engine(self.config)
         limits = model_limits(self.config, core, self._text)
-        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._maker = RequestMaker(self._text, limits, self.config.model.seed, self.config.kv.media)
         self._requests: dict[str, tuple[Request, Sink]] = {}
         self._patience = settings.front.engine_timeout
         self._thread = EngineThread(core)

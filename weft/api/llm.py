@@ -65,7 +65,7 @@ class LLM:
         self._text = load_text(self.config, settings.front.chat_template)
         self._core: EngineCore | Replicas | None = start_engine(self.config)
         limits = model_limits(self.config, self._core, self._text)
-        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._maker = RequestMaker(self._text, limits, self.config.model.seed, self.config.kv.media)
         self._lock = threading.Lock()
         self._death: str | None = None
 

@@ -25,6 +25,8 @@ from weft.config.flags import parse_size
 from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
+from weft.config.media_limits import media_limits
+from weft.config.media_section import check_media
 from weft.config.memory import (
     GIB,
     activation_bytes,
@@ -42,6 +44,7 @@ from weft.config.sections import (
     Config,
     FrontSection,
     GrammarSection,
+    MediaSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -72,7 +75,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
-    check_files(runner, config.front)
+    check_files(runner, config.front, config.media)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
     tokenizer_path = path
     if model.tokenizer is not None:
@@ -85,6 +88,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         model.num_hidden_layers_override,
         trust_remote_code=model.trust_remote_code,
         mtp=int(speculation.speculative_method == "mtp"),
+        language_model_only=model.language_model_only,
     )
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
@@ -100,6 +104,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         spec, dtype, device, model, cache, scheduler, copies, config.parallel, host, rooms
     )
     kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies, rooms)
+    kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -117,6 +122,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         parallel=config.parallel,
         transfer=transfer,
         grammar=config.grammar,
+        media=config.media,
         gpus=gpus,
         group=group,
         host=host,
@@ -191,8 +197,8 @@ def check_runs_model(front: FrontSection) -> None:
         )
 
 
-def check_files(runner: RunnerSection, front: FrontSection) -> None:
-    """Files that settings name can be opened later."""
+def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection) -> None:
+    """Files that settings name can be opened later; what settings of one section say together."""
     if front.chat_template is not None and not Path(front.chat_template).is_file():
         raise ConfigError(
             "--chat-template names no file: give the path of a Jinja template", param="--chat-template"
@@ -209,6 +215,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
                 param="--trace-requests",
             )
     check_front(front)
+    check_media(media)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:

@@ -1,14 +1,16 @@
 """The tools of tools-mini: their names, their arguments, and which of them are held out.
 
-A tool's name is a choice of (prefix, stem, suffix), or of (verb, noun) for one that no problem needs. A hash
-of the name puts about one in six on the test side, and so does a hash of the argument names. The plain ones
-(``calculator``, ``add`` ...), which a reader would try first, are always on the training side.
+A tool's name is a choice of (stem, word, word), in which words may be missing, or of (verb, noun) for one
+that no problem needs. A hash of the name puts about one in six on the test side, and so does a hash of the
+argument names. The plain ones (``calculator``, ``add`` ...), which a reader would try first, are always on
+the training side.
 """
 
 import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.eval import gsm_words as words
 from weft.eval.gsm_story import Impossible, Op, Rng
 from weft.eval.gsm_templates import stable_hash
 
@@ -16,6 +18,7 @@ Kind = Literal["expression", "+", "-", "x", "/", "other"]
 Arguments = tuple[tuple[str, str], ...]
 
 HELD_OUT_NAME_MODULUS = 6
+MADE_UP_SHARE = 0.7  # of the tools in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,11 @@ _STEMS: dict[Kind, tuple[str, ...]] = {
     "x": ("multiply", "times", "product", "mul"),
     "/": ("divide", "div", "quotient", "division"),
 }
-_PREFIXES = ("", "do_", "run_", "math_", "int_", "my_", "fast_", "safe_", "api_", "tool_")
-_SUFFIXES = ("", "_numbers", "_two", "_values", "_tool", "_v2", "_it", "_exact", "_all", "_fn")
+_WORDS = (
+    "numbers", "two", "values", "tool", "v2", "it", "exact", "all", "fn", "ints", "pair", "op", "now", "safe",
+    "fast", "api", "helper", "v1", "simple", "result",
+)  # fmt: skip
+_SUFFIXES = ("", *(f"_{word}" for word in _WORDS))
 _VERBS = ("get", "find", "read", "send", "show", "play", "open", "list", "make", "search", "set", "look_up")
 _NOUNS = (
     "weather", "time", "mail", "file", "music", "page", "news", "price", "map", "event", "user", "photo",
@@ -71,6 +77,7 @@ _OTHER_NAMES = (
 )  # fmt: skip
 _NUMBER_TYPES = ("number", "integer")
 _CONSONANTS = "bcdfghjklmnprstvwxz"
+_LETTERS = "aaabccddeeeeffgghhiiijkllllmmnnnnooooppqrrrrssssttttuuuvwxyz"
 
 
 def is_held_out_name(name: str) -> bool:
@@ -90,7 +97,8 @@ def are_held_out_arguments(names: tuple[str, ...]) -> bool:
 _PLAIN_NAMES = frozenset(stems[0] for stems in _STEMS.values())
 _NAMES: dict[tuple[Kind, bool], list[str]] = {}
 for _kind, _stems in _STEMS.items():
-    _all = ["".join(parts) for parts in itertools.product(_PREFIXES, _stems, _SUFFIXES)]
+    _all = ["".join(parts) for parts in itertools.product(_stems, _SUFFIXES, _SUFFIXES)]
+    _all = list(dict.fromkeys(name for name in _all if len(set(parts := name.split("_"))) == len(parts)))
     for _side in (False, True):
         _NAMES[_kind, _side] = [name for name in _all if is_held_out_name(name) is _side]
 for _side in (False, True):
@@ -98,10 +106,25 @@ for _side in (False, True):
     _NAMES["other", _side] = [name for name in _all if is_held_out_name(name) is _side]
 
 
+def _syllables(rng: Rng) -> str:
+    return "".join(rng.pick(_CONSONANTS) + rng.pick("aeiou") for _ in range(rng.between(1, 3)))
+
+
+def _letters(rng: Rng) -> str:
+    return "".join(rng.pick(_LETTERS) for _ in range(rng.between(1, rng.pick((2, 4, 7)))))
+
+
+def _piece(rng: Rng) -> str:
+    """A word of the stories, or a part of one."""
+    word = rng.pick(words.THINGS + words.FOODS + words.CONTAINERS)
+    begin = rng.below(len(word) - 2) if rng.chance(0.4) else 0
+    return word[begin : begin + rng.between(2, 7)]
+
+
 def _word(rng: Rng) -> str:
-    """A made-up word of one to three syllables, sometimes with a digit."""
-    syllables = [rng.pick(_CONSONANTS) + rng.pick("aeiou") for _ in range(rng.between(1, 3))]
-    return "".join(syllables) + (str(rng.below(10)) if rng.chance(0.2) else "")
+    """A made-up word: letters, syllables or parts of words, which split into tokens in every way."""
+    parts = [(_letters, _syllables, _piece)[rng.below(3)](rng) for _ in range(1 + rng.chance(0.25))]
+    return "".join(parts)[:10] + (str(rng.below(10)) if rng.chance(0.2) else "")
 
 
 def _made_up(rng: Rng, kind: Kind) -> Tool:
@@ -109,9 +132,11 @@ def _made_up(rng: Rng, kind: Kind) -> Tool:
     if kind == "other":
         name = f"{_word(rng)}_{rng.pick(_NOUNS)}"
     else:
-        before, after = f"{_word(rng)}_" * rng.below(2), f"_{_word(rng)}" * rng.below(2)
-        name = before + rng.pick(_STEMS[kind]) + after
+        after = [rng.pick(_WORDS) if rng.chance(0.2) else _word(rng) for _ in range(rng.between(0, 2))]
+        name = "_".join([rng.pick(_STEMS[kind]), *after])
     names = tuple(_word(rng) for _ in range(1 if kind == "expression" else 2))
+    if len(names) == 2 and rng.chance(0.2):
+        names = (f"{names[0]}1", f"{names[0]}2")
     types: tuple[str, ...] = _NUMBER_TYPES if kind in ("+", "-", "x", "/") else ("string",)
     if kind == "other":
         types = ("string", *_NUMBER_TYPES)
@@ -123,7 +148,7 @@ def _made_up(rng: Rng, kind: Kind) -> Tool:
 
 def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
     """A tool of a kind. On the test side its name is held out; its arguments' names are now and then."""
-    if not held_out and rng.chance(0.5):
+    if not held_out and rng.chance(MADE_UP_SHARE):
         return _made_up(rng, kind)
     plain = not held_out and kind != "other" and rng.chance(0.2)
     name = _STEMS[kind][0] if plain else rng.pick(_NAMES[kind, held_out])

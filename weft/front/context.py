@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import time
@@ -15,6 +16,7 @@ import msgspec
 from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
+from weft.common.workers import WorkerPool
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
 from weft.front.answers import ModelCard
@@ -25,12 +27,12 @@ from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
 from weft.front.read_worker import ReadAnswer, decode_answer, payload_of
-from weft.front.reading import Job, Reader, check_model
+from weft.front.reading import Compiling, Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
-from weft.front.workers import WorkerPool
+from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
@@ -56,6 +58,8 @@ parsed: it is read in a process of its own."""
 READ_PROCESSES = 2
 READ_SECONDS = 120.0
 """For one large body."""
+MAX_READS = 16
+"""Times that a small body is read. A request asks for fewer grammars."""
 TRIM_AFTER = 3.0
 """Seconds after a large body in which its memory is given back."""
 
@@ -147,7 +151,7 @@ class Front:
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = setup.reader(text)
+        self._reader = setup.reader(text, waits=False)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -220,7 +224,7 @@ class Front:
         reader = self._ready_reader()
         data = await self._read_large(kind, body)
         if data is None:
-            return await self.in_thread(lambda: then(KINDS[kind](reader, b"".join(body))))
+            return await self._read_again(lambda: then(KINDS[kind](reader, b"".join(body))))
 
         def finish() -> T:
             answer = _decoded(data)
@@ -228,6 +232,17 @@ class Front:
             return then(answer.job)
 
         return await self.in_thread(finish)
+
+    async def _read_again(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns, in a thread. No thread waits for a grammar: there are few of them, and a
+        client can ask for what takes long. ``read`` is called again when there is one.
+        """
+        for _ in range(MAX_READS):
+            try:
+                return await self.in_thread(read)
+            except Compiling as under_way:
+                await _ended(under_way.task)
+        raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def made(self, kind: str, body: list[bytes]) -> bytes:
         """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
@@ -237,7 +252,7 @@ class Front:
             return await self.in_thread(lambda: MADE[kind](reader, b"".join(body)))
         return (await self.in_thread(_decoded, data)).made
 
-    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | None:
+    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
@@ -272,7 +287,21 @@ class Front:
         return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
 
 
-def _decoded(data: bytes) -> ReadAnswer:
+async def _ended(task: Compile) -> None:
+    """Waits until ``task`` has a result, or is too late."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def ring() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    task.when_ended(ring)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(task.left):
+            await event.wait()
+
+
+def _decoded(data: bytes | bytearray) -> ReadAnswer:
     answer = decode_answer(data)
     if answer.error is not None:
         raise ReportedError(answer.error)

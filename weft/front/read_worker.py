@@ -7,12 +7,10 @@ is closed. The first payload is a ``Setup``, every other one the kind of a reque
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import socket
 import sys
 from collections.abc import Iterable
-from typing import IO
 
 import msgspec
 
@@ -20,10 +18,10 @@ from weft.common import signals
 from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
+from weft.common.workers import HEADER, receive
 from weft.front.kinds import KINDS, MADE
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
-from weft.front.workers import HEADER
 
 log = get_logger(__name__)
 
@@ -73,10 +71,10 @@ def main() -> None:
         link.makefile("rwb") as stream,
     ):
         keep_heap_small()
-        setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
+        setup = msgspec.msgpack.decode(receive(stream), type=Setup)
         reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()
-        while payload := _receive(stream):
+        while payload := receive(stream):
             answer = encoder.encode(answer_to(reader, payload))
             del payload
             stream.write(HEADER.pack(len(answer)))
@@ -84,12 +82,6 @@ def main() -> None:
             stream.flush()
             del answer
             trim_heap()
-
-
-def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
-    """The next payload; empty when there is none any more."""
-    header = stream.read(HEADER.size)
-    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, Completio
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.turns import shows_system_inside, shows_users_apart
-from weft.grammar.service import GrammarService
+from weft.grammar.service import Compile, GrammarService
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputSpec
@@ -87,6 +87,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer's shape needs to know of the request, as its API writes it down."""
 
 
+class Compiling(Exception):
+    """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
+
+    def __init__(self, task: Compile) -> None:
+        super().__init__("a grammar is being compiled")
+        self.task = task
+
+
 class Grammars(Protocol):
     """What is needed of ``setup.GrammarCheck``."""
 
@@ -106,10 +114,12 @@ class Reader:
         *,
         grammars: Grammars | None = None,
         keep_attribution: bool = False,
+        waits: bool = True,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
         the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
-        ``keep_attribution``: see ``weft.front.messages.conversion``.
+        ``keep_attribution``: see ``weft.front.messages.conversion``. ``waits``: whether a grammar that takes
+        long is waited for; else every method that reads raises Compiling where there is one.
         """
         self.text = text
         self.limits = limits
@@ -117,6 +127,7 @@ class Reader:
         self._max_response_bytes = max_response_bytes
         self._grammars = grammars
         self.keep_attribution = keep_attribution
+        self._waits = waits
 
     @functools.cached_property
     def system_inside(self) -> bool:
@@ -216,8 +227,8 @@ class Reader:
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
-            message = "chat_template_kwargs are nested too deeply"
-            raise InvalidRequest(message, param="chat_template_kwargs") from None
+            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
+            raise InvalidRequest(f"{param} holds what is nested too deeply", param=param) from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
 
@@ -313,11 +324,14 @@ class Reader:
         )
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time."""
+        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
         if self._grammars is None:
             return
+        task = self._grammars.service().submit(grammar)
+        if not (self._waits or task.done()):
+            raise Compiling(task)
         try:
-            self._grammars.service().compile(grammar)
+            task.wait()
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         except DeadlineExceeded:

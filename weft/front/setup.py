@@ -62,8 +62,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 10.0
     """Seconds in which a grammar must be compiled."""
 
-    def reader(self, text: TextModel) -> Reader:
-        """A reader over ``text``."""
+    def reader(self, text: TextModel, *, waits: bool = True) -> Reader:
+        """A reader over ``text``. ``waits``: see ``Reader``."""
         return Reader(
             text,
             self.names,
@@ -71,6 +71,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.max_response_bytes,
             keep_attribution=self.keep_attribution,
             grammars=GrammarCheck(self),
+            waits=waits,
         )
 
 
@@ -92,9 +93,3 @@ class GrammarCheck:
                 )
                 self._service = GrammarService(compiler, timeout=self._setup.grammar_timeout)
             return self._service
-
-    def close(self) -> None:
-        """Takes no more grammars."""
-        with self._lock:
-            if self._service is not None:
-                self._service.close()

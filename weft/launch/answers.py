@@ -28,7 +28,8 @@ def from_server(
     ``url`` is the base URL, with or without ``/v1``. Raises ConfigError when the server can't be reached and
     WeftError when it answers with an error.
     """
-    return asyncio.run(_ask_server(base_of(url), model, questions, concurrency, max_tokens, key))
+    chats = [_chat(question) for question in questions]
+    return asyncio.run(ask_server(base_of(url), model, chats, concurrency, max_tokens, key))
 
 
 def base_of(url: str) -> str:
@@ -39,24 +40,26 @@ def base_of(url: str) -> str:
     return base if base.endswith("/v1") else base + "/v1"
 
 
-async def _ask_server(
+async def ask_server(
     base: str,
     model: str | None,
-    questions: Sequence[str],
+    chats: Sequence[list[dict[str, Any]]],
     concurrency: int,
     max_tokens: int | None,
     key: str | None,
+    title: str = "gsm-mini",
 ) -> tuple[str, list[str]]:
+    """(the model's name, one text for each chat, which is a list of messages) by chat completions."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
         if model is None:
             model = await served_model(client, base)
         gate = asyncio.Semaphore(concurrency)
-        with progress_bar(total=len(questions), title="gsm-mini", unit="problem") as bar:
+        with progress_bar(total=len(chats), title=title, unit="problem") as bar:
 
-            async def one(question: str) -> str:
-                body: dict[str, Any] = {"model": model, "temperature": 0, "messages": _chat(question)}
+            async def one(chat: list[dict[str, Any]]) -> str:
+                body: dict[str, Any] = {"model": model, "temperature": 0, "messages": chat}
                 if max_tokens is not None:
                     body["max_tokens"] = max_tokens
                 async with gate:
@@ -65,7 +68,7 @@ async def _ask_server(
                 return str(answer["choices"][0]["message"]["content"] or "")
 
             # The first failure ends the evaluation; leaving the loop cancels what is still running.
-            return model, list(await asyncio.gather(*map(one, questions)))
+            return model, list(await asyncio.gather(*map(one, chats)))
 
 
 async def served_model(client: httpx.AsyncClient, base: str) -> str:
@@ -91,7 +94,7 @@ async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str,
         ) from error
 
 
-def _chat(question: str) -> list[dict[str, str]]:
+def _chat(question: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}]
 
 

@@ -13,6 +13,7 @@ import click
 from weft.common import log
 from weft.common.errors import ConfigError
 from weft.eval.gsm_mini import Problem, extract_answer, test_set
+from weft.eval.ocr_mini import Line, is_right, ocr_test_set
 from weft.eval.tools_mini import tool_test_set
 from weft.eval.tools_score import Dialogue, totals
 from weft.launch import options
@@ -164,6 +165,58 @@ def tools_mini(
         f"{report['seconds']} s"
     )
     return 0
+
+
+@evaluate.command("ocr-mini", cls=options.Command, short_help="Lines drawn into images, read exactly.")
+@measured
+def ocr_mini(
+    model_name: str | None,
+    url: str | None,
+    reference: bool,
+    limit: int,
+    json_file: str | None,
+    concurrency: int,
+    max_tokens: int | None,
+    api_key: str | None,
+    **given: Any,
+) -> int:
+    """Ask what is written in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
+
+    With --url, chat completions with images as data: URLs are used.
+    """
+    check(url, reference, json_file, api_key)
+    if not url and not reference:
+        raise ConfigError("ocr-mini asks a server or the reference: give --url or --reference")
+    from weft.launch import image_answers
+
+    lines = ocr_test_set(limit)
+    started = time.monotonic()
+    if url:
+        name = model_name or given.get("model")
+        target, texts = image_answers.from_server(url, name, lines, concurrency, max_tokens, api_key)
+    else:
+        config = options.build(given, model_name)
+        log.configure(config.front.log_level)
+        target, texts = image_answers.from_reference(config, lines, max_tokens)
+    report = line_report(lines, texts, target, time.monotonic() - started)
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    click.echo(
+        f"ocr-mini: {report['exact']} / {report['total']} exact ({report['accuracy']:.1%}), "
+        f"{report['seconds']} s"
+    )
+    return 0
+
+
+def line_report(lines: Sequence[Line], texts: Sequence[str], target: str, seconds: float) -> dict[str, Any]:
+    """The report: totals first, then every line with what was answered."""
+    rows = [
+        {"prompt": line.prompt, "expected": line.text, "text": text, "right": is_right(text, line)}
+        for line, text in zip(lines, texts, strict=True)
+    ]
+    exact = sum(row["right"] is True for row in rows)
+    head = {"task": "ocr-mini", "target": target, "exact": exact, "total": len(rows)}
+    return {**head, "accuracy": exact / len(rows), "seconds": round(seconds, 1), "problems": rows}
 
 
 def tool_report(dialogues: Sequence[Dialogue], target: str, seconds: float) -> dict[str, Any]:

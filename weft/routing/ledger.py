@@ -203,6 +203,10 @@ class Unlanded:
         """When ``late`` may have something; inf for never."""
         return self._due[0][0] if self._due else math.inf
 
+    def stall(self, seconds: float) -> None:
+        """The front stood still for ``seconds``: what receivers said meanwhile may be unread."""
+        self._due = deque((due + seconds, entry, attempt) for due, entry, attempt in self._due)
+
     def late(self, now: float) -> list[LedgerEntry]:
         """Those that are still where they were, and have waited for too long."""
         found = []

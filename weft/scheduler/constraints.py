@@ -77,7 +77,11 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether the output is complete, and no id can end the sequence."""
-        return self._ends_itself and self._matcher.ended
+        try:
+            return self._ends_itself and self._matcher.ended
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def walk(self, tokens: Iterable[int]) -> None:
         """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
@@ -98,10 +102,10 @@ class Constraint:
         and it was not taken."""
         if self.failure is not None or not self._accept(token):
             return False
-        if self._ends_itself and self._matcher.ended:
-            self._matcher.rollback(1)
+        if self._ends_itself and self.finished:
+            self._take_back(1)
             return False
-        return True
+        return self.failure is None
 
     def fill(self, masks: np.ndarray) -> int:
         """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
@@ -114,23 +118,21 @@ class Constraint:
             return 0
         if len(masks) == 1:
             return int(self._try_fill(masks[0]))
-        walked = 0
+        walked = reached = 0
         try:
             for place, words in enumerate(masks):
                 if place and not self._follows(masks[place - 1], draft := int(self.drafts[place - 1])):
-                    return place
+                    break
                 if place:
                     if not self._matcher.accept(draft):
-                        return place
+                        break
                     walked += 1
                 self._fill(words)
-            return len(masks)
+                reached += 1
         except Exception as error:
             self._fail(error)
-            return 0
-        finally:
-            if walked:
-                self._matcher.rollback(walked)
+        self._take_back(walked)
+        return 0 if self.failure is not None else reached
 
     def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
         """Why nothing could be sampled behind ``tokens``; None when something was left by masks and lists."""
@@ -164,6 +166,16 @@ class Constraint:
         except Exception as error:
             self._fail(error)
             return False
+
+    def _take_back(self, tokens: int) -> None:
+        """A matcher that has failed may refuse this as well: what it said first is why the sequence ends."""
+        if not tokens:
+            return
+        try:
+            self._matcher.rollback(tokens)
+        except Exception as error:
+            if self.failure is None:
+                self._fail(error)
 
     def _try_fill(self, words: np.ndarray) -> bool:
         try:
@@ -202,7 +214,10 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
     if not constraints:
         return []
     matchers = [one._matcher for one in constraints]
-    failed = matchers[0].fill_each(matchers, words)
+    try:
+        failed = matchers[0].fill_each(matchers, words)
+    except Exception:  # of one of them, and nobody says whose
+        failed = able
     for hidden, rows in _by_hidden(constraints):
         places, kept = hidden
         words[np.array(rows)[:, None], places] &= kept

@@ -18,14 +18,14 @@ a mark keeps apart only by deleting the mark's digits one by one; none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
-from weft.text.messages import Message, check_messages
+from weft.text.messages import ImagePart, Message, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
 from weft.text.template import ChatTemplate
@@ -50,6 +50,17 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """As the template wrote it, user text included."""
     in_reasoning: bool = False
     """Whether the prompt ends inside a thought, which the output goes on with."""
+    images: tuple[ImagePart, ...] = ()
+    """In the order of their placeholders in ``ids``, of which there is one each. See ``expanded``."""
+
+
+class ImageRules(NamedTuple):
+    """What a conversation's images become."""
+
+    placeholder: int
+    """The token that the template writes for one."""
+    most: int
+    """Of a conversation."""
 
 
 class ChatFormat:
@@ -63,13 +74,15 @@ class ChatFormat:
         allow_request_template: bool = False,
         default_kwargs: Mapping[str, Any] | None = None,
         in_thought: Callable[[str, str], bool] | None = None,
+        images: ImageRules | None = None,
     ) -> None:
         """``template`` overrides the checkpoint's. A template that does not compile is reported when used.
 
         ``default_kwargs`` are variables for the template where a request sets none of the name.
         ``in_thought`` says of a prompt, and of the message that the output continues (or ""), whether the
-        output begins inside a thought.
+        output begins inside a thought. ``images``: None where the model takes none.
         """
+        self._images = images
         self._tokenizer = tokenizer
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
@@ -126,7 +139,11 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        checked = messages if _are_checked(messages) else check_messages(messages)
+        most = None if self._images is None else self._images.most
+        checked = messages if _are_checked(messages) else check_messages(messages, most)
+        images = tuple(part for message in checked for part in message.images)
+        if images and not template.takes_parts:
+            raise _not_shown(images[0])
         form = self._tool_form(template)
         conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
@@ -150,7 +167,9 @@ class ChatFormat:
         opens = add_generation_prompt or continue_final_message
         last = checked[-1].text() if continue_final_message else ""
         in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
-        return ChatPrompt(ids, text, in_thought)
+        if images and self._images is not None and ids.count(self._images.placeholder) != len(images):
+            raise _not_shown(images[0])
+        return ChatPrompt(ids, text, in_thought, images)
 
     def _tool_form(self, template: ChatTemplate) -> ToolForm:
         """How the template wants calls; found out once."""
@@ -210,6 +229,27 @@ class ChatFormat:
         files = self._tokenizer.files
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
         return {**files.named, **extra}
+
+
+def expanded(ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(ids, starts): each placeholder in ``ids`` as often as ``counts`` says, and where each begins then."""
+    made: list[int] = []
+    starts: list[int] = []
+    for token in ids:
+        if token == placeholder:
+            starts.append(len(made))
+            made.extend([token] * counts[len(starts) - 1])
+        else:
+            made.append(token)
+    return made, starts
+
+
+def _not_shown(image: ImagePart) -> InvalidRequest:
+    return InvalidRequest(
+        f"{image.where}: the model's chat template does not show the images of this conversation",
+        param=image.where,
+        code="unsupported_parameter",
+    )
 
 
 def _are_checked(messages: Any) -> bool:

@@ -58,10 +58,11 @@ def conversation(
         turns.system(system)
     for number, message in enumerate(asked.messages):
         _add(turns, message, f"messages[{number}]")
-    continues = _continues(turns.messages)
+    messages = turns.messages
+    continues = _continues(messages)
     params = _sampling(asked) if isinstance(asked, MessagesRequest) else SamplingParams(max_tokens=1)
     made = Conversation(
-        messages=turns.messages,
+        messages=messages,
         params=params,
         form=AnswerOptions(
             model=asked.model, stream=isinstance(asked, MessagesRequest) and bool(asked.stream)

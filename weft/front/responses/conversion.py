@@ -101,7 +101,7 @@ def _resolved(
 ) -> list[dict[str, Any]]:
     """The items of an input, references to stored ones resolved."""
     if given is None or isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given or ""}]
+        return [{"type": "message", "role": "user", "content": given}] if given else []
     found = []
     for number, item in enumerate(given):
         if reference := reference_of(item):

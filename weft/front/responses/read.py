@@ -35,6 +35,9 @@ class _Item(msgspec.Struct):
     id: Any = None
 
 
+_Input = list[_Item] | str | None
+
+
 class Lookup(msgspec.Struct, frozen=True):
     """What a body refers to."""
 
@@ -52,9 +55,10 @@ def references(body: Sequence[bytes]) -> Lookup:
         return Lookup(None, [])
     try:
         found = msgspec.json.decode(joined, type=_Refers)
-        items = msgspec.json.decode(found.input, type=list[_Item]) if _REFERS[1] in joined else []
+        given = msgspec.json.decode(found.input, type=_Input) if _REFERS[1] in joined else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return Lookup(None, [])
+    items = given if isinstance(given, list) else []
     named = [item.id for item in items if item.type == "item_reference" and isinstance(item.id, str)]
     previous = found.previous_response_id
     return Lookup(previous if isinstance(previous, str) else None, named)
