@@ -5,11 +5,13 @@ Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there i
 The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
 and over, one token every few milliseconds, until ``max_tokens``.
 HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
+With FAKE_MEDIA it appends to that file what it gets of images, a line of JSON a sequence.
 With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
@@ -21,6 +23,8 @@ import zmq
 
 from weft.common.errors import EngineDead, Overloaded, RowError
 from weft.types import messages as m
+from weft.types.attachments import decode_parts
+from weft.types.media import MediaItem
 
 HANG = 101
 """No event at all: queued for ever."""
@@ -133,6 +137,17 @@ def columns(tokens: list[int], width: int) -> m.LogprobColumns:
     )
 
 
+def shown(item: MediaItem) -> dict[str, object]:
+    return {
+        "key": item.key.hex(),
+        "start": item.start,
+        "count": item.count,
+        "grid": item.grid,
+        "bytes": len(item.pixels),
+        "pixels": hashlib.sha256(item.pixels).hexdigest(),
+    }
+
+
 class FakeHead:
     def __init__(self, endpoint: str, loaded: str | None = None) -> None:
         while loaded is not None and not os.path.exists(loaded):
@@ -156,7 +171,7 @@ class FakeHead:
         while not self.stop:
             while self.socket.poll(0 if self.live else 20):
                 front, body, *attached = self.socket.recv_multipart()
-                self.take(front, m.decode_to_head(body, attached))
+                self.take(front, decode_parts(body, attached))
             self.step()
             if time.monotonic() - self.heartbeat_sent > 0.05:
                 self.heartbeat_sent = time.monotonic()
@@ -182,6 +197,9 @@ class FakeHead:
             self.send(front, welcome)
         elif isinstance(message, m.Submit):
             self.live[message.sequence] = Sequence(front, message)
+            if (log := os.environ.get("FAKE_MEDIA")) is not None and message.media:
+                with open(log, "ab") as file:
+                    file.write(msgspec.json.encode(list(map(shown, message.media))) + b"\n")
         elif isinstance(message, m.Finish):
             self.finishes += 1
             if (ended := self.live.pop(message.sequence, None)) is not None:

@@ -15,6 +15,7 @@ from weft.front.responses.protocol import ResponsesRequest
 from weft.front.responses.read import Lookup, line_of, references
 from weft.front.responses.tools import Named
 from weft.front.thoughts import sealed
+from weft.text.messages import ImagePart
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
@@ -232,7 +233,7 @@ BAD: list[tuple[str, Any]] = [
     ("input", [{"content": "x"}]),
     ("input", [{"role": "user", "content": 5}]),
     ("input", [{"role": "robot", "content": "x"}]),
-    ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+    ("input", [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]),
     ("input", [{"role": "user", "content": [{"type": ["input_text"], "text": "x"}]}]),
     ("input", [{"role": "user", "content": [{"type": "input_text"}]}]),
     ("input", [{"role": "user", "content": ["x"]}]),
@@ -312,3 +313,24 @@ def test_what_must_be_there(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(json.dumps(body).encode(), ResponsesRequest)
     assert caught.value.param == name
+
+
+def test_images_are_parts_in_their_places() -> None:
+    def text(one: str) -> dict[str, str]:
+        return {"type": "input_text", "text": one}
+
+    image = {"type": "input_image", "image_url": "data:x", "detail": "low", "file_id": None}
+    made, _ = read(
+        input=[
+            {"role": "user", "content": [text("a"), image, text("b")]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [image]},
+        ]
+    )
+    user, _, tool = made.messages
+    assert user["content"] == [
+        {"type": "text", "text": "a"},
+        ImagePart("data:x", "input[0].content[1]", "low", "input_image"),
+        {"type": "text", "text": "b"},
+    ]
+    assert tool["content"] == [ImagePart("data:x", "input[2].output[0]", "low", "input_image")]

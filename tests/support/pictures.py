@@ -22,6 +22,8 @@ FACTS = MediaFacts(
     mean=(0.5, 0.5, 0.5),
     std=(0.5, 0.5, 0.5),
     placeholder=PLACEHOLDER,
+    start=PLACEHOLDER + 1,
+    end=PLACEHOLDER + 2,
 )
 
 

@@ -10,7 +10,9 @@ import zmq
 
 from weft.common.errors import InvalidRequest
 from weft.engine.listener import Listener
+from weft.types import attachments
 from weft.types import messages as m
+from weft.types.attachments import decode_parts, encode_parts
 from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
@@ -28,43 +30,43 @@ IMAGES = submit(item(0, b"abc" * 16), item(10, bytes(1 << 20)), trace="t")
 
 
 def test_pixels_are_frames_behind_the_message() -> None:
-    frame, *attached = m.encode_parts(IMAGES)
+    frame, *attached = encode_parts(IMAGES)
     assert len(frame) < 1000
     assert attached[1] is IMAGES.media[1].pixels
-    assert m.decode_to_head(frame, attached) == IMAGES
-    bare = m.decode_to_head(frame)
+    assert decode_parts(frame, attached) == IMAGES
+    bare = decode_parts(frame)
     assert isinstance(bare, m.Submit)
     assert [one.pixels for one in bare.media] == [b"", b""]
 
 
 def test_what_has_no_pixels_is_one_frame() -> None:
     for message in (submit(), submit(item(0, b"")), m.Finish(sequence=1)):
-        (frame,) = m.encode_parts(message)
-        assert m.decode_to_head(frame) == message
+        (frame,) = encode_parts(message)
+        assert decode_parts(frame) == message
 
 
 def test_frames_that_belong_nowhere_are_refused() -> None:
-    frame, *attached = m.encode_parts(IMAGES)
+    frame, *attached = encode_parts(IMAGES)
     for more in (attached[:1], [*attached, b"x"]):
         with pytest.raises(ValueError):
-            m.decode_to_head(frame, more)
+            decode_parts(frame, more)
     with pytest.raises(ValueError):
-        m.decode_to_head(m.encode(m.Finish(sequence=1)), [b"x"])
+        decode_parts(m.encode(m.Finish(sequence=1)), [b"x"])
     with pytest.raises(ValueError):
-        m.decode_to_head(m.encode(IMAGES), attached)
+        decode_parts(m.encode(IMAGES), attached)
 
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame, *attached = m.encode_parts(IMAGES)
-    monkeypatch.setattr(m, "MAX_ATTACHED", 1 << 20)
+    frame, *attached = encode_parts(IMAGES)
+    monkeypatch.setattr(attachments, "MAX_ATTACHED", 1 << 20)
     with pytest.raises(InvalidRequest):
-        m.encode_parts(IMAGES)
+        encode_parts(IMAGES)
     with pytest.raises(ValueError):
-        m.decode_to_head(frame, attached)
-    monkeypatch.setattr(m, "MAX_ATTACHED", 1 << 30)
-    monkeypatch.setattr(m, "MAX_FRAME", 1 << 19)
+        decode_parts(frame, attached)
+    monkeypatch.setattr(attachments, "MAX_ATTACHED", 1 << 30)
+    monkeypatch.setattr(attachments, "MAX_FRAME", 1 << 19)
     with pytest.raises(InvalidRequest):
-        m.encode_parts(IMAGES)
+        encode_parts(IMAGES)
 
 
 def test_a_head_takes_them_as_views() -> None:
@@ -72,12 +74,12 @@ def test_a_head_takes_them_as_views() -> None:
     context = zmq.Context()
     with context.socket(zmq.DEALER) as front:
         front.connect(listener.address)
-        front.send_multipart(m.encode_parts(IMAGES), copy=False)
+        front.send_multipart(encode_parts(IMAGES), copy=False)
         front.send(m.encode(m.Finish(sequence=7)))
         assert listener.socket.poll(10_000)
         name, body, *attached = listener.receive()
         assert [type(one) for one in (body, *attached)] == [bytes, memoryview, memoryview]
-        found = m.decode_to_head(body, attached)
+        found = decode_parts(body, attached)
         assert isinstance(found, m.Submit)
         assert [bytes(one.pixels) for one in found.media] == [one.pixels for one in IMAGES.media]
         # It goes on from there: to another process, for example.

@@ -11,7 +11,9 @@ import numpy as np
 from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
 from weft.config.resolved import MediaLimits
+from weft.media.local import LocalPictures, placed
 from weft.scheduler.media import check_media
+from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
@@ -96,9 +98,15 @@ class RequestMaker:
     """Turns prompts into requests. Thread-safe."""
 
     def __init__(
-        self, text: TextModel, limits: ModelLimits, seed: int | None, images: MediaLimits | None = None
+        self,
+        text: TextModel,
+        limits: ModelLimits,
+        seed: int | None,
+        images: MediaLimits | None = None,
+        pictures: LocalPictures | None = None,
     ) -> None:
-        """``images``: what the model takes of them; None: none."""
+        """``images``: what the model takes of them, ``pictures``: what makes them; None: none."""
+        self._pictures = pictures
         self._text = text
         self._limits = limits
         self._images = images
@@ -133,9 +141,16 @@ class RequestMaker:
         """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
-        return self._make(
+        ids = made.ids
+        media: tuple[MediaItem, ...] = ()
+        if made.images and self._pictures is not None:
+            items = self._pictures.items(made.images)
+            ids, starts = expanded(ids, self._pictures.facts.placeholder, [item.count for item in items])
+            media = placed(items, starts)
+            self._check(media, ids)
+        request = self._make(
             made.text,
-            made.ids,
+            ids,
             params,
             seed,
             request_id,
@@ -143,6 +158,8 @@ class RequestMaker:
             param="messages",
             grammar=grammar,
         )
+        request.show(media)
+        return request
 
     def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
         """``prompt``, of which an embedding is wanted. Raises as ``from_prompt`` does."""

@@ -77,9 +77,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front, config.media)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
-    tokenizer_path = path
-    if model.tokenizer is not None:
-        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
+    tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)

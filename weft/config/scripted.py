@@ -27,9 +27,7 @@ def resolve_scripted(config: Config) -> EngineConfig:
     check_files(config.runner, config.front, config.media)
     model = msgspec.structs.replace(config.model, load_format="dummy")
     path = hub.resolve_model_path(model.model, model.revision, load_format="dummy")
-    tokenizer_path = path
-    if model.tokenizer is not None:
-        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
+    tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
     spec = load_spec(
         path, trust_remote_code=model.trust_remote_code, language_model_only=model.language_model_only

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -22,11 +22,10 @@ from weft.config.resolved import EngineConfig
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
 from weft.front.doors import Doors
-from weft.front.kinds import KINDS, MADE
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
-from weft.front.read_worker import ReadAnswer, decode_answer, payload_of
+from weft.front.read_worker import Files, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.reading import Compiling, Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
@@ -34,6 +33,10 @@ from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
+from weft.media.headers import ImageHeader
+from weft.media.memory import Lease
+from weft.media.pictures import Wanted, headers_of
+from weft.media.service import MediaService
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
@@ -107,6 +110,7 @@ class Front:
         self._reader: Reader | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
+        self.media = MediaService(config.media)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
         self.doors = Doors(
@@ -148,6 +152,7 @@ class Front:
             max_response_bytes=self.section.max_response_bytes,
             keep_attribution=self.section.keep_attribution_lines,
             grammar_timeout=self.config.grammar.grammar_compile_timeout,
+            media=self.config.media,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
@@ -162,6 +167,7 @@ class Front:
             self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
+        await self.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._spans is not None:
             self._spans.close()
@@ -215,23 +221,26 @@ class Front:
             raise Unavailable("the server is still starting")
         return self._reader
 
-    async def read(self, kind: str, body: list[bytes], then: Callable[[Job], T]) -> T:
+    async def read(
+        self, kind: str, body: list[bytes], then: Callable[[Job], T], lease: Lease | None = None
+    ) -> T:
         """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
 
-        ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read, and Overloaded
-        when too much text work waits.
+        ``kind`` is one of ``KINDS``. ``lease``: of the memory of its images; without one they are not
+        decoded. Raises the WeftError of a request that can't be read, and Overloaded when too much text work
+        waits.
         """
-        reader = self._ready_reader()
-        data = await self._read_large(kind, body)
-        if data is None:
-            return await self._read_again(lambda: then(KINDS[kind](reader, b"".join(body))))
 
-        def finish() -> T:
-            answer = _decoded(data)
+        def use(answer: ReadAnswer) -> T | Job:
             assert answer.job is not None
-            return then(answer.job)
+            return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
-        return await self.in_thread(finish)
+        found, files = await self._read(kind, body, use, lease)
+        if not isinstance(found, Job) or lease is None or not found.pictures:
+            return cast(T, found)
+        media = await self.media.decode(found.pictures, files, lease)
+        lease.give(sum(map(len, files.values())))
+        return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 
     async def _read_again(self, read: Callable[[], T]) -> T:
         """What ``read`` returns, in a thread. No thread waits for a grammar: there are few of them, and a
@@ -246,13 +255,31 @@ class Front:
 
     async def made(self, kind: str, body: list[bytes]) -> bytes:
         """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
-        reader = self._ready_reader()
-        data = await self._read_large(kind, body)
-        if data is None:
-            return await self.in_thread(lambda: MADE[kind](reader, b"".join(body)))
-        return (await self.in_thread(_decoded, data)).made
+        return (await self._read(kind, body, lambda answer: answer.made, None))[0]
 
-    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | bytearray | None:
+    async def _read(
+        self, kind: str, body: list[bytes], use: Callable[[ReadAnswer], T], lease: Lease | None
+    ) -> tuple[T, dict[str, memoryview]]:
+        """(what ``use`` makes of the request, in a thread; files of its images that were fetched)."""
+        reader = self._ready_reader()
+        files: dict[str, memoryview] = {}
+        headers: dict[str, ImageHeader] = {}
+
+        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...]:
+            answer = read_with(reader, kind, b"".join(body), headers) if data is None else _decoded(data)
+            return answer.wanted or use(answer)
+
+        with self.media.memory.lease() as own:
+            while True:
+                data = await self._read_large(kind, body, headers)
+                found = await self._read_again(functools.partial(take, data))
+                if not isinstance(found, tuple):
+                    return found, files
+                assert not files  # they were all asked for at once
+                files = await self.media.fetch(found, lease or own)
+                headers = await self.in_thread(headers_of, found, files)
+
+    async def _read_large(self, kind: str, body: list[bytes], files: Files) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
@@ -260,7 +287,7 @@ class Front:
             return None
         assert self._workers is not None
         self._trim_later()
-        return await self._workers.call(*payload_of(kind, body))
+        return await self._workers.call(*payload_of(kind, body, files))
 
     def _trim_later(self) -> None:
         """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""

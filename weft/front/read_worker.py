@@ -1,7 +1,8 @@
 """A process that reads large requests for the front: ``python -m weft.front.read_worker DESCRIPTOR``.
 
 It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
-is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, and its body.
+is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, what is
+known of its images, another one, and its body.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -22,6 +24,8 @@ from weft.common.workers import HEADER, receive
 from weft.front.kinds import KINDS, MADE
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
+from weft.media.headers import ImageHeader
+from weft.media.pictures import NeedsFiles, Wanted
 
 log = get_logger(__name__)
 
@@ -35,25 +39,40 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     job: Job | None = None
     made: bytes = b""
     """The answer's JSON, where no engine is needed for it."""
+    wanted: tuple[Wanted, ...] = ()
+    """Files that have to be fetched before it can be read."""
     error: ErrorInfo | None = None
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
-def payload_of(kind: str, body: Iterable[bytes]) -> tuple[bytes, ...]:
+Files: TypeAlias = Mapping[str, ImageHeader]
+"""Headers of images that were fetched, by their URLs."""
+_decode_files = msgspec.json.Decoder(dict[str, ImageHeader]).decode
+
+
+def payload_of(kind: str, body: Iterable[bytes], files: Files | None = None) -> tuple[bytes, ...]:
     """What a worker is sent to read a body in pieces; in pieces, too."""
-    return (kind.encode() + b"\0", *body)
+    return (kind.encode() + b"\0" + msgspec.json.encode(files or {}) + b"\0", *body)
+
+
+def read_with(reader: Reader, kind: str, body: bytes, files: Files) -> ReadAnswer:
+    """Reads one request. Raises WeftError."""
+    try:
+        reader = reader.knowing(files)
+        if kind in MADE:
+            return ReadAnswer(made=MADE[kind](reader, body))
+        return ReadAnswer(job=KINDS[kind](reader, body))
+    except NeedsFiles as missing:
+        return ReadAnswer(wanted=tuple(missing.wanted))
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
-    kind, _, body = payload.partition(b"\0")
+    kind, files, body = payload.split(b"\0", 2)
     try:
-        name = kind.decode()
-        if name in MADE:
-            return ReadAnswer(made=MADE[name](reader, body))
-        return ReadAnswer(job=KINDS[name](reader, body))
+        return read_with(reader, kind.decode(), body, _decode_files(files))
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:

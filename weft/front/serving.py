@@ -105,8 +105,9 @@ async def handle(
             held.callback(generation.close)
             held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")
+            images = held.enter_context(front.media.memory.lease())
             async with within(deadline):
-                await front.read(kind, await prepare(body), generation.build)
+                await front.read(kind, await prepare(body), generation.build, images)
             del body  # it may be large, and the answer long
             upload.close()
             generation.submit()

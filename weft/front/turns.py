@@ -11,9 +11,10 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 from weft.front.asked_output import effort_variables
 from weft.text.chat import ChatFormat
+from weft.text.messages import ImagePart
 
 _PROBE = "5d0e4b7a91"
-Parts = list[dict[str, Any]]
+Parts = list[dict[str, Any] | ImagePart]
 """Typed content parts, as chat takes them."""
 
 
@@ -84,9 +85,9 @@ class Turns:
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
-    def result(self, id: str, text: str) -> None:
+    def result(self, id: str, content: str | Parts) -> None:
         """What a call returned."""
-        self._messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     def _turn(self) -> dict[str, Any]:
         """The assistant's message that goes on."""

@@ -22,6 +22,7 @@ from weft.common.log import get_logger
 from weft.parallel.secret import CurveKeys
 from weft.routing import events as e
 from weft.types import messages as m
+from weft.types.attachments import encode_parts
 
 log = get_logger(__name__)
 
@@ -170,7 +171,7 @@ class Link:
             while self._outbox:
                 message = self._outbox[0]
                 try:
-                    frames = m.encode_parts(message)
+                    frames = encode_parts(message)
                 except WeftError as error:
                     self._outbox.popleft()
                     self._refuse(message, error)

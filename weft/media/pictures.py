@@ -74,6 +74,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
         return height * width * 3
 
 
+def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
+    """Of fetched files, by their URLs. Raises InvalidRequest, naming the part."""
+    found = {}
+    for one in wanted:
+        try:
+            found[one.url] = read_header(files[one.url])
+        except BadMedia as error:
+            raise error.at(one.where) from None
+    return found
+
+
 class Pictures:
     """What a model makes of images, and what a server lets them be. Thread-safe."""
 

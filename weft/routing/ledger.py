@@ -148,6 +148,8 @@ class LedgerEntry:
         ``receives``: it is of the instance that decodes what another one has computed.
         """
         told = event.prompt_logprobs is not None
+        if event.cache_miss is not None:  # of its first instance alone: others would tell of themselves
+            self.submit = msgspec.structs.replace(self.submit, explain=False)
         self.landed = self.landed or (receives and bool(event.token_ids))
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:

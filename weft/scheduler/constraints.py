@@ -102,7 +102,7 @@ class Constraint:
         and it was not taken."""
         if self.failure is not None or not self._accept(token):
             return False
-        if self._ends_itself and self.finished:
+        if self.finished:
             self._take_back(1)
             return False
         return self.failure is None

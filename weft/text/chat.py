@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.config.media import MediaFacts
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
 from weft.text.messages import ImagePart, Message, check_messages
@@ -61,6 +62,14 @@ class ImageRules(NamedTuple):
     """The token that the template writes for one."""
     most: int
     """Of a conversation."""
+
+
+def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
+    """(what ``ChatFormat`` needs, ids that no text may become): what stands for an image, or is around it."""
+    if facts is None:
+        return None, []
+    tokens = (facts.placeholder, facts.video, facts.start, facts.end)
+    return ImageRules(facts.placeholder, most), [token for token in tokens if token is not None]
 
 
 class ChatFormat:
@@ -139,11 +148,7 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        most = None if self._images is None else self._images.most
-        checked = messages if _are_checked(messages) else check_messages(messages, most)
-        images = tuple(part for message in checked for part in message.images)
-        if images and not template.takes_parts:
-            raise _not_shown(images[0])
+        checked = self._checked(messages, template)
         form = self._tool_form(template)
         conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
@@ -167,9 +172,22 @@ class ChatFormat:
         opens = add_generation_prompt or continue_final_message
         last = checked[-1].text() if continue_final_message else ""
         in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
-        if images and self._images is not None and ids.count(self._images.placeholder) != len(images):
+        return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
+
+    def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+        if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
+            return messages
+        checked = check_messages(messages, None if self._images is None else self._images.most)
+        if not template.takes_parts and (images := [one for each in checked for one in each.images]):
             raise _not_shown(images[0])
-        return ChatPrompt(ids, text, in_thought, images)
+        return checked
+
+    def _shown_images(self, messages: Sequence[Message], ids: list[int]) -> tuple[ImagePart, ...]:
+        """The images of a conversation. Raises InvalidRequest where ``ids`` do not show each of them once."""
+        images = tuple(image for message in messages for image in message.images)
+        if images and (self._images is None or ids.count(self._images.placeholder) != len(images)):
+            raise _not_shown(images[0])
+        return images
 
     def _tool_form(self, template: ChatTemplate) -> ToolForm:
         """How the template wants calls; found out once."""
@@ -250,10 +268,6 @@ def _not_shown(image: ImagePart) -> InvalidRequest:
         param=image.where,
         code="unsupported_parameter",
     )
-
-
-def _are_checked(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message)
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:

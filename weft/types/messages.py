@@ -6,7 +6,6 @@ never taken from a client. A front may have sent anything; a head validates befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -34,8 +33,6 @@ peer with an older version:
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
 """
 MAX_FRAME = 64 << 20
-MAX_ATTACHED = 1 << 30
-"""Bytes of all attachments of a message; of each one ``MAX_FRAME``."""
 READINESS_SALT = "weft readiness"
 """Salt of the sequences with which fronts see whether heads make tokens."""
 
@@ -412,36 +409,11 @@ def encode(message: ToHead | ToFront) -> bytes:
     return frame
 
 
-def encode_parts(message: ToHead) -> tuple[bytes, ...]:
-    """The message's frames: of a Submit whose images have pixels these follow as they are, one frame for each
-    image, in order, so that nobody copies megabytes to pack them. Raises InvalidRequest over a size limit.
-    """
-    if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
-        return (encode(message),)
-    attached = tuple(item.pixels for item in message.media)
-    if max(map(len, attached)) > MAX_FRAME or sum(map(len, attached)) > MAX_ATTACHED:
-        raise InvalidRequest("the request's images are too large for one message")
-    bare = tuple(msgspec.structs.replace(item, pixels=b"") for item in message.media)
-    return (encode(msgspec.structs.replace(message, media=bare)), *attached)
-
-
-def decode_to_head(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
-    """Parses a front's message. ``attached``: the frames behind the first one, which may be views.
-
-    Raises msgspec.DecodeError (or its ValidationError) or ValueError.
-    """
+def decode_to_head(frame: bytes) -> ToHead:
+    """Parses a frame from a front. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
-    message = _to_head.decode(frame)
-    if not attached:
-        return message
-    if not isinstance(message, Submit) or len(attached) != len(message.media):
-        raise ValueError("frames that belong to no image")
-    if any(item.pixels for item in message.media) or sum(map(len, attached)) > MAX_ATTACHED:
-        raise ValueError("pixels twice, or over the size limit")
-    pairs = zip(message.media, attached, strict=True)
-    media = tuple(msgspec.structs.replace(item, pixels=pixels) for item, pixels in pairs)
-    return msgspec.structs.replace(message, media=media)
+    return _to_head.decode(frame)
 
 
 def decode_to_front(frame: bytes) -> ToFront:

@@ -60,12 +60,13 @@ def patches(image: Tensor, media: MediaFacts, colours: Tensor) -> Tensor:
     """
     _check(image, media)
     size, merge, group = media.patch, media.merge, media.temporal
+    channels = (image[..., c].to(torch.int32).flatten() for c in range(3))
+    pixels = torch.stack([colours[c].index_select(0, values) for c, values in enumerate(channels)])
+    pixels = pixels.view(3, *image.shape[:3])
     missing = -image.shape[0] % group
     if missing:
-        image = torch.cat([image, image[-1:].expand(missing, -1, -1, -1)])
-    frames, height, width = image.shape[0] // group, image.shape[1] // size, image.shape[2] // size
-    flat = image.view(-1, 3).to(torch.int32)
-    pixels = torch.stack([colours[c].index_select(0, flat[:, c]) for c in range(3)])
+        pixels = torch.cat([pixels, pixels[:, -1:].expand(-1, missing, -1, -1)], dim=1)
+    frames, height, width = pixels.shape[1] // group, image.shape[1] // size, image.shape[2] // size
     cut = pixels.view(3, frames, group, height, size, width, size)
     if media.kind == "patches":
         return cut.permute(1, 3, 5, 0, 2, 4, 6).reshape(-1, 3 * group * size * size)

@@ -51,11 +51,12 @@ class PatchAttention(Layer):
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: int) -> Tensor:
         """x: [N, hidden], ``groups`` equal groups one after another; angles: cos and sin, [N, dim / 2]."""
         tokens, hidden = x.shape
-        q, k, v = self.qkv(x).view(tokens, 3, self._heads, -1).unbind(1)
+        qkv = self.qkv(x).view(tokens, 3 * self._heads, -1)
+        turned, v = qkv.split((2 * self._heads, self._heads), dim=1)
+        q, k = torch_ops.rotate(turned, *angles).split(self._heads, dim=1)  # at once: fewer operators
         shape = (groups, tokens // groups, self._heads, -1)
-        q = torch_ops.rotate(q, *angles).view(shape).transpose(1, 2)
-        k = torch_ops.rotate(k, *angles).view(shape).transpose(1, 2)
-        made = F.scaled_dot_product_attention(q, k, v.reshape(shape).transpose(1, 2))
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in (q, k, v))
+        made = F.scaled_dot_product_attention(q, k, v)
         result: Tensor = self.out(made.transpose(1, 2).reshape(tokens, hidden))
         return result
 
