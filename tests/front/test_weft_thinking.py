@@ -4,7 +4,6 @@ many steps are in flight, and its answer goes on behind it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
