@@ -5,6 +5,7 @@ Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there i
 The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
 and over, one token every few milliseconds, until ``max_tokens``.
 HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
+FAKE_LENGTH is its context, FAKE_TICK the seconds of a token.
 With FAKE_MEDIA it appends to that file what it gets of images, a line of JSON a sequence.
 With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
 """
@@ -52,7 +53,7 @@ DIE_ONCE = 112
 SLOW = 113
 """A second before the first token, and another one before the fourth."""
 
-TICK = 0.002
+TICK = float(os.environ.get("FAKE_TICK", "0.002"))
 LANDS = 0.03
 """Seconds until what another head has prefilled goes on here."""
 
@@ -186,7 +187,7 @@ class FakeHead:
             welcome = m.Welcome(
                 versions=self.versions,
                 vocab_size=300,
-                max_model_len=512,
+                max_model_len=int(os.environ.get("FAKE_LENGTH", "512")),
                 max_num_seqs=8,
                 num_blocks=(64,),
                 incarnation=self.incarnation,

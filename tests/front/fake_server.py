@@ -68,8 +68,9 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         max_position=512,
         eos_ids=tuple(fields.pop("eos_ids", ())),
     )
-    if fields.pop("vision", False):
-        spec = msgspec.structs.replace(spec, vision=VISION)
+    if (vision := fields.pop("vision", False)) is not False:  # or fields of its MediaFacts
+        facts = msgspec.structs.replace(pictures.FACTS, **(vision if isinstance(vision, dict) else {}))
+        spec = msgspec.structs.replace(spec, vision=msgspec.structs.replace(VISION, media=facts))
     media = {name: fields.pop(name) for name in MediaSection.__struct_fields__ if name in fields}
     scheduler = {name: fields.pop(name) for name in ("max_num_seqs", "max_queued_requests") if name in fields}
     return EngineConfig(

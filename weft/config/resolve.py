@@ -98,10 +98,9 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
     rooms = transfer.role != "unified"
-    num_bytes = cache_bytes(
-        spec, dtype, device, model, cache, scheduler, copies, config.parallel, host, rooms
-    )
-    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies, rooms)
+    parts = (model, cache, scheduler, copies)
+    num_bytes = cache_bytes(spec, dtype, device, *parts, config.parallel, host, rooms)
+    kv = divide_cache(local, dtype, num_bytes, *parts, rooms)
     kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
     return EngineConfig(
         model_path=path,

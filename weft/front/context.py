@@ -33,6 +33,7 @@ from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
+from weft.media.decode import can_decode
 from weft.media.headers import ImageHeader
 from weft.media.memory import Lease
 from weft.media.pictures import Wanted, headers_of
@@ -139,6 +140,8 @@ class Front:
             log.warning(
                 "%s; chat completions are refused until --chat-template names another one", text.chat.problem
             )
+        if files.images is not None and not can_decode():
+            log.warning("images are refused: this model sees, but Pillow is not installed (weft[vision])")
         welcome = await self.links.start()
         # --tokenizer may name a folder that does not know the model's own ends.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))

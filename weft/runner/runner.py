@@ -121,8 +121,7 @@ class Runner:
         if rooms is not None:
             self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
         blocks = None if rooms is None else rooms.memory
-        memory = stacked(kv, dtype, device, blocks)
-        self._cache = by_layer(kv, memory)
+        self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)

@@ -169,10 +169,13 @@ class ChatFormat:
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
-        opens = add_generation_prompt or continue_final_message
         last = checked[-1].text() if continue_final_message else ""
-        in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
+        in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
         return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
+
+    def _thinks(self, prompt: str, last: str) -> bool:
+        """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
+        return self._in_thought is not None and self._in_thought(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):

@@ -13,7 +13,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import decode, make
-from weft.front.responses.conversion import NAMES, History, conversation
+from weft.front.responses.conversion import NAMES, History, conversation, packed
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.turns import effort_shown, renamed
 
@@ -97,4 +97,4 @@ def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None
-    return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))
+    return msgspec.structs.replace(job, facts=packed(facts))
