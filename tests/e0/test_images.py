@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e0.rig import MAX_LEN, Answer, make_engine, replaying, run, spec_of, submit
 from tests.support.domains import on_layout
@@ -215,6 +217,37 @@ def test_embeddings_see_images(images: Images) -> None:
         engine.close()
     assert made[0] == made[1]
     assert len(set(made[0])) == 4
+
+
+class Broken:
+    """A tower whose first embedding is not finite."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+        self.left = 1
+
+    def embed(self, image: torch.Tensor) -> Any:
+        made = self._tower.embed(image)
+        self.left -= 1
+        return replace(made, main=made.main * float("nan")) if self.left >= 0 else made
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
+def test_an_image_that_cannot_be_encoded_fails_its_own_request(name: str, images: Images) -> None:
+    """And the next one does not find its embedding."""
+    engine, runner = make_engine(images.models.folder(name), chunk=8, caching=False)
+    runner._media._tower = Broken(runner._media._tower)
+    batch = [images.submit(name, n, n, GREEDY) for n in (0, 2, 4)]
+    answers = run(engine, [batch])
+    again = run(engine, [[images.submit(name, 10, 0, GREEDY)]])[10]
+    stats = engine.stats()
+    engine.close()
+    assert answers[0].ends == ["error"]
+    assert answers[0].error.code == "non_finite_logits"
+    for number in (2, 4):
+        assert answers[number].tokens == images.answer(name, number, 0, GREEDY).tokens
+    assert again.tokens == images.answer(name, 0, 0, GREEDY).tokens
+    assert stats.images_encoded == 4
 
 
 @pytest.mark.parametrize("overlap", ["off", "all"])

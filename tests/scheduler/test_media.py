@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.scheduler.fake_runner import BAD_SEED, VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
-from weft.common.errors import InvalidRequest
+from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
-from weft.scheduler.media import MediaBook
+from weft.kv.hashing import media_keys
+from weft.scheduler import state as state_module
+from weft.scheduler.media import MediaBook, _Held
 from weft.types.media import MediaItem
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, DropMedia, Encode, StepPlan
@@ -283,7 +286,9 @@ def random_parts(rng: random.Random) -> list[int | list[int]]:
     parts: list[int | list[int]] = []
     length = 0
     for _ in range(rng.randint(1, 6)):
-        part = rng.choice([rng.randrange(7), rng.randrange(7), [1, 2, 3], [PAD] * 4, [rng.randrange(VOCAB)]])
+        part = rng.choice(
+            [rng.randrange(7), rng.randrange(7), [1, 2, 3], [PAD] * rng.randint(1, 4), [rng.randrange(VOCAB)]]
+        )
         more = image(part).count if isinstance(part, int) else len(part)
         if length + more <= 36 and sum(isinstance(p, int) for p in parts) < 4:
             parts.append(part)
@@ -291,44 +296,49 @@ def random_parts(rng: random.Random) -> list[int | list[int]]:
     return parts or [[1]]
 
 
+def random_load(seed: int, depth: int) -> Rig:
+    """Small pools, little room, ends from outside, lost ranks, drafts, recurrent states."""
+    rng = random.Random(seed)
+    kv = kv_config(
+        blocks=rng.choice([12, 18, 64]),
+        window=rng.choice([None, None, 6]),
+        slots=rng.choice([4, 12]),
+        caching=rng.random() < 0.7,
+        states=rng.choice([0, 0, 5]),
+        copies=rng.choice([1, 1, 3]),
+        media=limits(cache_bytes=rng.choice([10, 14, 40]), encode_patches=rng.choice([1, 8, 40])),
+    )
+    rig = Rig(
+        kv,
+        depth,
+        step_policy=rng.choice(["mixed", "exclusive"]),
+        long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
+        max_num_seqs=rng.choice([2, 8]),
+    )
+    earlier = [random_parts(rng)]
+    for request in range(25):
+        parts = rng.choice(earlier)[: rng.randint(1, 6)] if rng.random() < 0.5 else random_parts(rng)
+        earlier.append(parts)
+        for choice in range(rng.choice([1, 1, 2])):
+            rig.submit(random_ask(rng, len(rig.told), request, choice, parts))
+        for _ in range(rng.randint(0, 5)):
+            rig.step()
+            rig.audit()
+            check_book(rig)
+        if rng.random() < 0.1:
+            rig.finish(rng.randrange(len(rig.told)))
+        if rng.random() < 0.05:
+            rig.lose()
+    drain(rig)
+    return rig
+
+
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 120), marks=pytest.mark.grid)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int, seeds: range) -> None:
-    """Small pools, little room, ends from outside, lost ranks, drafts, recurrent states."""
     preempted = hits = cached = encoded = forgotten = 0
     for seed in seeds:
-        rng = random.Random(seed)
-        kv = kv_config(
-            blocks=rng.choice([12, 18, 64]),
-            window=rng.choice([None, None, 6]),
-            slots=rng.choice([4, 12]),
-            caching=rng.random() < 0.7,
-            states=rng.choice([0, 0, 5]),
-            copies=rng.choice([1, 1, 3]),
-            media=limits(cache_bytes=rng.choice([10, 14, 40]), encode_patches=rng.choice([1, 8, 40])),
-        )
-        rig = Rig(
-            kv,
-            depth,
-            step_policy=rng.choice(["mixed", "exclusive"]),
-            long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
-            max_num_seqs=rng.choice([2, 8]),
-        )
-        earlier = [random_parts(rng)]
-        for request in range(25):
-            parts = rng.choice(earlier)[: rng.randint(1, 6)] if rng.random() < 0.5 else random_parts(rng)
-            earlier.append(parts)
-            for choice in range(rng.choice([1, 1, 2])):
-                rig.submit(random_ask(rng, len(rig.told), request, choice, parts))
-            for _ in range(rng.randint(0, 5)):
-                rig.step()
-                rig.audit()
-                check_book(rig)
-            if rng.random() < 0.1:
-                rig.finish(rng.randrange(len(rig.told)))
-            if rng.random() < 0.05:
-                rig.lose()
-        drain(rig)
+        rig = random_load(seed, depth)
         stats = rig.scheduler.stats()
         preempted += stats.preemptions
         hits += stats.image_hits
@@ -336,3 +346,47 @@ def test_random_loads(depth: int, seeds: range) -> None:
         encoded += rig.runner.encoded
         forgotten += rig.runner.forgotten
     assert min(preempted, hits, cached, encoded, forgotten) > 0
+
+
+def _may_go_always(held: Any, order: Any, step: int) -> bool:
+    return True
+
+
+def _never_over(book: MediaBook, sequence: Any, held: Any) -> Any:
+    use = _USE(book, sequence, held)
+    use.order = (-9, 0, 0)
+    return use
+
+
+_USE = MediaBook._use
+#: What is broken -> where, and what takes its place.
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "images are not in the hashes": (state_module, "media_keys", lambda items, block: {}),
+    "where they begin is not in the hashes": (
+        state_module,
+        "media_keys",
+        lambda items, block: {
+            number: tuple(part[:16] for part in parts) for number, parts in media_keys(items, block).items()
+        },
+    ),
+    "what the same plan reads is forgotten": (_Held, "may_go", _may_go_always),
+    "a chunk may have any image": (MediaBook, "reach", lambda book, sequence, start, end, step: end),
+    "a step encodes without end": (MediaBook, "_begin", lambda book, step: setattr(book, "_patches", -999)),
+    "who has left still uses it": (MediaBook, "leave", lambda book, sequence: None),
+    "new ranks have what the old ones had": (MediaBook, "clear", lambda book: None),
+    "who has read it uses it for ever": (MediaBook, "_use", _never_over),
+    "rows do not say what they read": (MediaBook, "take", lambda *rest: []),
+}
+
+
+def random_loads(seeds: range) -> None:
+    for seed in seeds:
+        random_load(seed, 1 + seed % 2)
+
+
+@pytest.mark.parametrize("bug", list(BUGS))
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the random loads above."""
+    monkeypatch.setattr(*BUGS[bug])
+    with pytest.raises((AssertionError, EngineDead, KeyError)):
+        random_loads(range(40))

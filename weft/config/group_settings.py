@@ -86,4 +86,4 @@ def _show(value: str | None) -> str:
     return "no such setting" if value is None else value
 
 
-_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel", "transfer")
+_SECTIONS = ("model", "cache", "scheduler", "speculation", "runner", "parallel", "transfer", "media")

@@ -87,9 +87,9 @@ class MediaStore:
         if self._tower is None or op.media in self._embedded:
             raise EngineDead(f"image {op.media} cannot be encoded here")
         _, rows, columns = op.grid
-        pixels = np.frombuffer(op.pixels, np.uint8).copy()
-        image = torch.from_numpy(pixels.reshape(-1, rows * self._patch, columns * self._patch, 3))
-        self._embedded[op.media] = self._tower.embed(image.to(self._device))
+        pixels = np.frombuffer(op.pixels, np.uint8).copy()  # torch wants memory that it may write
+        image = pixels.reshape(-1, rows * self._patch, columns * self._patch, 3)
+        self._embedded[op.media] = self._tower.embed(upload(image, self._device))
 
     def _held(self, media: int) -> Embedded:
         found = self._embedded.get(media)

@@ -140,8 +140,7 @@ class Runner:
             StagingRing(device, 2 * depth, poison=poison),
         )
         self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
-        self._trace, self._timeout = trace, step_timeout
-        self._next_step: int | None = None
+        self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
         self._failed = False
         """Whether a step failed; until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
@@ -234,7 +233,7 @@ class Runner:
             self.graphs.forget()
         if self.drafter is not None:
             self.drafter.reset()
-        self._next_step = None
+        self._next_step = -1
         self._failed = False
 
     def close(self) -> None:
@@ -260,7 +259,7 @@ class Runner:
     @torch.inference_mode()
     def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
         plan = handle.plan
-        if self._next_step is not None and plan.step != self._next_step:
+        if plan.step != self._next_step >= 0:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
         self._next_step = plan.step + 1
         if self.drafter is not None:
