@@ -57,8 +57,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def packed(facts: Facts) -> bytes:
-    """``facts`` as a job carries them. Items, which may be megabytes of images, are a line behind the rest, so
-    that who takes them out need not read them.
+    """``facts`` as a job carries them. Items, which may be megabytes of images, are a line behind the rest,
+    so that who takes them out need not read them.
     """
     return msgspec.json.encode(msgspec.structs.replace(facts, items=b"")) + b"\n" + facts.items
 
