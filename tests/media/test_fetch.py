@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -269,3 +272,56 @@ def test_nobody_listens(serve: Any) -> None:
     with pytest.raises(BadMedia, match="could not be fetched"):
         fetcher(server).fetch(server.url())
     assert fetching.MAX_REDIRECTS == 3
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with the key and the certificate of images.test."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, made = folder / "key.pem", folder / "both.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=images.test",
+    ]
+    command += ["-addext", "subjectAltName=DNS:images.test", "-keyout", str(key), "-out", str(made)]
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make a certificate with")
+    subprocess.run(command, check=True, capture_output=True)
+    made.write_text(made.read_text() + key.read_text())
+    return str(made)
+
+
+def test_https_goes_to_the_checked_address_and_asks_for_the_name(
+    serve: Any, certificate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ours.load_cert_chain(certificate)
+
+    def answer(link: socket.socket, path: str) -> None:
+        link.sendall(whole(b"secret"))
+
+    server = serve(answer)
+    handle = server._handle
+    monkeypatch.setattr(server, "_handle", lambda link: handle(_secured(ours, link)))
+    trusting = ssl.create_default_context(cafile=certificate)
+    one = Fetcher((f"*:{server.port}",), 1 << 20, 10, permits=lambda address: True, secure=trusting)
+    assert one.fetch(f"https://images.test:{server.port}/a") == b"secret"
+    for host, context in (("other.test", trusting), ("images.test", None)):
+        strict = Fetcher((f"*:{server.port}",), 1 << 20, 10, permits=lambda address: True, secure=context)
+        with pytest.raises(BadMedia, match="could not be fetched"):
+            strict.fetch(f"https://{host}:{server.port}/a")
+    assert len(server.asked) == 1
+
+
+def _secured(context: ssl.SSLContext, link: socket.socket) -> socket.socket:
+    with contextlib.suppress(OSError):
+        return context.wrap_socket(link, server_side=True)
+    return link

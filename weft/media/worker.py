@@ -28,8 +28,8 @@ from weft.media.words import Decode, Done, WorkerRules, packed, task_of
 
 log = get_logger(__name__)
 
-NICENESS = 5
-"""Steps of the engine go first where cores are short."""
+NICENESS = 10
+"""Steps of the engine, and other requests, go first where cores are short."""
 FILES = 64
 """Descriptors that may be open."""
 GRACE_S = 1.0
