@@ -19,7 +19,7 @@ QUICK := common types config kv scheduler routing text sampling layers attention
 	e0/test_grid.py e0/test_states.py front/test_completions.py front/test_chat.py front/test_http.py
 
 quick: lint imports setup ops  ## lint, import contracts and the tests that start few processes, in under 4 minutes
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(addprefix tests/,$(QUICK)) $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(addprefix tests/,$(QUICK)) $(ARGS)
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
@@ -52,7 +52,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 unit: setup ops
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)

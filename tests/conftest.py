@@ -5,6 +5,7 @@ That is chosen when Triton is imported, so it is set here, before any test modul
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator
 from typing import Any
@@ -23,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-composition", action="store_true", help="write docs/composition.md from tests/composition"
     )
+
+
+def pytest_collection_finish() -> None:
+    """The collector of cycles need not look at the modules and the thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.pairwise import sampled
 from tests.support.specs import model_spec
 from weft.attention.base import SegmentInput
 from weft.attention.cpu_backend import CpuAttention
@@ -112,12 +113,12 @@ def test_close_to_float64_and_nothing_foreign_enters(
     assert (made.double() - scene.expected()).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("window", [0, 50, 600])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+@sampled({"engine": [None, *ENGINES], "shape": list(SHAPES), "window": [0, 50, 600]})
 def test_bits_do_not_depend_on_company_chunks_or_threads(
-    dtype: torch.dtype, engine: int, shape: tuple[int, int, int, int], window: int
+    engine: int | None, shape: tuple[int, int, int, int], window: int
 ) -> None:
+    """Of float32, and of bf16 by each engine."""
+    dtype, engine = (torch.float32, 0) if engine is None else (torch.bfloat16, engine)
     scene = Scene(ROWS, shape, window, dtype)
     torch.set_num_threads(1)
     whole = bits(scene.run(engine=engine))

@@ -73,7 +73,7 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
         server = int(lines.readline())
         assert is_alive(server)
         owner.kill()
-        owner.wait(20)
+        owner.wait(deadline(20))
     until = time.monotonic() + deadline(20)
     while is_alive(server):
         assert time.monotonic() < until, "the server outlived its owner"

@@ -21,6 +21,7 @@ import pytest
 
 from tests.front.conftest import Running
 from tests.support.processes import is_alive, serving_process, with_role
+from tests.support.slowness import deadline
 from weft.cluster.process_registry import ProcessRecord, RegistryReader
 
 PROMPT = "abcdefgh"
@@ -167,7 +168,7 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda d: d.name)
 def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
     """Both fronts' streams go on. One that is stopped is noticed by fronts only, and replaced once."""
-    server = start_fake(fronts=2, restarts=3, engine_timeout=5.0)
+    server = start_fake(fronts=2, restarts=3, engine_timeout=deadline(5.0))
     one, other = fronts(server)
     with stream_at(server, {one}) as first, stream_at(server, {other}) as second:
         first.read(10)

@@ -6,6 +6,7 @@ import asyncio
 import stat
 from pathlib import Path
 
+from tests.support.slowness import deadline
 from weft.cluster import channel
 from weft.cluster.process_registry import (
     NAME,
@@ -83,14 +84,14 @@ def test_a_front_and_its_supervisor_hear_each_other() -> None:
         link.report("0", 7, EngineDead("gone"))
         channel.tell(ours, "drain")
         channel.tell(ours, "stop")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(deadline(30)):
             while told != ["drain", "stop"]:
                 await asyncio.sleep(0.01)
         heard = channel.hear(ours)
         lost = channel.HeadLost("0", 7, EngineDead("gone").info())
         assert heard == [channel.FrontAlive(), channel.FrontReady(), lost]
         ours.close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(deadline(30)):
             while told != ["drain", "stop", "stop"]:  # the supervisor is gone
                 await asyncio.sleep(0.01)
 

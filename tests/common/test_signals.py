@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.support.slowness import deadline
 from weft.common import signals
 
 
@@ -32,7 +33,7 @@ def test_a_child_that_starts_blocked_is_not_ended_before_it_ignores(number: int)
         child.send_signal(number)
         child.stdin.write("\n")
         child.stdin.flush()
-        assert child.wait(30) == 0
+        assert child.wait(deadline(30)) == 0
 
 
 def test_blocking_ends_with_the_block() -> None:

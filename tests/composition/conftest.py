@@ -21,13 +21,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Of pairs of features in one group."""
-    from tests.composition.test_pairs import FEATURES, NAMES, OWN
+    from tests.composition.test_pairs import NAMES, of_family
 
-    made = Table(
-        {family: [f for f in FEATURES if len({**FEATURES, **OWN.get(family, {})}[f]) > 1] for family in NAMES}
-    )
+    made = Table({family: [f for f, v in of_family(family).items() if len(v) > 1] for family in NAMES})
     yield made
-    if request.config.getoption("--write-composition"):
+    # Without the grid not every cell has a case.
+    if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 0, made.lines())
 
 

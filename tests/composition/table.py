@@ -60,7 +60,7 @@ class Table:
             "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
             "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
             "it gets alone, in float64.",
-            "A run of `pytest tests/composition/test_pairs.py --write-composition` writes this part.",
+            "A run of `pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
         ]
         for family in self._features:
             lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]

@@ -1,8 +1,8 @@
 """Every two features together, for every form of attention: the tokens of each sequence alone, in float64.
 
-A case sets every feature to one of its values; the cases of a family cover every pair of values of every two
-features, and each case asserts that its features engaged. ``docs/composition.md`` is what a run of all of it
-found (``pytest tests/composition/test_pairs.py --write-composition``).
+A case sets every feature to one of its values, and asserts that its features engaged. By default the forms of
+attention are one more feature, and the cases cover every pair of values of every two; ``-m grid`` covers the
+pairs for each form. ``docs/composition.md`` is what a run of all of that found.
 """
 
 from __future__ import annotations
@@ -37,12 +37,32 @@ OWN: dict[str, dict[str, list[Any]]] = {
     "sparse": {"kv": ["auto"]},  # its lines are compressed as the model was trained to
 }
 NAMES = [*FAMILIES, *OTHERS]
-CASES = [(family, case) for family in NAMES for case in covering({**FEATURES, **OWN.get(family, {})})]
 
 
-@pytest.mark.parametrize(
-    ("family", "case"), CASES, ids=lambda value: value if isinstance(value, str) else name(value)
-)
+def of_family(family: str) -> dict[str, list[Any]]:
+    return {**FEATURES, **OWN.get(family, {})}
+
+
+OF_FAMILIES = [(family, case) for family in NAMES for case in covering(of_family(family))]
+
+
+def by_default() -> list[tuple[str, dict[str, Any]]]:
+    made = []
+    for case in covering({"family": NAMES, **FEATURES}):
+        family = case.pop("family")
+        own = of_family(family)
+        made.append((family, {f: value if value in own[f] else own[f][0] for f, value in case.items()}))
+    return [*made, next(one for one in OF_FAMILIES if one[1]["draft"] == "mtp")]
+
+
+CASES = [pytest.param(*one, id=f"{one[0]}-{name(one[1])}") for one in by_default()]
+CASES += [
+    pytest.param(*one, marks=pytest.mark.grid, id=f"{one[0]}-{name(one[1])}-of its form")
+    for one in OF_FAMILIES
+]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
 def test_tokens_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, table: Table
 ) -> None:

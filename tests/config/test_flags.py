@@ -12,6 +12,7 @@ import pytest
 
 from weft.common.errors import ConfigError
 from weft.config import file, flags
+from weft.config.media_section import MediaSection, check_media
 from weft.config.sections import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,3 +261,24 @@ def test_a_wrong_value_under_a_short_name_names_it(tmp_path: Path) -> None:
         flags.from_keywords({"tp": 0})
     with pytest.raises(ConfigError, match=r"--config weft\.yaml: tp must be an integer"):
         file.read_values(write(tmp_path, "tp: 0\n"))
+
+
+@pytest.mark.parametrize(
+    "entry", ["https://example.org", "example.org/x", "a b", "*.*", "exa*mple.org", "a@b", ""]
+)
+def test_media_domains_are_hosts(entry: str) -> None:
+    with pytest.raises(ConfigError, match="without a scheme or path"):
+        check_media(MediaSection(allowed_media_domains=("example.org", entry)))
+
+
+def test_media_domains() -> None:
+    entries = (
+        "*",
+        "example.org",
+        "*.Example.org",
+        "example.org:8443",
+        "8.8.8.8",
+        "[2606:4700::1111]:443",
+        "*:99",
+    )
+    check_media(MediaSection(allowed_media_domains=entries))

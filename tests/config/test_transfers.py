@@ -16,7 +16,9 @@ from weft.config import devices
 from weft.config.fingerprint import fingerprint
 from weft.config.flags import from_keywords
 from weft.config.group_settings import compare, shared_settings
+from weft.config.media import MediaFacts
 from weft.config.sections import ParallelSection, TransferSection
+from weft.config.spec import VisionSpec
 from weft.config.transfers import check_transfer
 
 
@@ -110,6 +112,26 @@ class TestFingerprint:
         ):
             seen.add(fingerprint(resolved(folder, **settings)))
         assert len(seen) == 7
+
+    def test_a_tower_beside_them_does_not(self, folder: str) -> None:
+        """A group that sees images hands caches to one with --language-model-only."""
+        config = resolved(folder)
+        media = MediaFacts(
+            kind="area", patch=4, temporal=2, merge=2, mean=(0.5,) * 3, std=(0.5,) * 3, placeholder=1
+        )
+        vision = VisionSpec(
+            kind="qwen3_vl",
+            hidden=8,
+            layers=1,
+            heads=1,
+            intermediate=8,
+            activation="gelu",
+            output=config.spec.hidden,
+            side=2,
+            media=media,
+        )
+        seeing = msgspec.structs.replace(config.spec, vision=vision)
+        assert fingerprint(msgspec.structs.replace(config, spec=seeing)) == fingerprint(config)
 
     def test_so_does_each_tensor_of_the_weights(self, folder: str) -> None:
         config = resolved(folder)

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints import VOCAB
 from weft.attention.registry import choose
 from weft.config.families import load_spec
+from weft.config.media_limits import media_limits
 from weft.config.memory import hit_unit, kind_block
 from weft.config.resolve import with_cache_dtype
 from weft.config.resolved import EngineConfig, KVConfig, PoolSpec
 from weft.config.sections import (
     CacheSection,
+    MediaSection,
     ModelSection,
     RunnerSection,
     SchedulerSection,
@@ -118,6 +119,7 @@ def make_engine(
     graphs: GraphOptions | None = None,
     launcher: Launcher | None = None,
     grammars: GrammarSource | None = None,
+    media: MediaSection = MediaSection(),
 ) -> tuple[EngineCore, Recorder]:
     """An engine over ``blocks`` blocks of each kind (windows get what they need, or ``window_blocks``), its
     caches full of NaN. ``drafter`` takes the place of the one that ``speculation`` names."""
@@ -132,6 +134,7 @@ def make_engine(
         max_model_len=MAX_LEN,
         num_slots=max_num_seqs * depth,
         copies=1 + speculation.drafts,
+        media=media_limits(spec, "float64", MAX_LEN, media),
     )
     scheduler = SchedulerSection(
         max_num_seqs=max_num_seqs,
@@ -153,12 +156,13 @@ def make_engine(
         runner=RunnerSection(device="cpu"),
         kv=kv,
         speculation=speculation,
+        media=media,
     )
     runner = Recorder(
         model or model_of(folder, mtp, kv_cache_dtype),
         choose("torch", spec, torch.float64, CPU, BLOCK),
         kv,
-        vocab_size=VOCAB,
+        vocab_size=spec.vocab_size,
         dtype=torch.float64,
         device=CPU,
         depth=depth,

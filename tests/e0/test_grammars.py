@@ -60,7 +60,7 @@ FEATURES: dict[str, list[Any]] = {
     "chunk": [0, 7],
     "prefix": ["hit", "miss"],
     "preempt": [False, True],
-    "n": [1, 3],
+    "n": [1, 2],
     "sampling": list(SAMPLING),
     "free": [False, True],
     "late": [0, 3],

@@ -42,7 +42,7 @@ FEATURES: dict[str, list[Any]] = {
     "prefix": ["hit", "miss"],
     "preempt": [False, True],
     "depth": [1, 2],
-    "n": [1, 3],
+    "n": [1, 2],
     "sampling": ["greedy", "seeded"],
 }
 CHEAP = {"batch": 1, "n": 1}

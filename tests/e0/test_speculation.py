@@ -65,7 +65,7 @@ FEATURES: dict[str, list[Any]] = {
     "chunk": [0, 7],
     "prefix": ["hit", "miss"],
     "preempt": [False, True],
-    "n": [1, 3],
+    "n": [1, 2],
     "sampling": list(SAMPLING),
     "replayed": [False, True],
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.pairwise import sampled
 from tests.support.routed import routed, tokens
 from weft.config.spec import RopeSpec
 from weft.layers.build import Build
@@ -23,6 +24,7 @@ from weft.ops.routing import SCORINGS, Rule, route
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
+THREADS = [1, 2]
 WIDE = [torch.float32, torch.float64]
 ALL = [*WIDE, torch.bfloat16, torch.float16]
 ELEMENTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -52,11 +54,12 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As many as the test's parameter ``threads`` says."""
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(request.node.callspec.params["threads"] if hasattr(request.node, "callspec") else 1)
+    yield
     torch.set_num_threads(before)
 
 
@@ -74,12 +77,12 @@ def check_elements(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
             assert torch.equal(function(x[part].clone()), whole[part])
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("name", ELEMENTS)
+@sampled({"name": list(ELEMENTS), "dtype": WIDE, "threads": THREADS})
 def test_elements(name: str, dtype: torch.dtype, threads: int) -> None:
     check_elements(ELEMENTS[name], noise(70_001, dtype=dtype))
 
 
+@pytest.mark.parametrize("threads", THREADS)
 def test_noise_of_sampling(threads: int) -> None:
     words = torch.randint(0, 1 << 32, (70_001,), generator=torch.Generator().manual_seed(0))
     check_elements(gumbel, words)
@@ -95,15 +98,12 @@ def check_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
             assert torch.equal(function(x[rows].clone()), whole[rows]), (count, begin)
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("columns", [8, 67, 5120])
-@pytest.mark.parametrize("name", ROWS)
+@sampled({"name": list(ROWS), "columns": [8, 67, 5120], "dtype": WIDE, "threads": THREADS})
 def test_rows(name: str, columns: int, dtype: torch.dtype, threads: int) -> None:
     check_rows(ROWS[name], noise(170, columns, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@sampled({"activation": ["silu", "gelu", "gelu_pytorch_tanh", "relu"], "dtype": ALL, "threads": THREADS})
 def test_gated(activation: str, dtype: torch.dtype, threads: int) -> None:
     x = noise(300, 2 * 173, dtype=dtype)
     check_rows(lambda rows: tiled.gated(rows, activation), x)
@@ -112,8 +112,7 @@ def test_gated(activation: str, dtype: torch.dtype, threads: int) -> None:
     assert torch.allclose(tiled.gated(x, activation), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@pytest.mark.parametrize("kind", ["default", "dynamic"])
+@sampled({"kind": ["default", "dynamic"], "dtype": WIDE, "threads": THREADS})
 def test_angles(kind: Any, dtype: torch.dtype, threads: int) -> None:
     build = Build(dtype=dtype, device=CPU)
     rope = Rope(RopeSpec(kind=kind, theta=10000.0, dim=24, max_position=64, factor=4.0), build)
@@ -138,10 +137,9 @@ MATRICES = [("linear", shape) for shape in ((48, 67), (131, 517), (320, 8))]
 MATRICES += [(op, (131, 518)) for op in ("gated_linear", "linear_int8", "gated_linear_int8")]
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize(("op", "shape"), MATRICES)
-def test_matrices(op: str, shape: tuple[int, int], dtype: torch.dtype, threads: int) -> None:
-    inputs, outputs = shape
+@sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS})
+def test_matrices(matrix: tuple[str, tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
+    op, (inputs, outputs) = matrix
     x, weight = noise(290, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)
     bias = noise(outputs, dtype=dtype)
     more = ("silu",) if "gated" in op else ()
@@ -151,9 +149,14 @@ def test_matrices(op: str, shape: tuple[int, int], dtype: torch.dtype, threads: 
             check_rows(lambda rows, run=made.run, w=packed, b=given: run(rows, w, b, *more), x)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("op", ["moe", "moe_int8"])
-@pytest.mark.parametrize("kind", ["corrected", "hashed", "biased", "gated_shared"])
+@sampled(
+    {
+        "kind": ["corrected", "hashed", "biased", "gated_shared"],
+        "op": ["moe", "moe_int8"],
+        "dtype": ALL,
+        "threads": THREADS,
+    }
+)
 def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
     weights = routed(kind, dtype)
     x, ids = tokens(290, dtype)
@@ -165,8 +168,7 @@ def test_experts(kind: str, op: str, dtype: torch.dtype, threads: int) -> None:
             assert torch.equal(made.run(x[part], ids[part], packed), whole[part])
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("columns", [100, 2048])
+@sampled({"columns": [100, 2048], "dtype": ALL, "threads": THREADS})
 def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
     """Also of gates that are columns of a wider tensor."""
     x = noise(170, 2 * columns + 3, dtype=dtype)
@@ -182,9 +184,7 @@ def test_sigmoid_gate(columns: int, dtype: torch.dtype, threads: int) -> None:
         assert torch.allclose(weighed(x).double(), right, rtol=tolerance, atol=1e-6)
 
 
-@pytest.mark.parametrize("kept", ["narrow", "wide"])
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("columns", [100, 2048])
+@sampled({"columns": [100, 2048], "dtype": ALL, "kept": ["narrow", "wide"], "threads": THREADS})
 def test_norms(columns: int, dtype: torch.dtype, kept: str, threads: int) -> None:
     x = noise(170, columns, dtype=dtype)
     weight = noise(columns, dtype=torch_ops.wide(dtype) if kept == "wide" else dtype)
@@ -202,8 +202,7 @@ def test_norms(columns: int, dtype: torch.dtype, kept: str, threads: int) -> Non
         check_rows(added, joined)
 
 
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize("dim", [16, 80, 128])
+@sampled({"dim": [16, 80, 128], "dtype": ALL, "threads": THREADS})
 def test_rotation_and_head_norms(dim: int, dtype: torch.dtype, threads: int) -> None:
     heads, kv_heads, tokens, block = 5, 2, 170, 16
     qkv = noise(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)

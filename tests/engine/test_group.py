@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from tests.engine.group_rig import SETTINGS, TIMEOUT, GroupRig, Ranks, TableRunner
 from tests.scheduler.fake_runner import BAD_SEED, kv_config, submit
+from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead, WeftError
 from weft.common.folder import private_folder
 from weft.engine.group import GroupExecutor
@@ -618,7 +619,7 @@ class StuckMesh(Mesh):
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
         if epoch:
             self.stuck.set()
-            assert self.freed.wait(60.0)
+            assert self.freed.wait(deadline(60.0))
             raise CommLost("it was aborted")
 
     def abort(self) -> None:
@@ -673,7 +674,7 @@ def test_a_rank_notices_that_another_head_answers() -> None:
         rank.start()
         assert not gone.wait(0.7)
         incarnation[0] = "b"
-        assert gone.wait(8.0)
+        assert gone.wait(deadline(8.0))
         assert {heartbeat.rank for heartbeat in heard} == {1}
     finally:
         rank.close()

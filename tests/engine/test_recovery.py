@@ -7,15 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.e0.rig import make_engine, run, submit
+from tests.support.automata import Automata, named, random_automaton
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.common.restarts import RestartBudget
 from weft.engine.core import EngineCore
+from weft.engine.grammars import GrammarSource
 from weft.group.types import GroupLost
 from weft.runner.runner import Runner, StepHandle
+from weft.types.messages import Submit
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams
 
@@ -99,9 +103,9 @@ def run_for_ever(engine: EngineCore) -> None:
         engine.step()
 
 
-def asked(seed: int) -> list[list[object]]:
+def asked(seed: int) -> list[list[Submit]]:
     rng = random.Random(seed)
-    made: list[list[object]] = []
+    made: list[list[Submit]] = []
     for number in range(10):
         ids = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(2, 30))]
         params = TokenParams(
@@ -128,6 +132,32 @@ def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> Non
     stats = engine.stats()
     assert stats.free_blocks == tuple(pool.num_blocks for pool in engine.runner.kv.pools)
     assert stats.free_slots == engine.runner.kv.num_slots
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_are_told_that_were_committed_before_masks_found_the_loss(folder: Path, depth: int) -> None:
+    """A constrained step samples behind the commit of the one before it."""
+    ends = (5,)
+    made = [random_automaton(random.Random(number), VOCAB, ends) for number in range(10)]
+
+    def asked_with_grammars() -> list[list[Submit]]:
+        plain = [one for (one,) in asked(depth)]
+        return [[replace(one, grammar=named(number))] for number, one in enumerate(plain)]
+
+    def source() -> GrammarSource:
+        return Automata(made, ends).source()
+
+    undisturbed, _ = make_engine(folder, depth=depth, chunk=7, max_num_seqs=4, grammars=source())
+    wanted = run(undisturbed, asked_with_grammars())
+    undisturbed.close()
+    engine, executor = lossy(folder, depth, ["sample"] * 4, every=7, grammars=source())
+    answers = run(engine, asked_with_grammars())
+    assert executor.recoveries == 4
+    assert engine.stats().constrained_steps > 0
+    assert {n: (a.tokens, a.ends) for n, a in answers.items()} == {
+        n: (a.tokens, a.ends) for n, a in wanted.items()
+    }
     engine.close()
 
 

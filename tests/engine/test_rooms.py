@@ -342,7 +342,7 @@ def test_a_turn_without_anything_to_do_costs_microseconds() -> None:
 
 
 def _seconds(pair: Pair, rooms: HeadRooms) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(1000):
         rooms.take(pair.sender.scheduler)
-    return (time.perf_counter() - began) / 1000
+    return (time.process_time() - began) / 1000

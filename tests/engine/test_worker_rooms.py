@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of
+from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.engine import rank_rooms
 from weft.engine import worker as module
@@ -31,7 +32,7 @@ from weft.types.rooms import Outcome, RoomKey
 
 PROMPT = list(range(40, 61))
 END = len(PROMPT)
-SECONDS = 20.0
+SECONDS = deadline(20.0)
 
 
 class Head:

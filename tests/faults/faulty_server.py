@@ -1,4 +1,7 @@
-"""``weft serve`` with faults planted: ``python -m ... faulty_server FOLDER PLANS PITFALLS SETTINGS``."""
+"""``weft serve`` with faults planted: ``python -m ... faulty_server FOLDER PLANS PITFALLS SETTINGS``.
+
+Settings may have those of the ``front``, and a file of ``faults`` beside the planned ones.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,18 @@ from tests.faults.rig import chain, config_of, pitfalls
 from weft.api.settings import read_settings
 from weft.common import log
 from weft.launch.server import run
+from weft.types.faults import Fault
 
 
 def main(folder: str, plans: str, never: str, settings: str) -> int:
     log.configure("info", "front")
-    front = read_settings("spool-text", {"port": 0}).front
+    fields = json.loads(settings)
+    front = read_settings("spool-text", {"port": 0, **fields.pop("front", {})}).front
     planted = chain(Path(folder), json.loads(plans), after=3) + pitfalls(Path(folder), json.loads(never))
-    return run((msgspec.structs.replace(config_of(**json.loads(settings)), faults=planted),), front)
+    if "faults" in fields:  # of a file: there may be more than a command line holds
+        more = Path(fields.pop("faults")).read_bytes()
+        planted += msgspec.json.decode(more, type=tuple[Fault, ...])
+    return run((msgspec.structs.replace(config_of(**fields), faults=planted),), front)
 
 
 if __name__ == "__main__":

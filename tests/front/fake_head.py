@@ -5,11 +5,14 @@ Run as ``python fake_head.py ENDPOINT [FILE]``; with FILE it loads until there i
 The seed of a request chooses what happens to it; without a scripted seed it gets its own prompt back, over
 and over, one token every few milliseconds, until ``max_tokens``.
 HeadStats are borrowed to tell tests what the head saw: ``running`` live sequences, ``preemptions`` Finishes.
+FAKE_LENGTH is its context, FAKE_TICK the seconds of a token.
+With FAKE_MEDIA it appends to that file what it gets of images, a line of JSON a sequence.
 With FAKE_ROLE it prefills or decodes: then no cache is moved, since there is none, but both tell their part.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import sys
@@ -21,6 +24,8 @@ import zmq
 
 from weft.common.errors import EngineDead, Overloaded, RowError
 from weft.types import messages as m
+from weft.types.attachments import decode_parts
+from weft.types.media import MediaItem
 
 HANG = 101
 """No event at all: queued for ever."""
@@ -48,7 +53,7 @@ DIE_ONCE = 112
 SLOW = 113
 """A second before the first token, and another one before the fourth."""
 
-TICK = 0.002
+TICK = float(os.environ.get("FAKE_TICK", "0.002"))
 LANDS = 0.03
 """Seconds until what another head has prefilled goes on here."""
 
@@ -133,6 +138,17 @@ def columns(tokens: list[int], width: int) -> m.LogprobColumns:
     )
 
 
+def shown(item: MediaItem) -> dict[str, object]:
+    return {
+        "key": item.key.hex(),
+        "start": item.start,
+        "count": item.count,
+        "grid": item.grid,
+        "bytes": len(item.pixels),
+        "pixels": hashlib.sha256(item.pixels).hexdigest(),
+    }
+
+
 class FakeHead:
     def __init__(self, endpoint: str, loaded: str | None = None) -> None:
         while loaded is not None and not os.path.exists(loaded):
@@ -155,8 +171,8 @@ class FakeHead:
     def run(self) -> None:
         while not self.stop:
             while self.socket.poll(0 if self.live else 20):
-                front, body = self.socket.recv_multipart()
-                self.take(front, m.decode_to_head(body))
+                front, body, *attached = self.socket.recv_multipart()
+                self.take(front, decode_parts(body, attached))
             self.step()
             if time.monotonic() - self.heartbeat_sent > 0.05:
                 self.heartbeat_sent = time.monotonic()
@@ -171,7 +187,7 @@ class FakeHead:
             welcome = m.Welcome(
                 versions=self.versions,
                 vocab_size=300,
-                max_model_len=512,
+                max_model_len=int(os.environ.get("FAKE_LENGTH", "512")),
                 max_num_seqs=8,
                 num_blocks=(64,),
                 incarnation=self.incarnation,
@@ -182,6 +198,9 @@ class FakeHead:
             self.send(front, welcome)
         elif isinstance(message, m.Submit):
             self.live[message.sequence] = Sequence(front, message)
+            if (log := os.environ.get("FAKE_MEDIA")) is not None and message.media:
+                with open(log, "ab") as file:
+                    file.write(msgspec.json.encode(list(map(shown, message.media))) + b"\n")
         elif isinstance(message, m.Finish):
             self.finishes += 1
             if (ended := self.live.pop(message.sequence, None)) is not None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from tests.support.text_folders import write_tokenizer
+from tests.support import pictures
+from tests.support.text_folders import IMAGE_TEMPLATE, IMAGE_TOKENS, write_tokenizer
 from weft.cluster.owner import HeadOwner
 from weft.cluster.table import Member
 from weft.common import log
@@ -26,15 +27,28 @@ from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sections import (
     CacheSection,
     FrontSection,
+    MediaSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
     SchedulerSection,
 )
-from weft.config.spec import CacheSpec, ModelSpec, RopeSpec
+from weft.config.spec import CacheSpec, ModelSpec, RopeSpec, VisionSpec
 from weft.front.server import serve
 from weft.launch.server import run_fronts
 from weft.links.link import Address
+
+VISION = VisionSpec(
+    kind="qwen3_vl",
+    hidden=2,
+    layers=1,
+    heads=1,
+    intermediate=2,
+    activation="gelu",
+    output=2,
+    side=2,
+    media=pictures.FACTS,
+)
 
 
 def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
@@ -54,6 +68,10 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         max_position=512,
         eos_ids=tuple(fields.pop("eos_ids", ())),
     )
+    if (vision := fields.pop("vision", False)) is not False:  # or fields of its MediaFacts
+        facts = msgspec.structs.replace(pictures.FACTS, **(vision if isinstance(vision, dict) else {}))
+        spec = msgspec.structs.replace(spec, vision=msgspec.structs.replace(VISION, media=facts))
+    media = {name: fields.pop(name) for name in MediaSection.__struct_fields__ if name in fields}
     scheduler = {name: fields.pop(name) for name in ("max_num_seqs", "max_queued_requests") if name in fields}
     return EngineConfig(
         model_path=str(folder),
@@ -67,6 +85,7 @@ def engine_config(folder: Path, fields: dict[str, Any]) -> EngineConfig:
         cache=CacheSection(),
         scheduler=SchedulerSection(**scheduler),
         runner=RunnerSection(),
+        media=msgspec.convert(media, MediaSection),
         parallel=ParallelSection(enable_expert_parallel=fields.pop("together", False)),
         kv=KVConfig(pools=(), block_size=64, enable_prefix_caching=True, max_model_len=512, num_slots=8),
     )
@@ -119,7 +138,12 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         setattr(importlib.import_module(module), constant, value)
     if files := fields.pop("files", None):  # the soft and the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(files))
-    write_tokenizer(folder)
+    if fields.get("vision"):
+        write_tokenizer(folder, added=IMAGE_TOKENS, template=IMAGE_TEMPLATE)
+    else:
+        write_tokenizer(folder)
+    if (media_log := fields.pop("media_log", None)) is not None:
+        os.environ["FAKE_MEDIA"] = media_log
     together = fields.get("together", False)
     config = engine_config(folder, fields)
     with tempfile.TemporaryDirectory(prefix="weft-") as private:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import select
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.support.slowness import deadline
+from tests.support.text_folders import write_tokenizer
 from weft.common.errors import Overloaded, RequestTimeout
 from weft.front.body import Bodies, read_json
 
@@ -201,3 +204,45 @@ def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) ->
     for text in asyncio.run(test()):
         assert text.endswith("data: [DONE]\n\n")
         assert '"error"' not in text
+
+
+LOOPS = "{% set r = range(60000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Path) -> None:
+    """Chats of a model whose template does not end are refused in time, and other requests are answered
+    meanwhile.
+    """
+    write_tokenizer(tmp_path, template=LOOPS)
+    server = start_scripted([{"text": "hello", "repeat": True}], "--tokenizer", str(tmp_path))
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        body = {"model": server.model, "messages": [{"role": "user", "content": "hi"}]}
+        url, patience = f"{server.url}/v1/chat/completions", deadline(60)
+        chats = [pool.submit(httpx.post, url, json=body, timeout=patience) for _ in range(4)]
+        beside = 0
+        while not all(chat.done() for chat in chats):
+            assert server.complete("ab", max_tokens=5).json()["choices"][0]["text"] == "hello"
+            assert server.http.get("/health").status_code == 200
+            beside += 1
+    for chat in chats:
+        assert chat.result().status_code == 400
+        assert "template" in chat.result().json()["error"]["message"]
+    assert beside, "who asked meanwhile was answered meanwhile"
+
+
+def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
+    """Neither requests without one, nor such as have one that was compiled."""
+    server = start_fake()
+    quick = {"model": "fake", "prompt": "ab", "max_tokens": 2, "guided_regex": "a+"}
+    assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
+    with contextlib.ExitStack() as opened:
+        waiting = []
+        for first in "abc":  # more than there are threads
+            parts = [{"type": "string", "pattern": f"{first}.*{chr(97 + n)}.*"} for n in range(26)]
+            slow = json.dumps({"model": "fake", "prompt": "ab", "guided_json": {"allOf": parts}}).encode()
+            waiting.append(opened.enter_context(connect(server)))
+            waiting[-1].sendall(ROUTE + b"Content-Length: %d\r\n\r\n" % len(slow) + slow)
+        time.sleep(0.5)
+        assert ask_anew(server) == 200
+        assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
+        assert not ended(waiting), "they are still being compiled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gzip
 import html
 import json
 import random
@@ -251,6 +252,20 @@ def test_bodies_that_are_not_json(fake: Any) -> None:
         error_of(answer)
 
 
+def test_a_packed_body_is_never_unpacked(fake: Any) -> None:
+    """A gibibyte of blanks, packed, is refused for its encoding, before it is read."""
+    packed = gzip.compress(bytes(1 << 20)) * 1024
+    for encoding in ("gzip", "deflate", "br", "zstd", "gzip, gzip"):
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        try:
+            answer = httpx.post(fake.url + "/v1/chat/completions", content=packed, headers=headers)
+        except (httpx.WriteError, httpx.RemoteProtocolError):
+            continue  # the server closed while we wrote
+        assert answer.status_code == 415
+        assert "compressed" in error_of(answer)["message"]
+    assert fake.chat(max_tokens=1).status_code == 200
+
+
 def test_bodies_over_the_limit_are_cut_early(locked: Any) -> None:
     sent = 0
 
@@ -403,6 +418,34 @@ def test_openapi(fake: Any) -> None:
     assert {*PROBES, "/v1/models", "/metrics", "/version"} <= document["paths"].keys()
     assert document["components"]["securitySchemes"].keys() == {"bearer", "x-api-key"}
     assert document["paths"]["/ping"]["post"]["security"] == []
+
+
+KNOWN = {
+    "GET": [*PROBES, "/v1/models", "/v1/models/{model}", "/metrics", "/version"],
+    "POST": [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    ],
+}
+
+
+def test_every_route_that_clients_know(fake: Any) -> None:
+    paths = fake.http.get("/openapi.json").json()["paths"]
+    for method, routes in KNOWN.items():
+        for route in routes:
+            assert method.lower() in paths[route], route
+            path = route.replace("{model}", "fake")
+            answer = fake.http.request(method, path, **({"json": {}} if method == "POST" else {}))
+            # An empty body is refused for what it lacks: somebody has read it.
+            assert answer.status_code == (400 if method == "POST" else 200), route
+    for page in ("/", "/docs", "/openapi.json"):
+        assert fake.http.get(page).status_code == 200
 
 
 class Page(HTMLParser):

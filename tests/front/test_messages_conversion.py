@@ -18,6 +18,7 @@ from weft.front.messages.read import read_messages
 from weft.front.protocol.parse import parse
 from weft.front.reading import Job, Reader
 from weft.front.thoughts import sealed
+from weft.text.messages import ImagePart
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 
@@ -362,3 +363,42 @@ def test_wishes_that_a_model_does_not_know_are_no_errors(tmp_path: Path) -> None
     assert room.max_tokens == 2048 - room.count, "as much as the context has room for"
     with pytest.raises(NotFound):
         job(plain, model="other")
+
+
+def test_images_are_parts_in_their_places() -> None:
+    inline = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    named = {"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}
+    made, _ = read(
+        messages=[
+            {"role": "user", "content": [inline, {"type": "text", "text": "a"}, named]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [inline]}]},
+        ]
+    )
+    user, _, tool = made.messages
+    assert user["content"] == [
+        ImagePart("data:image/png;base64,AAAA", "messages[0].content[0]", kind="image"),
+        {"type": "text", "text": "a"},
+        ImagePart("https://example.org/a.png", "messages[0].content[2]", kind="image"),
+    ]
+    assert tool["content"] == [
+        ImagePart("data:image/png;base64,AAAA", "messages[2].content[0].content[0]", kind="image")
+    ]
+
+
+def test_nothing_is_nested_so_deeply_that_it_is_no_mistake_of_the_client(tmp_path: Path) -> None:
+    """However deep: writing a value takes more of the stack than reading it did."""
+    limits = ModelLimits(vocab_size=1024, max_model_len=2048, end_ids=(2,))
+    reader = Reader(TextModel.load(FOLDER, write_template(tmp_path)), ("m",), limits, 1 << 20)
+
+    def refusal(levels: int, tool: dict[str, Any]) -> tuple[str, str | None]:
+        """Of a tool in which an object of so many levels stands for 5."""
+        body = json.dumps({"model": "m", "max_tokens": 2, "messages": [HELLO], "tools": [tool]})
+        with pytest.raises(InvalidRequest) as caught:
+            read_messages(reader, body.replace("5", '{"a":' * levels + "1" + "}" * levels).encode())
+        return caught.value.message, caught.value.param
+
+    examples = {refusal(levels, {**TOOL, "input_examples": [5]}) for levels in range(900, 1010)}
+    assert ("the body is nested too deeply", None) in examples
+    schema = {**TOOL, "input_schema": {"type": "object", "x": 5}}
+    assert refusal(700, schema) == ("tools holds what is nested too deeply", "tools")

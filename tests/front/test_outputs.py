@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Literal
 
 from weft.front.outputs import ChoiceOutput
@@ -89,3 +90,14 @@ def test_the_parser_is_closed_once() -> None:
     output.take(delta("x", "stop"))
     output.take(delta("x", "stop"))
     assert parser.closed == 1
+
+
+def test_what_a_call_costs_does_not_depend_on_how_many_came_before() -> None:
+    seconds = []
+    for count in (1_000, 10_000):
+        output = ChoiceOutput(Scripted([event for number in range(count) for event in call(number)]))
+        began = time.perf_counter()
+        output.take(delta())
+        seconds.append(time.perf_counter() - began)
+        assert len({made.id for made in output.calls}) == count
+    assert seconds[1] < 40 * seconds[0], "ten times as much"

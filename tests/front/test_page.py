@@ -135,6 +135,11 @@ def test_escape_stops_a_reply_and_the_server_hears_of_it(server: Any, browser: B
     server.wait(lambda: server.metric("num_requests_running") == 0, 10)
     browser.evaluate("document.getElementById('fresh').click()")
     assert log(browser).strip() == ""
+    ask(browser, "slow")
+    browser.wait("document.getElementById('log').innerText.includes('word word')")
+    browser.evaluate("document.getElementById('fresh').click()")
+    browser.wait("running === null")
+    assert browser.evaluate("conversation.length") == 0, "what came of the old one is no part of the new one"
     ask(browser, "hello")
     browser.wait("document.getElementById('log').innerText.includes('Hello.')")
 

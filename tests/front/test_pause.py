@@ -71,7 +71,7 @@ class Rig:
     async def running(self) -> int:
         """Live sequences at all heads, by a heartbeat that was sent after this was asked."""
         steps = [one.stats.steps for one in self.links.instances]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(deadline(20)):
             while any(
                 one.alive and one.stats.steps <= before + 30
                 for one, before in zip(self.links.instances, steps, strict=True)
@@ -104,7 +104,7 @@ class Read:
         self.ends: dict[int, str] = {}
 
     async def some(self) -> None:
-        for event in await asyncio.wait_for(self.flow.next(), 20):
+        for event in await asyncio.wait_for(self.flow.next(), deadline(20)):
             self.tokens[event.sequence] += event.token_ids
             if event.logprobs is not None:
                 assert len(event.logprobs.rank) == 4 * len(event.token_ids)
@@ -135,7 +135,7 @@ class Read:
 
 def run(folder: Path, test: Any, **fields: Any) -> None:
     async def within() -> None:
-        async with asyncio.timeout(60), rig(folder, **fields) as made:
+        async with asyncio.timeout(deadline(60)), rig(folder, **fields) as made:
             await test(made)
 
     asyncio.run(within())
@@ -270,7 +270,7 @@ def begin(server: Any, **fields: Any) -> socket.socket:
     body = json.dumps({"model": server.model, "stream": True, **fields}).encode()
     raw = socket.socket()
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    raw.settimeout(60)
+    raw.settimeout(deadline(60))
     raw.connect(("127.0.0.1", httpx.URL(server.url).port))
     head = (
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"

@@ -15,6 +15,7 @@ from weft.front.responses.protocol import ResponsesRequest
 from weft.front.responses.read import Lookup, line_of, references
 from weft.front.responses.tools import Named
 from weft.front.thoughts import sealed
+from weft.text.messages import ImagePart
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": '{"a": 1}'}
 RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "4"}
@@ -140,7 +141,7 @@ def test_the_choice_among_tools() -> None:
 
     assert use(None, parallel_tool_calls=False) == ("auto", None, False)
     assert use("required") == ("required", None, True)
-    assert use({"type": "function", "name": "g"}) == ("required", ("g",), True)
+    assert use({"type": "function", "name": "g"}) == ("required", ("g",), False), "exactly one"
     some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
     assert use(some) == ("auto", ("f",), True)
 
@@ -194,6 +195,10 @@ def test_earlier_responses_come_first_and_references_are_resolved() -> None:
     reference = {"type": "item_reference", "id": "msg_9"}
     made, _ = read(history, input=[RESULT, reference], instructions="new ones")
     assert [message["role"] for message in made.messages] == ["system", "user", "assistant", "tool", "user"]
+    for nothing in (None, "", []):
+        made, facts = read(history, input=nothing, previous_response_id="resp_1")
+        assert [message["role"] for message in made.messages] == ["user", "assistant"]
+        assert bytes(facts.items) == b"[]"
     with pytest.raises(NotFound) as caught:
         read(input=[reference])
     assert (caught.value.param, caught.value.error_code) == ("input[0]", "item_not_found")
@@ -210,6 +215,7 @@ def test_what_a_body_refers_to() -> None:
     assert found(input=[{"type": "item_reference"}]) == Lookup(None, [])
     assert found(input=[{"type": "item_reference", "id": "x"}, 7]) == Lookup(None, []), "reading it tells why"
     assert found(input="previous_response_id").previous is None
+    assert found(input="item_reference", previous_response_id="resp_1") == Lookup("resp_1", [])
     for body in (b"", b"[]", b"{", b'{"previous_response_id": "\\ud800"}', b"[" * 10_000):
         assert references([body]) == Lookup(None, [])
     line = line_of(History(items=[user("a\nb")]))
@@ -227,7 +233,7 @@ BAD: list[tuple[str, Any]] = [
     ("input", [{"content": "x"}]),
     ("input", [{"role": "user", "content": 5}]),
     ("input", [{"role": "robot", "content": "x"}]),
-    ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+    ("input", [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]),
     ("input", [{"role": "user", "content": [{"type": ["input_text"], "text": "x"}]}]),
     ("input", [{"role": "user", "content": [{"type": "input_text"}]}]),
     ("input", [{"role": "user", "content": ["x"]}]),
@@ -307,3 +313,24 @@ def test_what_must_be_there(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(json.dumps(body).encode(), ResponsesRequest)
     assert caught.value.param == name
+
+
+def test_images_are_parts_in_their_places() -> None:
+    def text(one: str) -> dict[str, str]:
+        return {"type": "input_text", "text": one}
+
+    image = {"type": "input_image", "image_url": "data:x", "detail": "low", "file_id": None}
+    made, _ = read(
+        input=[
+            {"role": "user", "content": [text("a"), image, text("b")]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": [image]},
+        ]
+    )
+    user, _, tool = made.messages
+    assert user["content"] == [
+        {"type": "text", "text": "a"},
+        ImagePart("data:x", "input[0].content[1]", "low", "input_image"),
+        {"type": "text", "text": "b"},
+    ]
+    assert tool["content"] == [ImagePart("data:x", "input[2].output[0]", "low", "input_image")]

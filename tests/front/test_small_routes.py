@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.slowness import deadline
 from weft.front.tokenizing import MAX_TOKENS
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
@@ -177,13 +178,13 @@ def test_a_drain_lets_requests_finish(start_fake: Any) -> None:
         server.wait(lambda: server.http.get("/ready").status_code == 503)
         assert server.chat(max_tokens=1).status_code == 503
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(20) == 0
+    assert server.process.wait(deadline(20)) == 0
 
 
 def test_a_drain_of_several_fronts_ends_them_all(start_fake: Any) -> None:
     server = start_fake(admin_key=["admin"], fronts=2)
     assert server.http.post("/admin/drain", headers=ADMIN).json() == {"status": "draining"}
-    assert server.process.wait(20) == 0
+    assert server.process.wait(deadline(20)) == 0
 
 
 # -- other origins -----------------------------------------------------------------------------------

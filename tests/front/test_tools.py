@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 
 from tests.support.servers import Running
 from tests.support.text_folders import write_tokenizer
-from weft.common import env
+from weft.launch.main import main
 
 TEMPLATE = (
     "{%- if tools -%}{{- '<|im_start|>system\n# Tools\n' -}}"
@@ -340,13 +338,14 @@ def test_default_variables_of_the_template(start_scripted: Any, tmp_path: Path) 
         ("--api-key", "same", "--admin-key", "same"),
     ],
 )
-def test_flags_that_cannot_be_are_named(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_flags_that_cannot_be_are_named(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "script.yaml"
     script.write_text("- text: x\n")
-    command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--scripted", str(script), *flags]
-    ended = subprocess.run(
-        command, env=env.child_environment(), capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 2
-    assert flags[-2] in ended.stderr
-    assert "Traceback" not in ended.stderr
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", "--scripted", str(script), *flags])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert flags[-2] in shown
+    assert "Traceback" not in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,25 @@ def test_what_a_strict_template_refuses_is_joined(tokenizer: Tokenizer) -> None:
     turns.says(" five")
     rendered = ChatFormat(tokenizer, STRICT).encode(turns.messages, add_generation_prompt=False).text
     assert rendered == "user: one\n<system-reminder>\ntwo\n</system-reminder>\nthreeassistant: four five"
+
+
+def test_a_turn_of_many_pieces_is_joined_once() -> None:
+    """What a piece costs does not depend on how many came before it."""
+    seconds = []
+    for count in (10_000, 80_000):
+        turns = Turns(system_inside=False, join_users=True)
+        began = time.perf_counter()
+        for _ in range(count):
+            turns.system("s" * 64)
+        for _ in range(count):
+            turns.thinks("t" * 64)
+            turns.says("w" * 64)
+        system, assistant = turns.messages
+        seconds.append(time.perf_counter() - began)
+        assert system["content"] == "\n\n".join(["s" * 64] * count)
+        assert assistant["content"] == "w" * 64 * count
+        assert assistant["reasoning_content"] == "t" * 64 * count
+    assert seconds[1] < 30 * seconds[0], "eight times as much"
 
 
 def test_an_effort_is_a_wish(tokenizer: Tokenizer) -> None:

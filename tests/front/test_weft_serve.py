@@ -161,6 +161,20 @@ def test_prefix_hits_are_reported(weft_server: Any) -> None:
     assert cached < second["prompt_tokens"]
 
 
+def test_a_salt_keeps_prefixes_apart(weft_server: Any) -> None:
+    prompt = "Ann has some pears. " * 40
+
+    def cached(salt: str | None) -> int:
+        usage = weft_server.complete(prompt, max_tokens=1, cache_salt=salt).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    first = [cached(salt) for salt in ("tenant-a", "tenant-b", None)]
+    again = [cached(salt) for salt in ("tenant-a", "tenant-b", None)]
+    assert first == [0, 0, 0]
+    assert min(again) >= 64
+
+
 def test_hostile_parameters_are_refused_by_name(weft_server: Any) -> None:
     cases: list[tuple[str, Any]] = [
         ("n", 10**9),

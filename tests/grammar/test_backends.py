@@ -240,6 +240,26 @@ def test_drafts_are_walked_and_taken_back(backend: str) -> None:
     assert rig.mask(matcher) == rig.mask(compiled.matcher())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_many_masks_at_once_are_those_of_each(backend: str, kind: str) -> None:
+    """Of several grammars, at different places, ended ones and some that may end among them."""
+    rig = Rig(backend, kind)
+    forms = [OBJECT, FreeText(ends=("END",)), OneOf((Text("ab"), Text("abc"))), Text("a")]
+    matchers = [rig.compile(form).matcher() for form in forms for _ in range(3)]
+    rng = random.Random(1)
+    for turn in range(12):
+        wanted = np.zeros((len(matchers), -(-rig.size // 32)), np.int32)
+        for matcher, row in zip(matchers, wanted, strict=True):
+            matcher.fill(row)
+        words = np.full_like(wanted, 7)
+        assert list(matchers[turn].fill_each(matchers, words)) == []
+        assert words.tolist() == wanted.tolist()
+        for matcher in matchers:
+            allowed = sorted(rig.mask(matcher))
+            assert matcher.accept(rng.choice(allowed))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_matchers_of_one_grammar_do_not_meet(backend: str) -> None:
     rig = Rig(backend)

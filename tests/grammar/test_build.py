@@ -80,6 +80,9 @@ def test_the_newer_structural_tag(backend: str) -> None:
         {"format": {"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}},
         {"format": {"type": "sequence", "elements": []}},
         {"format": {"type": "repeat", "min": "1", "max": 2, "content": {"type": "any_text"}}},
+        {"format": {"type": "repeat", "min": 1 << 70, "max": -1, "content": {"type": "any_text"}}},
+        {"format": {"type": "repeat", "min": 0, "max": 1 << 70, "content": {"type": "any_text"}}},
+        {"format": {"type": "repeat", "min": -1, "max": 2, "content": {"type": "any_text"}}},
     ],
 )
 def test_a_broken_structural_tag_is_refused(value: dict[str, Any]) -> None:

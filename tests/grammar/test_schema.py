@@ -15,6 +15,13 @@ from weft.common.errors import InvalidRequest
 from weft.grammar.patterns import ECMA, whole_pattern
 from weft.types.grammar import JsonSchema
 
+
+def exclusive(first: Any) -> Any:
+    """``first`` or another schema, both behind references."""
+    second = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    return {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": first, "b": second}}
+
+
 REFUSED: list[tuple[Any, str]] = [
     ({"not": {}}, "not is not supported by llguidance (at /)"),
     ({"properties": {"a/b": {"if": True}}}, "if is not supported by llguidance (at /properties/a~1b)"),
@@ -28,6 +35,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "integer", "exclusiveMinimum": True}, "a number is expected (at /exclusiveMinimum)"),
     ({"type": "string", "maxLength": -1}, "(at /maxLength)"),
     ({"oneOf": [{"type": "integer"}, {"minimum": 3}]}, "oneOf"),
+    (exclusive({"type": "object", "properties": 5, "required": ["a"]}), "(at /$defs/a/properties)"),
+    (exclusive({"type": "object", "required": 5}), "(at /$defs/a/required)"),
+    (exclusive({"type": [[]]}), "[] is no type of JSON (at /$defs/a/type)"),
+    (exclusive({"enum": 5}), "(at /$defs/a/enum)"),
+    (exclusive({"allOf": 5}), "(at /$defs/a/allOf)"),
     ({"$ref": "http://localhost/x"}, "$ref points outside"),
     ({"$ref": "#/$defs/none"}, "$ref points to nothing"),
     ({"$ref": "#"}, "$ref leads to itself"),

@@ -96,6 +96,7 @@ def test_a_late_compile_is_a_504_and_late_threads_are_few() -> None:
 
 
 def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
+    others = threading.active_count()  # of other tests, which may end meanwhile
     with serving(Gate(), entries=100) as service:
         most = 0
         for number in range(100_000):
@@ -108,7 +109,7 @@ def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
         entries, size = service.kept
         assert entries <= 100
         assert size < 100 * 40
-        assert most < 20
+        assert most - others < 20
     with serving(Gate()) as service:
         for number in range(200):
             service.compile(Text(f"{number}" + "x" * 100_000))

@@ -11,6 +11,9 @@ from weft.types.plan import (
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    BindMedia,
+    DropMedia,
+    Encode,
     FreeSlot,
     Op,
     SaveState,
@@ -52,6 +55,26 @@ def rows(slots: list[int], start: int = 3, gen: int = 1) -> Segment:
 
 def blocks(slot: int, ids: list[int], kind: int = 0) -> AppendBlocks:
     return AppendBlocks(slot=slot, kind=kind, blocks=column(ids))
+
+
+def test_images_are_in_it_without_their_pixels() -> None:
+    def told(*ops: Op) -> int:
+        return digest(StepPlan(step=0, ops=(alloc(0), *ops), prefill=rows([0], 0)))
+
+    image = Encode(media=1, grid=(1, 2, 2), pixels=b"a" * 48)
+    bind = BindMedia(slot=0, media=1, start=0, count=1)
+    same = Encode(media=1, grid=(1, 2, 2), pixels=b"b" * 48)
+    assert told(image, bind) == told(same, bind)
+    others = [
+        told(image),
+        told(bind),
+        told(image, BindMedia(slot=0, media=1, start=1, count=1)),
+        told(Encode(media=2, grid=(1, 2, 2), pixels=b""), bind),
+        told(image, DropMedia(media=1)),
+    ]
+    assert len({told(image, bind), *others}) == 6
+    with pytest.raises(EngineDead, match="free"):
+        told(BindMedia(slot=1, media=1, start=0, count=1))
 
 
 def digest(*plans: StepPlan) -> int:

@@ -7,7 +7,15 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.kv.hashing import HashChain, block_hash, request_root, salted_root
+from weft.kv.hashing import (
+    HashChain,
+    block_hash,
+    media_keys,
+    prompt_hashes,
+    request_root,
+    salted_root,
+)
+from weft.types.media import MediaItem
 
 
 def chain(
@@ -52,6 +60,50 @@ def test_parts_are_not_run_together() -> None:
         block_hash(parent, b"abcd", (b"ef", b"")),
     ]
     assert len(dict.fromkeys(hashes)) == len(hashes)
+
+
+def images(lengths: list[tuple[int, int]]) -> list[MediaItem]:
+    """(gap before, tokens) of images, whose keys are their tokens."""
+    made, end = [], 0
+    for gap, count in lengths:
+        made.append(MediaItem(key=bytes([count] * 16), start=end + gap, count=count, grid=(1, 1, count)))
+        end += gap + count
+    return made
+
+
+@given(*[st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=3)] * 2)
+def test_equal_hash_means_the_same_images_in_the_same_places(
+    a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
+    """All tokens are placeholders; only which row of which image is where tells prompts apart."""
+
+    def rows(lengths: list[tuple[int, int]]) -> list[tuple[bytes, int] | None]:
+        made: list[tuple[bytes, int] | None] = [None] * 24
+        for item in images(lengths):
+            made[item.start : item.start + item.count] = [(item.key, row) for row in range(item.count)]
+        return made
+
+    one, other = (chain([7] * 24, media=media_keys(images(lengths), 4)) for lengths in (a, b))
+    for number in range(6):
+        alike = rows(a)[: 4 * number + 4] == rows(b)[: 4 * number + 4]
+        assert (one[number] == other[number]) == alike
+
+
+def test_an_image_counts_from_its_first_block_to_its_last() -> None:
+    tokens = [7] * 20
+    plain = chain(tokens)
+    one = chain(tokens, media=media_keys(images([(5, 4)]), 4))
+    assert one[0] == plain[0]
+    assert not set(one[1:]) & set(plain)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=4))
+def test_routers_hash_as_caches_do(lengths: list[tuple[int, int]]) -> None:
+    media = images(lengths)
+    tokens = array("i", range(sum(gap + count for gap, count in lengths) + 5))
+    for block in (1, 4, 6):
+        own = HashChain(salted_root("x"), block, media_keys(media, block)).grow(tokens, len(tokens))
+        assert prompt_hashes(tokens.tobytes(), "x", block, tuple(media)) == own
 
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 40), max_size=6))

@@ -6,6 +6,8 @@ import io
 import json
 import random
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from weft.common.errors import ConfigError
-from weft.launch.chat import chat, read_tools
+from weft.launch.chat import Interrupts, chat, read_tools
 from weft.launch.chat_client import (
     CallPart,
     ChatError,
@@ -113,6 +115,13 @@ def test_a_reply_has_thoughts_text_and_calls() -> None:
         ([event({"content": "a"})], "closed the stream before its end"),
         (["{"], "no JSON"),
         (['{"choices": [1]}'], "another form"),
+        (["[" * 100_000], "no JSON"),
+        ([event({"content": [{"type": "text", "text": "a"}]})], "another form"),
+        ([event({"tool_calls": [{"index": "1"}]})], "another form"),
+        ([event({"tool_calls": [{"index": 1 << 40}]})], "another form"),
+        ([event({"tool_calls": [{"index": -1}]})], "another form"),
+        ([event({"tool_calls": [{"function": {"name": ["f"]}}]})], "another form"),
+        (['{"choices": [{"delta": {}, "finish_reason": 5}]}'], "another form"),
     ],
 )
 def test_a_reply_that_breaks_off_is_an_error(events: list[str], message: str) -> None:
@@ -199,6 +208,19 @@ def test_plain_replies_are_the_text_itself() -> None:
     PlainView(out, err).show(iter(pieces), Reply())
     assert out.getvalue() == '[thinks] let me\nIt *is*[2J so.\n[calls] f({"a": 1})\n'
     assert "--max-tokens" in err.getvalue()
+
+
+def test_words_of_the_server_do_not_command_the_terminal() -> None:
+    """Errors and names of models, too."""
+    err = io.StringIO()
+    console = Console(file=io.StringIO(), width=60, height=20, force_terminal=True)
+    for view in (PlainView(io.StringIO(), err), RichView(console)):
+        view.problem("refused: \x1b]0;title\x07")
+        view.note("* model\x1b[2J")
+    assert isinstance(console.file, io.StringIO)
+    assert "\x1b" not in err.getvalue()
+    assert "\x1b]" not in console.file.getvalue()
+    assert "\x1b[2J" not in console.file.getvalue()
 
 
 MARKDOWN = """# Title
@@ -305,3 +327,22 @@ def test_the_help_names_what_matters() -> None:
         text = chat.get_help(context)
     for word in ("[URL|MODEL]", "--system", "--api-key", "WEFT_CHAT_API_KEY", "--temperature"):
         assert word in text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_finalizer_swallows_ends_the_reply_all_the_same() -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def pieces() -> Iterator[str]:
+        yield "one"
+        Finalized()  # its KeyboardInterrupt goes nowhere
+        yield "two"
+
+    taken: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        taken.extend(interrupts.watch(pieces()))
+    assert taken == ["one"]
+    assert signal.getsignal(signal.SIGINT) is before

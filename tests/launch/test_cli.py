@@ -45,9 +45,9 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err[6:-1]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_no_torch_before_it_is_needed() -> None:
+    """One process runs one after the other: what the first loads wrongly it names."""
+    commands = [
         ["--help"],
         ["--version"],
         ["models"],
@@ -55,18 +55,22 @@ def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ["eval", "gsm-mini", "--help"],
         ["eval", "tools-mini", "--help"],
         ["eval", "ocr-mini", "--help"],
-    ],
-    ids=" ".join,
-)
-def test_no_torch_before_it_is_needed(arguments: list[str]) -> None:
+    ]
     code = (
-        "import sys\nfrom weft.launch.main import main\n"
-        f"try:\n    main({arguments!r})\nexcept SystemExit as end:\n    assert end.code == 0, end.code\n"
-        "loaded = {'torch', 'transformers'} & set(sys.modules)\nassert not loaded, loaded\n"
+        f"import sys\nfrom weft.launch.main import main\nfor arguments in {commands!r}:\n"
+        "    try:\n        main(arguments)\n    except SystemExit as end:\n"
+        "        assert end.code == 0, (arguments, end.code)\n"
+        "    loaded = {'torch', 'transformers'} & set(sys.modules)\n"
+        "    assert not loaded, (arguments, loaded)\n"
+        "    print(flush=True)\n    print('ran', arguments, flush=True)\n"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=deadline(120))
     assert made.returncode == 0, made.stderr
-    assert made.stdout.strip()
+    shown = made.stdout
+    for arguments in commands:
+        before, _, shown = shown.partition(f"\nran {arguments}\n")
+        assert before.strip(), f"{arguments} shows nothing"
+    assert not shown.strip()
 
 
 def test_the_front_process_of_serve_imports_no_torch() -> None:

@@ -80,7 +80,9 @@ def watch() -> Iterator[Any]:
     ("arguments", "shown"),
     [
         (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
-        (["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic"),
+        pytest.param(
+            ["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic", marks=pytest.mark.grid
+        ),
         (
             ["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat", "--dtype", "float64"],
             "Loading weights: 100%",

@@ -30,14 +30,17 @@ PROMPT = "Tom has 12 apples and buys 7 more. How many apples does he have?"
 def ask(base: str, tokens: int = 24) -> str:
     """The completion of one request at temperature 0."""
     body = {"model": "spool-text", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0}
-    answer = httpx.post(f"{base}/v1/completions", json=body, timeout=deadline(120))
+    answer = httpx.post(f"{base}/v1/completions", json=body, timeout=deadline(120), verify=False)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
 
 
 class Clients:
-    """Threads that ask again and again, and keep what they got."""
+    """Threads that ask again and again, and keep what they got.
+
+    Each rests between two requests about as long as an answer takes: what starts meanwhile gets a core.
+    """
 
     def __init__(self, base: str, count: int = 3) -> None:
         self._base = base
@@ -63,6 +66,7 @@ class Clients:
             except BaseException as error:
                 self.errors.append(error)
                 return
+            self._over.wait(0.1)
 
 
 def until(server: Server, condition: Any, seconds: float = 120.0) -> None:
@@ -136,7 +140,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
     assert os.listdir(server.temporary) == []
 
 
-@pytest.mark.parametrize(("fronts", "ranks"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("fronts", "ranks"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.grid)])
 def test_a_rolling_restart_loses_no_request(fronts: int, ranks: int, start: Any, tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
     file.write_text(f"model: spool-text\ntp: {ranks}\ngroups: [{{count: 2, max-num-seqs: 4}}]")

@@ -12,7 +12,7 @@ from weft.launch import verify_topology
 from weft.types.messages import HeadStats, TransferStats
 
 FEW = ["--prompts", "4", "--tokens", "6"]
-DEFAULT = ("1p1d", "tp2-prefill")
+DEFAULT = ("1p1d",)
 
 
 @pytest.mark.parametrize(

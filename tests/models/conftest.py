@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.delta_models import CASES as DELTA_CASES
 from tests.support.gpt_oss_models import CASES as GPT_OSS_CASES
 from tests.support.latent_models import CASES as LATENT_CASES
 from tests.support.sparse_models import CASES as SPARSE_CASES
+from tests.support.vision_models import Prompt, Seen, media_of, rope_positions_of, save_tiny
 from weft.attention.base import SegmentInput, StepInput
 from weft.attention.registry import choose
 from weft.config.families import load_spec
@@ -202,6 +204,8 @@ class Sequence:
     slot: int = 0
     live: int = 0
     """The copy of the slot's recurrent state that holds for ``computed``."""
+    seen: Seen | None = None
+    """Its images, if it has any."""
 
 
 class Paged:
@@ -248,6 +252,12 @@ class Paged:
             list(ids), tables=[[] for _ in range(kinds)], first=[0] * kinds, slot=self.slots.pop()
         )
 
+    def reading(self, prompt: Prompt) -> Sequence:
+        """A sequence with a prompt's ids and images."""
+        result = self.sequence(prompt.ids)
+        result.seen = Seen.of(prompt, self.model)
+        return result
+
     def step(
         self,
         prefill: Seq[tuple[Sequence, int]],
@@ -260,6 +270,7 @@ class Paged:
         bound: how far the host's idea of the context lies above the device's.
         """
         rows = [*prefill, *decode]
+        spec = self.model.spec
         for sequence, count in rows:
             self.slide(sequence)  # not sooner: what was computed last may have been rejected
             self._reserve(sequence, sequence.computed + count + bound)
@@ -275,11 +286,13 @@ class Paged:
             prepared=tuple(map(self._prepare, segments)),
             logits_index=torch.arange(len(ids), device=self.model.device),
             exchange=self.exchange,
+            rope_positions=self._rope_positions(rows),
+            media=media_of(rows),
         )
         with torch.inference_mode():
             generator = self.model.steps(step, self.kv, self.backends)
             logits = drive(generator)
-        assert logits.shape == (len(ids), self.model.spec.vocab_size)
+        assert logits.shape == (len(ids), spec.vocab_size)
         assert logits.dtype == self.model.dtype
         begin = 0
         for sequence, count in rows:
@@ -294,6 +307,10 @@ class Paged:
         sequence.computed -= count
         sequence.live -= count
         del sequence.logits[len(sequence.logits) - count :]
+
+    def _rope_positions(self, rows: Seq[tuple[Sequence, int]]) -> Tensor | None:
+        found = rope_positions_of(rows) if self.model.spec.rope.sections else None
+        return None if found is None else found.to(self.model.device)
 
     def _column(self, values: Seq[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.model.device)
@@ -368,6 +385,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str) -> Checkpoint:
         if name not in made:
             made[name] = make_checkpoint(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name of a case of ``tests.support.vision_models`` to Checkpoint, each made once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = Checkpoint(name, save_tiny(name, folder, partial(_randomize, seed=0)), str(folder))
         return made[name]
 
     return get

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.vision_models import CASES as VISION_CASES
+from tests.support.vision_models import make_prompt
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -36,6 +39,25 @@ def test_cuda_equals_cpu(checkpoint: Any, paged: Any, dtype: torch.dtype) -> Non
         x, y = torch.stack(a.logits), torch.stack(b.logits)
         assert (x - y).abs().max() / x.abs().max() < (1e-11 if dtype == torch.float64 else 1e-4)
         assert torch.equal(x.argmax(-1), y.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", list(VISION_CASES))
+def test_images_on_cuda_equal_those_on_a_cpu(name: str, dtype: torch.dtype, seeing: Any, paged: Any) -> None:
+    """The tower's rows, and logits of a prompt with images in chunks."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    close = 1e-11 if dtype == torch.float64 else 1e-4
+    made = []
+    for device in ("cpu", "cuda"):
+        model = seeing(name).load(dtype, torch.device(device))
+        prompt = make_prompt((4, (3, 5), (1, 2), 3), model.spec, 1)
+        harness = paged(model)
+        sequence = harness.reading(prompt)
+        harness.step([(sequence, 9)])
+        harness.step([(sequence, len(prompt.ids) - 9)])
+        made.append((prompt.embedded(model.vision)[0].main.cpu(), torch.stack(sequence.logits)))
+    for here, there in zip(*made, strict=True):
+        assert (here - there).abs().max() <= close * here.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

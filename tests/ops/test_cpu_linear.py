@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.pairwise import sampled
 from weft.ops import torch_ops
 from weft.ops.cpu import linear as ops
 
@@ -103,9 +104,13 @@ def test_every_int8_value_is_exact(kernel: str) -> None:
         assert torch.equal(ops.linear(x, ops.pack_int8(weight))[0].float(), values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1280, 768), (768, 2304), (70, 33)])
-@pytest.mark.parametrize("form", ["linear", "gated", "int8", "gated_int8"])
+@sampled(
+    {
+        "dtype": list(DTYPES),
+        "shape": [(1280, 768), (768, 2304), (70, 33)],
+        "form": ["linear", "gated", "int8", "gated_int8"],
+    }
+)
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None
 ) -> None:

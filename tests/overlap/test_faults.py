@@ -138,7 +138,7 @@ def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: 
         done.set()
         return time.monotonic() - began
 
-    assert on_ranks(Layout(tensor=2), work, timeout=3.0)[0] < DEADLINE / 2
+    assert on_ranks(Layout(tensor=2), work, timeout=deadline(3.0))[0] < DEADLINE / 2
 
 
 @pytest.mark.parametrize("slow", [0, 1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.ranks import on_ranks
+from tests.support.slowness import deadline
 from weft.parallel.comm import LocalComm
 from weft.parallel.group_comm import ONE_SHOT, CommLost
 from weft.parallel.mesh import Mesh
@@ -86,7 +87,7 @@ def test_a_peer_that_is_gone_is_an_error_and_no_hang() -> None:
         mesh.tp.all_reduce(torch.ones(3))
 
     with pytest.raises((ValueError, CommLost)):
-        on_ranks(Layout(tensor=2), work, timeout=5.0)
+        on_ranks(Layout(tensor=2), work, timeout=deadline(5.0))
 
 
 def test_nothing_to_add_up() -> None:

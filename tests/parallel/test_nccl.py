@@ -239,11 +239,14 @@ def test_in_whole_steps_a_stream_launcher_runs_at_once() -> None:
 
 
 def test_gloo_is_gloo() -> None:
+    met = threading.Barrier(2, timeout=deadline(30.0))
+
     def link(rank: int, store: Any, collectives: str) -> str:
         mesh = make_mesh(Layout(tensor=2), rank, collectives=collectives)
-        mesh.connect(store, 0, 30.0)
+        mesh.connect(store, 0, deadline(30.0))
         assert isinstance(mesh.tp, GroupComm)
         try:
+            met.wait()  # an abort would end the connections of one that still makes its own
             return mesh.tp.link
         finally:
             mesh.abort()

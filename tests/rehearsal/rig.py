@@ -93,16 +93,16 @@ class Answers:
         answers = self
         start, sample = HostCopy.__init__, runner_module.Runner._sample_whole
 
-        def noted(copy: HostCopy, output: Any, accepted: Any = None, drafts: Any = None) -> None:
+        def noted(copy: HostCopy, output: Any, accepted: Any = None, *rest: Any) -> None:
             answers._accepted = accepted
-            start(copy, output, accepted, drafts)
+            start(copy, output, accepted, *rest)
             if copy.accepted is not None and not made.values:
                 right = answers._rng.integers(0, answers._plan.decode.count)
                 copy.accepted.copy_(torch.from_numpy(right))
 
-        def sampled(runner: Any, handle: Any) -> Any:
+        def sampled(runner: Any, handle: Any, masks: Any) -> Any:
             answers._plan = handle.plan
-            return sample(runner, handle)
+            return sample(runner, handle, masks)
 
         patch.setattr(HostCopy, "__init__", noted)
         patch.setattr(runner_module.Runner, "_sample_whole", sampled)

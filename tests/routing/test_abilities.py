@@ -8,14 +8,17 @@ import pytest
 
 from tests.routing.driver import Driver, error_of
 from weft.routing import events as e
+from weft.routing.instances import InstanceState
 from weft.types import messages as m
 from weft.types.grammar import Text
+from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
 NEW: list[tuple[dict[str, Any], str]] = [
     ({"grammar": Text("yes")}, "response formats and tool grammars"),
     ({"pooling": "last"}, "embeddings"),
 ]
+IMAGES = {"media": (MediaItem(key=bytes(16), start=0, count=4, grid=(1, 4, 4), pixels=bytes(99)),)}
 
 
 @pytest.mark.parametrize(("fields", "what"), NEW)
@@ -71,16 +74,7 @@ def test_one_continues_with_its_grammar_elsewhere() -> None:
 def test_pairs_are_made_of_those_that_understand() -> None:
     roles: dict[str, m.Role] = {"p": "prefill", "q": "prefill", "d": "decode"}
     one = Driver("p", "q", "d", roles=roles, versions={"p": 3, "q": 4, "d": 4}).up()
-    submit = m.Submit(
-        sequence=1,
-        request=1,
-        seed=7,
-        prompt_ids=m.ids_to_bytes([1, 2]),
-        params=TokenParams(),
-        grammar=Text("yes"),
-    )
-    one.on(e.Opened((submit,)))
-    assert {action.instance for action in one.of(e.Send)} == {"q", "d"}
+    assert opened(one, 1) == {"q", "d"}
 
 
 def test_they_wait_while_no_engine_takes_sequences() -> None:
@@ -88,3 +82,50 @@ def test_they_wait_while_no_engine_takes_sequences() -> None:
     one.lose("a")
     assert one.open(1, grammar=Text("yes")) is None
     assert one.told() == []
+
+
+def test_images_go_to_one_that_understands_them() -> None:
+    one = Driver("a", "b", versions={"a": 4, "b": 5}).up()
+    for number in range(1, 9):
+        assert one.open(number, request=number, **IMAGES) == "b"
+    one.lose("b")
+    assert not [sent for sent in one.sent() if isinstance(sent, m.Submit) and sent.media]
+    assert "knows images" in error_of(one.told()[-1]).message
+    assert one.open(99, request=99) == "a"
+
+
+def opened(one: Driver, number: int, grammar: Text | None = Text("yes")) -> set[str]:
+    """Opens a sequence; who is sent it."""
+    submit = m.Submit(
+        sequence=number,
+        request=number,
+        seed=7,
+        prompt_ids=m.ids_to_bytes([1, 2]),
+        params=TokenParams(),
+        grammar=grammar,
+    )
+    one.on(e.Opened((submit,)))
+    return {action.instance for action in one.of(e.Send)}
+
+
+def test_they_wait_while_the_one_that_understands_gets_one_prompt_at_a_time() -> None:
+    one = Driver("a", "b", versions={"a": 3, "b": 4}).up()
+    for _ in range(2):
+        one.lose("b")
+        one.up("b")
+    assert one.fleet.table.instances["b"].state is InstanceState.HALF_OPEN
+    assert opened(one, 1) == {"b"}
+    assert opened(one, 2) == set()
+    assert one.told() == []
+    one.tokens("b", 1, 5, finish="stop")
+    assert [sent.sequence for sent in one.sent() if isinstance(sent, m.Submit)] == [2]
+
+
+@pytest.mark.parametrize("old", ["p", "d"])
+def test_a_pair_of_which_one_is_too_old_is_told_so_at_once(old: str) -> None:
+    roles: dict[str, m.Role] = {"p": "prefill", "d": "decode"}
+    one = Driver("p", "d", roles=roles, versions={"p": 4, "d": 4, old: 3}).up()
+    assert opened(one, 1) == set()
+    assert "upgrade" in error_of(one.told()[-1]).message
+    assert one.fleet.entries == {}
+    assert opened(one, 2, grammar=None) == {"p", "d"}

@@ -101,11 +101,15 @@ class WithRole(Engine):
             "mask_seconds": 0.5,
             "grammars_compiled": 2,
             "grammar_errors": 1,
+            "images_encoded": 3,
+            "image_hits": 2,
+            "embedding_bytes": 64,
+            "encode_seconds": 0.25,
         }
         return msgspec.structs.replace(stats, **constrained)
 
 
-@pytest.mark.parametrize("newest", [1, 2, 3, 4])
+@pytest.mark.parametrize("newest", [1, 2, 3, 4, 5])
 def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
     """Unknown fields are refused: an older front would take such a message for a bad one."""
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
@@ -130,3 +134,5 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
         assert (field in told) is new, field
     for field in (b"constrained_steps", b"mask_seconds", b"grammars_compiled", b"grammar_errors"):
         assert (field in told) is (newest >= 4), field
+    for field in (b"images_encoded", b"image_hits", b"embedding_bytes", b"encode_seconds"):
+        assert (field in told) is (newest >= 5), field

@@ -23,6 +23,7 @@ from weft.routing.policy import (
     make_policies,
 )
 from weft.types.messages import (
+    CacheMiss,
     HeadStats,
     Heartbeat,
     LogprobColumns,
@@ -291,6 +292,17 @@ def columns(first: int, count: int) -> LogprobColumns:
         values=ids.astype("<f4").tobytes(),
         rank=ids[::2].tobytes(),
     )
+
+
+def test_why_a_prompt_was_not_cached_is_asked_until_it_was_told() -> None:
+    """Else each head that goes on with it tells another reason, which is counted as another prompt's."""
+    entry = LedgerEntry(submit(4, [10, 11], explain=True))
+    assert entry.again().explain
+    assert entry.again().explain
+    entry.take(TokenEvent(sequence=4, token_ids=(20,), cache_miss=CacheMiss(reason="new", position=0)))
+    again = entry.again()
+    assert not again.explain
+    assert ids_from_bytes(again.emitted_ids).tolist() == [20]
 
 
 def test_prompt_logprobs_that_came_before_are_dropped() -> None:

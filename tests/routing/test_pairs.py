@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
 from weft.common.errors import ErrorInfo, PeerEnded, RanksLost
@@ -17,6 +18,7 @@ from weft.routing.lateness import LATE, NO_PAIR
 from weft.routing.parked import LONGEST_WAIT_S, MOST_REFUSALS
 from weft.routing.policy import DEFAULT_BLOCK
 from weft.types import messages as m
+from weft.types.media import MediaItem
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
 
@@ -94,6 +96,19 @@ def test_both_of_a_pair_get_the_sequence_and_a_room() -> None:
     assert (receives.attempt, sends.attempt, one.fleet.paired) == (0, 0, 1)
     prefill, decode = one.loads()
     assert prefill > decode == 1  # the prompt is computed at one of them
+
+
+def test_pixels_go_to_the_one_that_computes_the_prompt() -> None:
+    """And, when the attempt is over, to whoever computes it in the next one."""
+    one = pairs("p", "d", versions={"p": 5, "d": 5})
+    image = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2), pixels=b"pixels")
+    (_, receives), (_, sends) = ask(one, 5, media=(image,))
+    assert receives.media == (replace(image, pixels=b""),)
+    assert sends.media == (image,)
+    one.give_back("d", 5)
+    again = dict(submitted(one))
+    assert again["p"].media == (image,)
+    assert again["d"].media == (replace(image, pixels=b""),)
 
 
 def test_a_sequence_from_its_opening_to_its_end() -> None:
@@ -468,6 +483,18 @@ def test_the_sender_is_lost_when_it_had_moved_and_nobody_says_so(landed: bool) -
     assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
     one.tokens("p", 1, 8, position=1, finish="moved")
     rest(one, "d", 1, start=2, position=2)
+
+
+def test_a_stall_of_the_front_itself_takes_nothing_from_a_cache_that_is_to_land() -> None:
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    one.lose("p")
+    one.now += PATIENCE.transfer + 1.0
+    one.on(e.Stalled(PATIENCE.transfer))
+    one.on(e.Tick())
+    assert one.fleet.entries[1].losses == 0
+    rest(one, "d", 1)
 
 
 def test_the_sender_is_lost_and_the_decoder_had_told_the_first_token() -> None:

@@ -101,12 +101,12 @@ def fleet(versions: dict[str, int] | None = None) -> Driver:
     return driver
 
 
-def ask(driver: Driver, sequence: int) -> str | None:
+def ask(driver: Driver, sequence: int, prompt: bytes = PROMPT) -> str | None:
     submit = m.Submit(
         sequence=sequence,
         request=sequence,
         seed=1,
-        prompt_ids=PROMPT,
+        prompt_ids=prompt,
         params=TokenParams(max_tokens=4),
     )
     driver.on(e.Opened((submit,)))
@@ -138,6 +138,16 @@ def test_what_was_sent_and_never_cached_is_forgotten_when_the_head_is_idle() -> 
     driver.on(e.Closed((1,)))  # before it was computed
     driver.say("a", m.Heartbeat(idle=True, stats=m.HeadStats(steps=1)))
     assert ask(driver, 2) == "b"
+
+
+def test_what_is_still_to_be_computed_there_is_not() -> None:
+    """An idle head has sequences, too: those that await something, and those on their way."""
+    driver = fleet()
+    long = m.ids_to_bytes(list(range(2000)))
+    assert ask(driver, 1, long) == "a"
+    assert [ask(driver, number) for number in (2, 3, 4)] == ["b"] * 3
+    driver.say("a", m.Heartbeat(idle=True, stats=m.HeadStats(waiting=1)))
+    assert ask(driver, 5, long) == "a"
 
 
 def test_a_gap_is_asked_about_and_decisions_say_what_was_known() -> None:

@@ -145,13 +145,59 @@ def test_both_forms_of_masks_agree(dtype: torch.dtype, vocab: int, extension: No
     rows = torch.randperm(9)[:7]
     words = torch.randint(-(2**31), 2**31 - 1, (4, -(-vocab // 32)), dtype=torch.int32)
     places = torch.randint(0, 4, (7,))
-    made, error = direct.allow_bits(logits, rows, vocab, words, places)
+    masks = (words, places)
+    made, error = direct.allow_bits(logits, rows, vocab, masks)
     wanted = logits[rows, :vocab].float()
     assert error.tolist() == ops.broken(wanted).tolist()
     ops.allow_bits_(wanted, words[places])
     assert torch.equal(made.nan_to_num(7.0), wanted.nan_to_num(7.0))
-    with pytest.raises(RuntimeError, match="mask 4 of 4"):
-        direct.allow_bits(logits, rows, vocab, words, places.fill_(4))
+    with pytest.raises(RuntimeError, match=r"mask \d of 4"):
+        direct.allow_bits(logits, rows, vocab, (words, places + 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 5, 31, 32, 33, 1000, 40001])
+@pytest.mark.parametrize("least", [0.0, 0.3])
+def test_drawing_under_a_mask_is_drawing_from_what_it_leaves(
+    dtype: torch.dtype, vocab: int, least: float, extension: None
+) -> None:
+    """Without a copy of the logits, and the same tokens and errors: from many masks, a few of single tokens
+    and one of none.
+    """
+    assert cpu.load()
+    torch.manual_seed(vocab)
+    logits = (torch.randn(60, vocab + 3) * 3).to(dtype)
+    logits[2, vocab - 1] = float("nan")
+    logits[3, 0] = INF
+    logits[4] = -INF
+    logits[5, : vocab // 2] = -INF
+    logits[:, vocab:] = float("nan")  # padded columns
+    rows, count = torch.randperm(60), 60
+    words = torch.randint(-(2**31), 2**31 - 1, (8, -(-vocab // 32)), dtype=torch.int32)
+    words[5:] = 0
+    words[5, 0] = 1
+    words[6, -1] = 1
+    masks = (words, torch.randint(0, 8, (count,)))
+    kept, broken = direct.allow_bits(logits, rows, vocab, masks)
+    whole = torch.arange(count)
+    columns = (
+        torch.full((count,), 0.8, dtype=torch.float64),
+        torch.full((count,), least, dtype=torch.float64),
+        torch.randint(0, 2**62, (count,)),
+        whole % 3,
+        whole,
+    )
+    for (made, wrong), (wanted, none) in (
+        (direct.greedy(logits, rows, vocab, masks), direct.greedy(kept, whole, vocab)),
+        (
+            direct.sample(logits, rows, vocab, *columns, masks),
+            direct.sample(kept, whole, vocab, *columns),
+        ),
+    ):
+        assert wrong.tolist() == (broken | none).tolist()
+        assert made[~wrong].tolist() == wanted[~wrong].tolist()
+    with pytest.raises(RuntimeError, match="mask 8 of 8"):
+        direct.greedy(logits, rows, vocab, (words, masks[1].clamp(min=8)))
 
 
 def test_masks_that_cannot_be_right_are_refused() -> None:

@@ -9,6 +9,7 @@ prefix that it is after. Rows with drafts verify guesses of its own, some of the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -16,16 +17,20 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo
-from weft.config.resolved import KVConfig, PoolSpec
+from weft.config.resolved import KVConfig, MediaLimits, PoolSpec
 from weft.config.spec import CacheSpec, StatePart
 from weft.types.grammar import Grammar
+from weft.types.media import MediaItem, spans_of
 from weft.types.messages import Pooling, Submit, ids_from_bytes, ids_to_bytes
 from weft.types.plan import (
     EMPTY,
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    BindMedia,
+    DropMedia,
     EmbeddingRows,
+    Encode,
     Export,
     FreeSlot,
     LoadState,
@@ -67,6 +72,7 @@ def kv_config(
     states: int = 0,
     stride: int = 0,
     copies: int = 1,
+    media: MediaLimits | None = None,
 ) -> KVConfig:
     """Pools of a full and, where asked for, other kinds.
 
@@ -103,6 +109,7 @@ def kv_config(
         max_model_len=max_model_len,
         num_slots=slots,
         copies=copies,
+        media=media,
     )
 
 
@@ -120,6 +127,7 @@ def submit(
     pooling: Pooling = "",
     session: str = "",
     grammar: Grammar | None = None,
+    media: tuple[MediaItem, ...] = (),
     **params: object,
 ) -> Submit:
     """A Submit; ``params`` are fields of TokenParams."""
@@ -138,14 +146,16 @@ def submit(
         pooling=pooling,
         session=session,
         grammar=grammar,
+        media=media,
     )
 
 
-def prefix_hashes(tokens: list[int]) -> list[int]:
-    """h[p]: what position p's cache content depends on, tokens[0 .. p]."""
+def prefix_hashes(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[int]:
+    """h[p]: what position p's cache content depends on, tokens[0 .. p] and the rows of images there."""
     hashes, state = [], 7
-    for token in tokens:
-        state = hash((state, token))
+    rows = {item.start + row: (item.pixels, row) for item in media for row in range(item.count)}
+    for position, token in enumerate(tokens):
+        state = hash((state, rows.get(position, token)))
         hashes.append(state)
     return hashes
 
@@ -177,7 +187,9 @@ def alone(request: Submit, max_model_len: int) -> tuple[list[int], str]:
             return tokens[first:], "length"
         if request.seed == BAD_SEED and made == 2:
             return tokens[first:], "error"
-        tokens.append(next_token(prefix_hashes(tokens)[-1], request.seed, request.choice, made, params))
+        tokens.append(
+            next_token(prefix_hashes(tokens, request.media)[-1], request.seed, request.choice, made, params)
+        )
 
 
 @dataclass
@@ -191,6 +203,7 @@ class SlotSequence:
     live: int = 0
     next_k: int = 0
     """Drafts that its last row has left for the next."""
+    media: tuple[MediaItem, ...] = ()
 
     def push(self, token: int) -> None:
         self.prefix.append(hash((self.prefix[-1], token)))
@@ -222,6 +235,12 @@ class FakeRunner:
     saved: int = 0
     loaded: int = 0
     last_step: int = -1
+    media_of: Callable[[int], tuple[MediaItem, ...]] = lambda slot: ()
+    """The images of a slot's sequence, as whoever submitted it knows them."""
+    images: dict[int, bytes] = field(default_factory=dict)
+    """Pixels of each embedding that is held."""
+    encoded: int = 0
+    forgotten: int = 0
 
     def __post_init__(self) -> None:
         self.memory = [{} for _ in self.kv.pools]
@@ -229,7 +248,8 @@ class FakeRunner:
 
     def anew(self) -> FakeRunner:
         """A runner that knows of no sequence, and goes on counting."""
-        counts = {name: getattr(self, name) for name in ("right", "accepted", "rejected", "saved", "loaded")}
+        names = ("right", "accepted", "rejected", "saved", "loaded", "media_of", "encoded", "forgotten")
+        counts = {name: getattr(self, name) for name in names}
         return FakeRunner(self.kv, gens=self.gens, **counts)
 
     def launch(self, plan: StepPlan) -> StepResult:
@@ -253,6 +273,7 @@ class FakeRunner:
                 self._append_each(op)
             elif isinstance(op, Export):
                 self._export(plan, op)
+        self._media(plan)
         rows = [*self._rows(plan.prefill), *self._rows(plan.decode)]
         assert rows or plan.ops, "an empty plan"
         assert len({r[0] for r in rows}) == len(rows), "a slot twice in a plan"
@@ -287,8 +308,13 @@ class FakeRunner:
         assert 0 <= op.num_cached < len(history)
         self.gens[op.slot] = op.gen
         tables: list[list[int]] = [[] for _ in self.kv.pools]
-        prefix = prefix_hashes(history)
-        self.in_slot[op.slot] = SlotSequence(op.gen, op, history, prefix, op.num_cached, tables)
+        media = self.media_of(op.slot)
+        if media:
+            assert self.kv.media is not None
+            assert op.spans.tolist() == spans_of(media, self.kv.media.merge).ravel().tolist()
+        prefix = prefix_hashes(history, media)
+        sequence = SlotSequence(op.gen, op, history, prefix, op.num_cached, tables, media=media)
+        self.in_slot[op.slot] = sequence
 
     def _free(self, op: FreeSlot) -> None:
         assert self.in_slot[op.slot].gen == op.gen
@@ -353,6 +379,37 @@ class FakeRunner:
         else:
             assert rows[op.slot][2:4] == (op.start, op.end - op.start)
         self.exports.append(op)
+
+    def _media(self, plan: StepPlan) -> None:
+        """No position of an image is computed whose embedding is not held, or that is not said to be it."""
+        patches: list[int] = []
+        bound: dict[tuple[int, int], BindMedia] = {}
+        for op in plan.ops:
+            if isinstance(op, DropMedia):
+                del self.images[op.media]
+                self.forgotten += 1
+            elif isinstance(op, Encode):
+                assert op.media > max(self.images, default=0), "a number is used again"
+                assert op.pixels
+                self.images[op.media] = op.pixels
+                patches.append(math.prod(op.grid))
+                self.encoded += 1
+                assert self.kv.media is not None
+                held = sum(len(pixels) // 3 * self.kv.media.row_bytes for pixels in self.images.values())
+                assert held <= self.kv.media.cache_bytes, "room is made too late"
+            elif isinstance(op, BindMedia):
+                bound[op.slot, op.start] = op
+        if patches:
+            limits = self.kv.media
+            assert limits is not None
+            assert sum(patches) <= limits.encode_patches or len(patches) == 1
+        for slot, _, start, count, *_ in self._rows(plan.prefill):
+            for item in self.in_slot[slot].media:
+                if item.start < start + count and start < item.start + item.count:
+                    op = bound.pop((slot, item.start))
+                    assert op.count == item.count
+                    assert self.images[op.media] == item.pixels, "positions of another image"
+        assert not bound, "an image is bound that no row reads"
 
     def _name(self, step: int, kind: int, block: int, why: str) -> None:
         assert 1 <= block <= self.kv.pools[kind].num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from tests.scheduler.fake_runner import (
 from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection
+from weft.grammar.base import Matcher, fill_one_by_one
 from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
@@ -67,9 +69,9 @@ def audit(scheduler: Scheduler) -> None:
         assert sorted(places) == list(range(1, pool.num_blocks + 1))
         assert all(pool._references[block] == held.get(block, 0) for block in places)
         assert {pool._index[key] for key in pool._index} == {b for b in places if pool._key[b]}
-        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._keeps])
-        assert set(pool._kept) <= set(pool._keeps)
-        assert not set(pool._cached) & set(pool._keeps)
+        assert all(pool._key[block] is not None for block in [*pool._cached, *pool._kept])
+        assert all(pool._key[block] in pool._keeps for block in pool._kept)
+        assert not any(pool._key[block] in pool._keeps for block in pool._cached)
     slots = state.slots
     taken = [s.state.slot for s in state.running]  # type: ignore[union-attr]
     taken += [state.rooms._records[key].slot for key in state.rooms.parting]
@@ -138,6 +140,7 @@ class Rig:
             return None
         self._check_shape(plan)
         self.plans.append(plan)
+        self.runner.media_of = lambda slot: self.scheduler._state.in_slot[slot].media
         self.in_flight.append((plan, self.runner.launch(plan)))
         self._check_snapshots(plan)
         self.mask()
@@ -293,6 +296,9 @@ class Follower:
 
     def fill(self, words: np.ndarray) -> None:
         words[:] = -1
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        return fill_one_by_one(matchers, words)
 
 
 R = TypeVar("R", bound=Rig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.scheduler.fake_runner import ROW_ERROR, VOCAB, kv_config, submit
 from tests.scheduler.harness import Follower, Rig, Told
 from tests.support.automata import Automaton, AutomatonMatcher, random_automaton
 from weft.common.errors import EngineDead, InvalidRequest
-from weft.scheduler.constraints import Constraint, masks_of, unpacked
+from weft.grammar.base import Matcher
+from weft.scheduler.constraints import Constraint, fill_each, masks_of, unpacked
 from weft.types.grammar import Text
 from weft.types.plan import Segment, StepPlan, StepResult, column
 from weft.types.sampling import TokenParams
@@ -127,6 +129,32 @@ def test_drafts_that_nobody_told_are_an_error_and_not_free_tokens() -> None:
         constraint.fill(np.zeros((2, WORDS), np.int32))
 
 
+def test_many_masks_at_once_and_who_fails() -> None:
+    """Rows of matchers that work are those of ``fill``; those of others say why, and are nobody's mask."""
+    rng = random.Random(5)
+    automata = [random_automaton(rng, WIDE, (3, 4, 40)) for _ in range(6)]
+    made = [
+        Constraint(AutomatonMatcher(automaton), automaton.ends, TokenParams(stop_ids=stops), WIDE)
+        for automaton, stops in zip(automata, [(), (3,), (), (3, 4), (40,), ()], strict=True)
+    ]
+    made.insert(2, Constraint(Broken("fill"), (), TokenParams(), WIDE))
+    made.insert(4, Constraint(Follower(), (), TokenParams(), WIDE))
+    made[4].failure = InvalidRequest("it had failed before").info()
+    words = np.empty((len(made), WORDS), np.int32)
+    assert fill_each(made, words) == [0, 1, 3, 5, 6, 7]
+    assert made[2].failure is not None
+    for number in (0, 1, 3, 5, 6, 7):
+        alone = np.empty((1, WORDS), np.int32)
+        assert made[number].fill(alone) == 1
+        assert ids(words[number]) == ids(alone[0])
+    made.insert(0, Constraint(Broken("each"), (), TokenParams(), WIDE))
+    again = np.empty((len(made), WORDS), np.int32)
+    assert fill_each(made, again) == [0, 1, 2, 4, 6, 7, 8]
+    assert [ids(again[row]) for row in (1, 2, 4)] == [ids(words[row]) for row in (0, 1, 3)]
+    assert fill_each([], np.empty((0, WORDS), np.int32)) == []
+    assert fill_each([made[3], made[5]], words[:2]) == []
+
+
 # ---- in a scheduler
 
 
@@ -157,10 +185,39 @@ class Broken(Follower):
             raise RuntimeError("a bug")
         super().fill(words)
 
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        if self.what == "each":
+            raise RuntimeError("a bug")
+        return super().fill_each(matchers, words)
+
     def accept(self, token: int) -> bool:
         if self.what == "accept":
             raise RuntimeError("a bug")
         return super().accept(token) and self.what != "refuse"
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        if self.what == "ended":
+            raise RuntimeError("a bug")
+        return False
+
+
+class Stuck(Follower):
+    """A library's matcher that comes to a limit behind ``limit`` tokens; nothing can be taken back then."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def fill(self, words: np.ndarray) -> None:
+        if len(self.tokens) >= self.limit:
+            raise InvalidRequest("the grammar is too complex to follow")
+        super().fill(words)
+
+    def rollback(self, tokens: int) -> None:
+        if len(self.tokens) >= self.limit:
+            raise ValueError("cannot take back")
+        super().rollback(tokens)
 
 
 def rig_with(matcher: Any, end_ids: tuple[int, ...] = (), drafts: int = 0, **params: Any) -> Rig:
@@ -289,7 +346,7 @@ def test_a_row_that_failed_for_another_reason_says_so() -> None:
     assert rig.scheduler.stats().row_errors == 1
 
 
-@pytest.mark.parametrize("what", ["fill", "accept", "refuse"])
+@pytest.mark.parametrize("what", ["fill", "accept", "refuse", "ended"])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: int) -> None:
     rig = rig_with(Broken(what), drafts=drafts)
@@ -298,6 +355,20 @@ def test_a_matcher_that_fails_ends_its_sequence_and_no_other(what: str, drafts: 
     assert error is not None
     assert error.code == ("grammar_mismatch" if what == "refuse" else "grammar_failed")
     assert rig.told[1].tokens == []
+    assert rig.told[2].finish == "length"
+    rig.check_idle()
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_a_matcher_that_comes_to_its_limit_ends_its_sequence_and_no_other(drafts: int) -> None:
+    """With drafts it does so while it is walked along them, and cannot be taken back."""
+    rig = rig_with(Stuck(6), drafts=drafts, max_tokens=20)
+    rig.drain()
+    told = rig.told[1]
+    assert told.error is not None
+    assert (told.finish, told.error.message) == ("error", "the grammar is too complex to follow")
+    assert told.error.http_status == 400
+    assert 6 - drafts <= len(told.tokens) <= 6
     assert rig.told[2].finish == "length"
     rig.check_idle()
 

@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.kv.hashing import prompt_hashes, salted_root
-from weft.kv.prefix_memory import BLOCK_COST, RECORD_COST, PrefixMemory
+from weft.kv.prefix_memory import BLOCK_COST, CANDIDATES, RECORD_COST, PrefixMemory
 from weft.types.messages import CacheMiss, TokenEvent, ids_from_bytes
 
 BLOCK = 4
@@ -173,3 +173,22 @@ def test_the_memory_forgets_the_oldest_and_what_was_gone_on_from() -> None:
     for number in range(2, 5):
         take(number, [number] * 21)
     assert memory.bytes <= 3 * (RECORD_COST + 84 + 5 * BLOCK_COST)
+
+
+def test_sequences_that_one_overtakes_are_forgotten_however_many_are_older() -> None:
+    memory = PrefixMemory(BLOCK, 1 << 20)
+    root = salted_root("")
+
+    def take(number: int, blocks: int) -> None:
+        tokens = array("i", [7] * (blocks * BLOCK))
+        memory.remember(number, "", root, tokens, prompt_hashes(tokens.tobytes(), "", BLOCK))
+
+    most = CANDIDATES + 1
+    for number, blocks in enumerate(range(most, 0, -1)):  # the first is none of the latest, but remembered
+        take(number, blocks)
+    for number in range(most):
+        memory.reached(number, most * BLOCK)
+    for blocks in range(1, most + 2):
+        take(most, blocks)
+    assert len(memory) == 1
+    assert memory.nearest(root, array("i", [7])) is not None

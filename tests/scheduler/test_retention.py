@@ -150,6 +150,41 @@ def test_the_pool_evicts_what_is_kept_last() -> None:
     pool.keep(keys[2])
     pool.unkeep(keys[2])
     pool.unkeep(keys[1])
-    pool.unkeep(b"unknown")
     assert [pool.take() for _ in range(4)] == [blocks[2], blocks[3], blocks[0], blocks[1]]
+    pool.publish(blocks[1], keys[1])  # its content is kept still
+    pool.publish(blocks[3], keys[3])
+    pool.release(blocks[1], -1)
+    pool.release(blocks[3], -1)
+    assert [pool.take(), pool.take()] == [blocks[3], blocks[1]]
+    pool.unkeep(keys[0])
+    pool.unkeep(keys[1])
     assert pool._keeps == {}
+
+
+def test_what_was_evicted_and_cached_again_is_kept_as_often_as_somebody_keeps_it() -> None:
+    """The end of one session takes nothing from another one, whose turn has computed the same again."""
+    rig = Timed(kv_config(blocks=12, slots=2), max_num_seqs=1)
+    rig.ask(0, BASE, session="a")
+    rig.ask(1, [9] * 47, max_tokens=1)  # takes all blocks, kept or not
+    rig.now = SECONDS / 2
+    rig.ask(2, BASE, session="b")
+    assert rig.told[2].num_cached == 0
+    rig.now = SECONDS + 0.1  # a has ended, b has not
+    others(rig, 10, 7)
+    assert list(rig.scheduler._state.retention._sessions) == ["b"]
+    assert rig.ask(30, [*BASE, 1]) >= 16
+
+
+def test_a_session_that_ends_takes_no_snapshot_from_another() -> None:
+    """Both have the same beginning; each keeps its last snapshot, and gives up that alone."""
+    rig = Timed(kv_config(blocks=100, slots=2, states=6, stride=4, max_model_len=100), max_num_seqs=1)
+    rig.ask(0, [*BASE, *BASE, 1], session="long")
+    rig.now = SECONDS / 2
+    rig.ask(1, [*BASE, 1], session="short", max_tokens=1)
+    had = rig.ask(2, [*BASE, 1])
+    assert had == 20
+    rig.now = SECONDS + 0.1
+    rig.ask(3, [7] * 24)
+    assert list(rig.scheduler._state.retention._sessions) == ["short"]
+    others(rig, 10, 7)
+    assert rig.ask(30, [*BASE, 1]) == had

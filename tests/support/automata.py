@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.common.errors import WeftError
 from weft.engine.grammars import GrammarSource
+from weft.grammar.base import Matcher, fill_one_by_one
 from weft.types.grammar import Grammar, Text
 
 
@@ -95,6 +96,9 @@ class AutomatonMatcher:
         bits = np.zeros(32 * len(words), np.uint8)
         bits[allowed] = 1
         words[:] = np.packbits(bits, bitorder="little").view("<i4")
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        return fill_one_by_one(matchers, words)
 
     @property
     def ended(self) -> bool:

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
+
 
 def covering(
     features: dict[str, list[Any]], seed: int = 0, cheap: dict[str, Any] | None = None
@@ -58,6 +60,16 @@ def _lighten(rows: list[dict[str, Any]], cheap: dict[str, Any]) -> None:
 def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:
     """All combinations."""
     return [dict(zip(features, values, strict=True)) for values in itertools.product(*features.values())]
+
+
+def sampled(features: dict[str, list[Any]]) -> Any:
+    """All combinations as a test's ``parametrize``: a covering set by default, the others in the grid."""
+    kept = covering(features)
+    cases = [
+        pytest.param(*case.values(), marks=[] if case in kept else [pytest.mark.grid])
+        for case in everything(features)
+    ]
+    return pytest.mark.parametrize(tuple(features), cases)
 
 
 def name(case: dict[str, Any]) -> str:

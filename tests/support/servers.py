@@ -34,7 +34,7 @@ class Running:
         self.output: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         self.url, self.model = self._ready(seconds)
-        self.http = httpx.Client(base_url=self.url, timeout=deadline(30))
+        self.http = httpx.Client(base_url=self.url, timeout=deadline(30), verify=False)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -66,7 +66,7 @@ class Running:
         if "chat" in route:
             body.setdefault("messages", [{"role": "user", "content": "hello"}])
         with (
-            httpx.Client(base_url=self.url, timeout=self.http.timeout) as client,
+            httpx.Client(base_url=self.url, timeout=self.http.timeout, verify=False) as client,
             client.stream("POST", route, json=body) as r,
         ):
             yield r

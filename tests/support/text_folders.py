@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -60,6 +60,18 @@ For each call write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_
 {% endif -%}
 """
 """One that shows tools, calls and thoughts as Qwen's do."""
+IMAGE_TEMPLATE = """\
+{%- for m in messages -%}<|im_start|>{{ m.role }}
+{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}
+"""
+"""One that shows images as Qwen's do."""
+IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Added tokens of its model, 258 to 260 in ``write_tokenizer``. Its files do not call them special."""
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Added tokens that its model has."""
 
@@ -83,6 +95,25 @@ def write_tokenizer(
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|im_start|>", "<|im_end|>", *special])
     made.add_tokens([AddedToken(text, normalized=False, special=False) for text in added])
+    made.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_small_tokenizer(folder: Path, special: Mapping[str, int], template: str) -> None:
+    """One token a character, of those that a few words have, for models with a small vocabulary; ``special``
+    tokens have the ids that are given, ``<|im_start|>`` and ``<|im_end|>`` 100 and 101.
+    """
+    named = {"<|im_start|>": 100, "<|im_end|>": 101, **special}
+    characters = "Ċ" + "".join(map(chr, range(97, 123)))
+    vocab = {character: number for number, character in enumerate(characters)}
+    filler = {f"<{number}>": number for number in range(len(vocab), max(named.values()))}
+    taken = set(named.values())
+    vocab.update({text: number for text, number in filler.items() if number not in taken})
+    made = tokenizers.Tokenizer(models.BPE(vocab={**vocab, **named}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(named))
     made.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<|im_end|>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

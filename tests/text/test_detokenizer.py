@@ -95,10 +95,10 @@ def test_the_cost_of_a_token_does_not_grow(all_tokenizers: dict[str, Tokenizer])
     ids = tokenizer.encode("the quick brown fox 你好 ", add_special_tokens=False) * 4000
     detokenizer = Detokenizer(tokenizer)
     half = len(ids) // 2
-    began = time.perf_counter()
+    began = time.process_time()
     for token in ids[:half]:
         detokenizer.push(token)
-    middle = time.perf_counter()
+    middle = time.process_time()
     for token in ids[half:]:
         detokenizer.push(token)
-    assert time.perf_counter() - middle < 5 * (middle - began)
+    assert time.process_time() - middle < 5 * (middle - began)

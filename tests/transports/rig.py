@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.slowness import deadline
 from tests.transfer.memory import KINDS, Group, reference
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.spans import first_position
@@ -37,14 +38,14 @@ class Rank:
 
     def wait(self, key: RoomKey, seconds: float = 20.0) -> RankReport:
         """How the room ended on this rank."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + deadline(seconds)
         while True:
             said = self.told.get(timeout=max(0.0, until - time.monotonic()))
             if isinstance(said, RankReport) and said.key == key and said.outcome is not Outcome.pending:
                 return said
 
     def wait_stopped(self, key: RoomKey, seconds: float = 20.0) -> None:
-        until = time.monotonic() + seconds
+        until = time.monotonic() + deadline(seconds)
         while not isinstance(said := self.told.get(timeout=max(0.0, until - time.monotonic())), RankStopped):
             pass
         assert said.key == key

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.slowness import deadline
 from tests.transports.rig import Pair
 from weft.common.env import child_environment
 from weft.types import rooms as r
@@ -85,7 +86,7 @@ def begin(pair: Pair, sender: Sender, key: RoomKey) -> None:
 
 def wait_for_half(pair: Pair, key: RoomKey) -> None:
     room = pair.receivers[0].transfer.arrivals._rooms[key]
-    until = time.monotonic() + 20
+    until = time.monotonic() + deadline(20)
     while room.coverage.landed_bytes < room.coverage.nbytes // 2:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -120,7 +121,7 @@ def test_a_sender_that_is_killed_leaves_no_writer(
     begin(pair, sender, KEY)
     wait_for_half(pair, KEY)
     sender.signal(signal.SIGKILL)
-    sender.process.wait(10)
+    sender.process.wait(deadline(10))
     stop(pair, KEY)
     for region in pair.receiver.regions[0]:
         region[:] = 170  # somebody else's now

@@ -17,6 +17,9 @@ from weft.types.plan import (
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    BindMedia,
+    DropMedia,
+    Encode,
     FreeSlot,
     LoadState,
     SaveState,
@@ -51,12 +54,16 @@ ops = st.one_of(
         num_prompt=small,
         num_cached=small,
         token_ids=columns,
+        spans=columns,
     ),
     st.builds(FreeSlot, slot=small, gen=small),
     st.builds(AppendBlocks, slot=small, kind=small, blocks=columns),
     st.builds(AppendEach, kind=small, slots=columns, blocks=columns),
     st.builds(SaveState, slot=small, kind=small, block=small, back=small),
     st.builds(LoadState, slot=small, kind=small, block=small),
+    st.builds(Encode, media=small, grid=st.tuples(small, small, small), pixels=st.binary(max_size=9)),
+    st.builds(DropMedia, media=small),
+    st.builds(BindMedia, slot=small, media=small, start=small, count=small),
 )
 
 
@@ -87,6 +94,16 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def test_pixels_may_be_a_view() -> None:
+    view: Any = memoryview(b"pixels of an image")
+    op = Encode(media=1, grid=(1, 2, 3), pixels=view)
+    back = f.decode_to_rank(
+        f.encode(f.StepFrame(step=1, epoch=0, plan=StepPlan(step=1, ops=(op,)), digest=0))
+    )
+    assert isinstance(back, f.StepFrame)
+    assert back.plan.ops == (Encode(media=1, grid=(1, 2, 3), pixels=bytes(view)),)
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,6 +213,6 @@ def test_unequal_versions_are_named_both() -> None:
         f.VersionMismatch, match=rf"rank 2 \(weft 0.0.9\) .*version {f.VERSION - 1} .* {f.VERSION}"
     ):
         f.decode_to_head(f.encode(known))
-    step = f.StepFrame(version=7, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
-    with pytest.raises(f.VersionMismatch, match="the head speaks version 7"):
+    step = f.StepFrame(version=f.VERSION + 1, step=1, epoch=0, plan=StepPlan(step=1), digest=0)
+    with pytest.raises(f.VersionMismatch, match=f"the head speaks version {f.VERSION + 1}"):
         f.decode_to_rank(f.encode(step))

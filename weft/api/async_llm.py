@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from weft.api.engine_thread import EngineThread, Sink
-from weft.api.llm import load_text, model_limits
+from weft.api.llm import load_text, request_maker
 from weft.api.outputs import RequestOutput
-from weft.api.request import Request, RequestMaker, client_error
+from weft.api.request import Request, client_error
 from weft.api.settings import read_settings
 from weft.common.errors import EngineDead, ErrorInfo, InvalidRequest, Overloaded, WeftError
 from weft.config.resolve import resolve
@@ -34,8 +34,7 @@ class AsyncLLM:
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
         core = start_engine(self.config)
-        limits = model_limits(self.config, core, self._text)
-        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._maker = request_maker(self.config, core, self._text)
         self._requests: dict[str, tuple[Request, Sink]] = {}
         self._patience = settings.front.engine_timeout
         self._thread = EngineThread(core)

@@ -20,7 +20,8 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.engine.core import EngineCore
 from weft.engine.replicas import Replicas, start_engine
-from weft.text.chat import ChatFormat
+from weft.media.local import LocalPictures
+from weft.text.chat import ChatFormat, image_rules
 from weft.text.choice import Choice
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
@@ -36,9 +37,19 @@ OVERDUE_POLL_S = 0.1
 
 def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
     """The model's text side for a caller in this process, who may bring chat templates of their own."""
-    loaded = TextModel.load(config.tokenizer_path, chat_template)
-    chat = ChatFormat(loaded.tokenizer, loaded.chat.source, allow_request_template=True)
+    facts = None if config.spec.vision is None else config.spec.vision.media
+    images, hidden = image_rules(facts, config.media.limit_mm_per_prompt)
+    loaded = TextModel.load(config.tokenizer_path, chat_template, hidden=hidden)
+    chat = ChatFormat(loaded.tokenizer, loaded.chat.source, allow_request_template=True, images=images)
     return TextModel(loaded.tokenizer, chat)
+
+
+def request_maker(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> RequestMaker:
+    """What makes requests to this engine."""
+    vision = config.spec.vision
+    pictures = None if vision is None else LocalPictures(vision.media, config.media)
+    limits = model_limits(config, core, text)
+    return RequestMaker(text, limits, config.model.seed, config.kv.media, pictures)
 
 
 def model_limits(config: EngineConfig, core: EngineCore | Replicas, text: TextModel) -> ModelLimits:
@@ -64,8 +75,7 @@ class LLM:
         self.config = resolve(settings)
         self._text = load_text(self.config, settings.front.chat_template)
         self._core: EngineCore | Replicas | None = start_engine(self.config)
-        limits = model_limits(self.config, self._core, self._text)
-        self._maker = RequestMaker(self._text, limits, self.config.model.seed)
+        self._maker = request_maker(self.config, self._core, self._text)
         self._lock = threading.Lock()
         self._death: str | None = None
 
@@ -134,6 +144,9 @@ class LLM:
         grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of messages with role and content), or a list of conversations.
+
+        Content may have parts, as in chat requests: ``{"type": "image_url", "image_url": {"url": ...}}`` and,
+        for images that Pillow has read, ``{"type": "image", "image": image}``.
 
         ``chat_template`` replaces the model's; ``chat_template_kwargs`` are variables for it. ``grammar``,
         and what is raised, are those of ``generate``.

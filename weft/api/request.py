@@ -10,6 +10,10 @@ import numpy as np
 
 from weft.api.outputs import EmbeddingOutput, RequestOutput, completion_of
 from weft.common.errors import ContextLength, ErrorInfo, InvalidRequest, WeftError
+from weft.config.resolved import MediaLimits
+from weft.media.local import LocalPictures, placed
+from weft.scheduler.media import check_media
+from weft.text.chat import expanded
 from weft.text.choice import Choice
 from weft.text.logprobs import PositionLogprobs
 from weft.text.model import TextModel
@@ -17,10 +21,11 @@ from weft.text.pooled import normalized
 from weft.text.stop import Stops
 from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, prompt_bytes, submits_of
 from weft.types.grammar import Grammar
+from weft.types.media import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.sampling import SamplingParams, TokenParams
 
-_FORMS = 'a string, {"prompt": "..."} or {"prompt_token_ids": [...]}'
+_FORMS = 'a string, {"prompt": "..."}, or {"prompt_token_ids": [...]} with or without "media": [MediaItem...]'
 
 
 class Request:
@@ -47,6 +52,11 @@ class Request:
                 "priority must be an integer of 64 bits; smaller comes first", param="priority"
             )
         self.submits = [msgspec.structs.replace(submit, priority=priority) for submit in self.submits]
+
+    def show(self, media: tuple[MediaItem, ...]) -> None:
+        """Before it is submitted: the images of the prompt, which were checked."""
+        if media:
+            self.submits = [msgspec.structs.replace(submit, media=media) for submit in self.submits]
 
     @property
     def finished(self) -> bool:
@@ -87,9 +97,19 @@ class Request:
 class RequestMaker:
     """Turns prompts into requests. Thread-safe."""
 
-    def __init__(self, text: TextModel, limits: ModelLimits, seed: int | None) -> None:
+    def __init__(
+        self,
+        text: TextModel,
+        limits: ModelLimits,
+        seed: int | None,
+        images: MediaLimits | None = None,
+        pictures: LocalPictures | None = None,
+    ) -> None:
+        """``images``: what the model takes of them, ``pictures``: what makes them; None: none."""
+        self._pictures = pictures
         self._text = text
         self._limits = limits
+        self._images = images
         self.ids = IdMint()
         self.seeds = SeedMint(seed)
 
@@ -102,9 +122,12 @@ class RequestMaker:
         grammar: Grammar | None = None,
     ) -> Request:
         """``prompt`` in any of its forms. Raises InvalidRequest or ContextLength; then no id is taken."""
-        text, ids = self._read(prompt)
+        text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
-        return self._make(text, ids, params, seed, request_id, continues=True, param=param, grammar=grammar)
+        self._check(media, ids)
+        made = self._make(text, ids, params, seed, request_id, continues=True, param=param, grammar=grammar)
+        made.show(media)
+        return made
 
     def from_messages(
         self,
@@ -118,9 +141,16 @@ class RequestMaker:
         """A conversation; ``options`` are those of ``ChatFormat.encode``. Raises as ``from_prompt`` does."""
         made = self._text.chat.encode(messages, **options)
         continues = bool(options.get("continue_final_message"))
-        return self._make(
+        ids = made.ids
+        media: tuple[MediaItem, ...] = ()
+        if made.images and self._pictures is not None:
+            items = self._pictures.items(made.images)
+            ids, starts = expanded(ids, self._pictures.facts.placeholder, [item.count for item in items])
+            media = placed(items, starts)
+            self._check(media, ids)
+        request = self._make(
             made.text,
-            made.ids,
+            ids,
             params,
             seed,
             request_id,
@@ -128,20 +158,25 @@ class RequestMaker:
             param="messages",
             grammar=grammar,
         )
+        request.show(media)
+        return request
 
     def to_embed(self, prompt: Any, pooling: Pooling, seed: int) -> Request:
         """``prompt``, of which an embedding is wanted. Raises as ``from_prompt`` does."""
-        text, ids = self._read(prompt)
+        text, ids, media = self._read(prompt)
         param = "prompt_token_ids" if text is None else "prompt"
         data = prompt_bytes(ids, self._limits, param)
         most = self._limits.max_model_len
         if len(ids) > most:
             message = f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten it"
             raise ContextLength(message, param=param)
+        self._check(media, ids)
         params = SamplingParams(max_tokens=1)
         submits = submits_of(data, TokenParams(max_tokens=1), 1, ids=self.ids, seed=seed, pooling=pooling)
         choice = Choice(self._text.tokenizer, params, sequence=submits[0].sequence)
-        return Request(f"{submits[0].request:016x}", text, ids, submits, [choice])
+        made = Request(f"{submits[0].request:016x}", text, ids, submits, [choice])
+        made.show(media)
+        return made
 
     def release(self, request: Request) -> None:
         """Ends the life of a request's ids."""
@@ -149,17 +184,24 @@ class RequestMaker:
             self.ids.release(submit.sequence)
         self.ids.release(request.submits[0].request)
 
-    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _check(self, media: tuple[MediaItem, ...], ids: list[int]) -> None:
+        if media:
+            check_media(media, len(ids), self._images, pixels=True)
+
+    def _read(self, prompt: Any) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
+        """(text, ids, images) of a prompt in any of its forms. Raises InvalidRequest."""
         if isinstance(prompt, str):
-            return prompt, self._text.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping) and len(prompt) == 1:
-            if isinstance(text := prompt.get("prompt"), str):
-                return text, self._text.tokenizer.encode(text)
-            ids = prompt.get("prompt_token_ids")
+            return prompt, self._text.tokenizer.encode(prompt), ()
+        if isinstance(prompt, Mapping) and len(prompt) == 1 and isinstance(text := prompt.get("prompt"), str):
+            return text, self._text.tokenizer.encode(text), ()
+        if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt_token_ids", "media"}:
+            ids, media = prompt.get("prompt_token_ids"), prompt.get("media", ())
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
+            if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):
+                raise InvalidRequest("media must be a list of weft.types.media.MediaItem", param="media")
             if isinstance(ids, Sequence) and not isinstance(ids, str | bytes):
-                return None, list(ids)
+                return None, list(ids), tuple(media)
         raise InvalidRequest(f"a prompt must be {_FORMS}", param="prompt")
 
     def _make(

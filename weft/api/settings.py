@@ -15,6 +15,8 @@ SERVER_ONLY = (
     "api_key",
     "max_request_bytes",
     "max_response_bytes",
+    "media_workers",
+    "media_memory",
     "drain_timeout",
     "request_timeout",
 )

@@ -37,7 +37,8 @@ def fingerprint(config: EngineConfig) -> str:
     """
     facts = {
         "messages": rooms.VERSION,
-        "spec": msgspec.to_builtins(config.spec),
+        # Caches are alike whether or not the tower is loaded beside them.
+        "spec": msgspec.to_builtins(msgspec.structs.replace(config.spec, vision=None)),
         "dtype": config.dtype,
         "quantization": config.model.quantization,
         "tensors": [_form(cache, config.dtype) for cache in config.spec.caches],

@@ -71,6 +71,11 @@ def _is_repository(name: str) -> bool:
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/"))
 
 
+def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
+    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError."""
+    return model_path if name is None else resolve_model_path(name, load_format="dummy")
+
+
 def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (

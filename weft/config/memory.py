@@ -19,7 +19,7 @@ from weft.config.cache_layout import block_bytes, slot_tensors
 from weft.config.resolved import PoolSpec
 from weft.config.sections import SchedulerSection
 from weft.config.sharding import local_spec
-from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec
+from weft.config.spec import DTYPE_BYTES, CacheSpec, ModelSpec, SparseSpec, VisionSpec
 from weft.types.layout import ALONE, Layout
 from weft.types.plan import MAX_PROMPT_LOGITS
 
@@ -302,7 +302,17 @@ def weight_bytes(
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = -(-spec.vocab_size // layout.tensor) * spec.hidden * (1 if spec.tied else 2)
-    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size
+    tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
+    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size + tower
+
+
+def tower_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Bytes of a vision tower's parameters, which every rank has whole (norms and biases are left out)."""
+    joined = vision.hidden * vision.media.merge**2
+    blocks = vision.layers * vision.hidden * (4 * vision.hidden + 2 * vision.intermediate)
+    mergers = (1 + len(vision.levels)) * joined * (joined + vision.output)
+    patch = 3 * vision.media.temporal * vision.media.patch**2 + vision.side**2
+    return (blocks + mergers + patch * vision.hidden) * DTYPE_BYTES[dtype]
 
 
 def _attention_elements(spec: ModelSpec) -> int:
@@ -358,6 +368,18 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     row = 4 * spec.hidden + inner + 3 * wide
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
+    tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
-    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight
+    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower
+
+
+def encoding_bytes(vision: VisionSpec, dtype: str) -> int:
+    """Bytes of intermediate results while the largest image is encoded (likewise; one at a time is)."""
+    media = vision.media
+    patches = media.max_patches if media.kind == "patches" else media.max_pixels // media.patch**2
+    size = DTYPE_BYTES[dtype]
+    pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and cut
+    learned = 3 * vision.hidden * max(4, size)
+    block = (8 * vision.hidden + 2 * vision.intermediate) * size
+    return patches * max(pixels * size, learned, block)

@@ -25,6 +25,8 @@ from weft.config.flags import parse_size
 from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
+from weft.config.media_limits import media_limits
+from weft.config.media_section import check_media
 from weft.config.memory import (
     GIB,
     activation_bytes,
@@ -42,6 +44,7 @@ from weft.config.sections import (
     Config,
     FrontSection,
     GrammarSection,
+    MediaSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -72,11 +75,9 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     transfer = check_transfer(config.transfer, config.parallel, device)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
-    check_files(runner, config.front)
+    check_files(runner, config.front, config.media)
     path = hub.resolve_model_path(model.model, model.revision, load_format=model.load_format)
-    tokenizer_path = path
-    if model.tokenizer is not None:
-        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
+    tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
@@ -85,6 +86,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         model.num_hidden_layers_override,
         trust_remote_code=model.trust_remote_code,
         mtp=int(speculation.speculative_method == "mtp"),
+        language_model_only=model.language_model_only,
     )
     spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
     local = local_spec(spec, check_hosts(config.parallel).layout)
@@ -96,10 +98,10 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     dtype = choose_dtype(model, spec, device, path)
     copies = 1 + speculation.drafts
     rooms = transfer.role != "unified"
-    num_bytes = cache_bytes(
-        spec, dtype, device, model, cache, scheduler, copies, config.parallel, host, rooms
-    )
-    kv = divide_cache(local, dtype, num_bytes, model, cache, scheduler, copies, rooms)
+    parts = (model, cache, scheduler, copies)
+    num_bytes = cache_bytes(spec, dtype, device, *parts, config.parallel, host, rooms)
+    kv = divide_cache(local, dtype, num_bytes, *parts, rooms)
+    kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -117,6 +119,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         parallel=config.parallel,
         transfer=transfer,
         grammar=config.grammar,
+        media=config.media,
         gpus=gpus,
         group=group,
         host=host,
@@ -191,8 +194,8 @@ def check_runs_model(front: FrontSection) -> None:
         )
 
 
-def check_files(runner: RunnerSection, front: FrontSection) -> None:
-    """Files that settings name can be opened later."""
+def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection) -> None:
+    """Files that settings name can be opened later; what settings of one section say together."""
     if front.chat_template is not None and not Path(front.chat_template).is_file():
         raise ConfigError(
             "--chat-template names no file: give the path of a Jinja template", param="--chat-template"
@@ -209,6 +212,7 @@ def check_files(runner: RunnerSection, front: FrontSection) -> None:
                 param="--trace-requests",
             )
     check_front(front)
+    check_media(media)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:

@@ -9,6 +9,7 @@ from weft.config.sections import (
     CacheSection,
     Config,
     GrammarSection,
+    MediaSection,
     ModelSection,
     ParallelSection,
     RunnerSection,
@@ -45,6 +46,27 @@ class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.num_blocks} blocks of {self.block_size} ({self.cache.kind}, {size:.1f} MB in {form})"
 
 
+class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What scheduler and ranks need to know of the images of a model."""
+
+    patch: int
+    """Pixels of a patch's side."""
+    merge: int
+    """Patches of a token's side."""
+    frames: int = 1
+    """Most frames of pixels for each frame group of a grid."""
+    row_bytes: int
+    """Of one row of an embedding on a rank, the rows of all its levels included."""
+    cache_bytes: int
+    """Of the embeddings that a rank keeps."""
+    encode_patches: int
+    """Patches that a step encodes; more only of one image alone."""
+    most_items: int
+    """Images of a prompt."""
+    sections: bool = False
+    """Whether positions are rotated by frame, row and column."""
+
+
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What ``kv`` and ``scheduler`` need, no file or device behind it."""
 
@@ -57,6 +79,8 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Slots of the table: running sequences, and those that await their last commit."""
     copies: int = 1
     """Copies of a slot's recurrent state: one, and one for each draft that a step may verify."""
+    media: MediaLimits | None = None
+    """None where the model takes no images."""
 
     def tensors(self, pool: PoolSpec, dtype: str) -> tuple[TensorLayout, ...]:
         """What layers read and write of a kind in a model of ``dtype``: blocks, or the states of slots."""
@@ -101,6 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferSection = TransferSection()
     """Its ``role`` is this group's."""
     grammar: GrammarSection = GrammarSection()
+    media: MediaSection = MediaSection()
     gpus: tuple[str, ...] = ()
     """Of this host, as CUDA_VISIBLE_DEVICES names them; its ranks get one each, in order (see ``gpu_of``)."""
     replica: int = 0
@@ -125,4 +150,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.host.ranks or self.parallel.ranks_here
 
 
-__all__ = ["Config", "EngineConfig", "HostShare", "KVConfig", "PoolSpec"]
+__all__ = ["Config", "EngineConfig", "HostShare", "KVConfig", "MediaLimits", "PoolSpec"]

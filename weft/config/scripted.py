@@ -24,14 +24,14 @@ def resolve_scripted(config: Config) -> EngineConfig:
     _check_flags(config)
     if not Path(scripted).is_file():
         raise ConfigError("--scripted names no file: give the path of a script", param="--scripted")
-    check_files(config.runner, config.front)
+    check_files(config.runner, config.front, config.media)
     model = msgspec.structs.replace(config.model, load_format="dummy")
     path = hub.resolve_model_path(model.model, model.revision, load_format="dummy")
-    tokenizer_path = path
-    if model.tokenizer is not None:
-        tokenizer_path = hub.resolve_model_path(model.tokenizer, load_format="dummy")
+    tokenizer_path = hub.resolve_tokenizer_path(model.tokenizer, path)
     check_checkpoint(model, path, tokenizer_path)
-    spec = load_spec(path, trust_remote_code=model.trust_remote_code)
+    spec = load_spec(
+        path, trust_remote_code=model.trust_remote_code, language_model_only=model.language_model_only
+    )
     if model.tokenizer is not None:  # its ids are not those of the model's own ends
         spec = msgspec.structs.replace(spec, eos_ids=())
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position

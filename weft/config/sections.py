@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.config.front_section import FrontSection
+from weft.config.media_section import MediaSection
 from weft.config.parallel_section import ParallelSection, Section
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Config",
     "FrontSection",
     "GrammarSection",
+    "MediaSection",
     "ModelSection",
     "ParallelSection",
     "RunnerSection",
@@ -63,6 +65,9 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Literal["none", "int8"],
         Meta(description="int8: keep the matrices of linear layers in 8 bits, one scale an output channel."),
     ] = "none"
+    language_model_only: Annotated[
+        bool, Meta(description="Load no vision tower: the model reads text alone, images are refused.")
+    ] = False
     trust_remote_code: Annotated[bool, Meta(description="Allow code that a checkpoint brings.")] = False
     served_model_name: Annotated[
         tuple[str, ...], Meta(description="Name(s) that requests may use; the first is reported back.")
@@ -326,6 +331,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerSection = RunnerSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
+    media: MediaSection = MediaSection()
     front: FrontSection = FrontSection()
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from weft.config.media import MediaFacts
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -28,6 +30,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    sections: tuple[int, int, int] | None = None
+    """Of models that see images: how many pairs of dims turn by a token's frame, row and column; see
+    ``weft.layers.rope.axes``. None: all turn by its position."""
+    interleaved: bool = True
+    """Whether the sections' pairs take turns (Qwen3-VL), or lie one section after another (Qwen2-VL)."""
 
 
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +205,34 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is added to a stored zero point."""
 
 
+class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A vision tower: from the patches of an image to rows of the text model's hidden size.
+
+    qwen3_vl   Qwen3-VL, arXiv 2511.21631, and Qwen3.5; frames of one item do not see each other
+    moonvit    Kimi K2.5, arXiv 2602.02276; frames see each other, and become one by their mean
+    """
+
+    kind: Literal["qwen3_vl", "moonvit"]
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    activation: str
+    output: int
+    """Hidden size of the text model."""
+    side: int
+    """Rows, and columns, of the table of learned positions, which is interpolated."""
+    frames: int = 1
+    """Frames at most (moonvit)."""
+    levels: tuple[int, ...] = ()
+    """Layers behind which further embeddings are taken; the text model adds them to its stream behind its
+    layers 0, 1, .. (deepstack, arXiv 2406.04334)."""
+    theta: float = 10000.0
+    norm_eps: float = 1e-6
+    """Of the norm before the last two matrices; those of layers are the kind's."""
+    media: MediaFacts
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""
 
@@ -246,6 +281,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the checkpoint was saved in."""
     quantized: QuantizedSpec | None = None
     """How its weights are quantized; None: not at all."""
+    vision: VisionSpec | None = None
+    """The tower beside it; None: it reads text alone."""
 
     def cache_of(self, layer: int) -> int:
         """Number of the first cache kind that ``layer`` belongs to."""

@@ -225,8 +225,9 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     ranks = sharers(config.parallel, config.gpus, config.host)
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
-    room = max(room - activation_bytes(spec, config.dtype, scheduler), 0)
     kv = config.kv
+    images = 0 if kv.media is None else kv.media.cache_bytes
+    room = max(room - activation_bytes(spec, config.dtype, scheduler) - images, 0)
     pools = pools_for(
         spec,
         kv.block_size,

@@ -136,7 +136,7 @@ class EngineCore:
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
         """When the last result was read."""
-        self._mask_seconds = 0.0
+        self._mask_seconds = self._encode_seconds = 0.0
         self._lost_at: float | None = None
         """When ranks were lost; None while the group takes steps."""
 
@@ -275,11 +275,13 @@ class EngineCore:
                     self.rooms.regain()
                 return self._told(given_up + self._asked())
             return self._told(self._asked())
+        events: list[TokenEvent] = []
         try:
-            return self._told(self._step())
-        except GroupLost as lost:
+            self._step(events)
+        except GroupLost as lost:  # what was committed before is told
             self._lose(lost)
-            return self._told(self._asked())
+            events += self._asked()
+        return self._told(events)
 
     def _lose(self, lost: GroupLost) -> None:
         """Ranks are lost, and with them the steps in flight."""
@@ -292,12 +294,12 @@ class EngineCore:
             self.rooms.lose()
         self.runner.recover(lost)
 
-    def _step(self) -> list[TokenEvent]:
+    def _step(self, events: list[TokenEvent]) -> None:
+        """``step``, whose events go into ``events`` as they are made."""
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         self._mask()
         plan = None
-        events: list[TokenEvent] = []
         if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
             self._launching = True
             began = self._clock.now()
@@ -305,12 +307,11 @@ class EngineCore:
             if plan is not None:
                 self._launch(plan, began)
             self._launching = False
-            events = self._asked()
+            events += self._asked()
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            return events + self._commit()
-        if plan is None and self.scheduler.in_flight:
+            self._commit(events)
+        elif plan is None and self.scheduler.in_flight:
             raise EngineDead("a step was planned and never launched")
-        return events
 
     def _plan(self, now: float) -> StepPlan | None:
         """The plan of the next step; None when there is nothing to do."""
@@ -351,8 +352,9 @@ class EngineCore:
         self.runner.sample(handle, masks)
         self._launching = launching
 
-    def _commit(self) -> list[TokenEvent]:
-        """Waits for the oldest step, and commits it."""
+    def _commit(self, events: list[TokenEvent]) -> None:
+        """Waits for the oldest step, and commits it. Its events are in ``events`` before masks are sent, as
+        that may find that ranks are lost."""
         handle, began = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
         try:
             result = self.runner.read(handle)
@@ -364,11 +366,13 @@ class EngineCore:
         now = self._clock.now()
         seconds = now - max(began, self._completed)
         self._completed = now
-        events = self.scheduler.commit(handle.plan, result, now)
-        self.scheduler.observe(handle.plan, seconds, handle.uncaptured)
+        events += self.scheduler.commit(handle.plan, result, now)
+        self._encode_seconds += handle.encode_seconds
+        unlike = handle.uncaptured or handle.encode_seconds > 0  # what it took says nothing of its tokens
+        self.scheduler.observe(handle.plan, seconds, unlike)
         self.overlap.observe(handle.plan, handle.times)
         self._mask()
-        return events + self._asked()
+        events += self._asked()
 
     def stats(self) -> HeadStats:
         """Counters and gauges of scheduler, transfers and overlap."""
@@ -376,6 +380,7 @@ class EngineCore:
         return msgspec.structs.replace(
             stats,
             mask_seconds=self._mask_seconds,
+            encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
             overlapped_steps=self.overlap.steps,

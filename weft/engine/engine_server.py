@@ -23,6 +23,7 @@ from weft.config.resolved import EngineConfig
 from weft.engine.listener import Listener
 from weft.routing.head_protocol import HeadEngine, HeadProtocol, Outgoing
 from weft.types import messages as m
+from weft.types.attachments import decode_parts
 
 log = get_logger(__name__)
 
@@ -109,15 +110,15 @@ class EngineServer:
             return
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._listener.receive()
             except zmq.Again:
                 return
             self._take(frames)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[Any]) -> None:
         try:
-            front, body = frames
-            message = m.decode_to_head(body)
+            front, body, *attached = frames
+            message = decode_parts(body, attached)
         except (ValueError, msgspec.DecodeError) as error:
             self._protocol.bad_frames += 1
             log.warning("dropped a frame that is not a message (%s)", type(error).__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import zmq
 
@@ -38,6 +40,15 @@ class Listener:
         socket.bind(endpoint)
         self.socket = socket
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> list[Any]:
+        """The next message's frames, the sender's first: bytes, and views of those behind the second one,
+        which may be large. Raises zmq.Again when there is none.
+        """
+        frames: list[Any] = [self.socket.recv(zmq.NOBLOCK)]
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frames.append(self.socket.recv() if len(frames) < 2 else self.socket.recv(copy=False).buffer)
+        return frames
 
     def close(self) -> None:
         """What was sent is still delivered, if that takes no longer than a second."""

@@ -89,10 +89,12 @@ def start_executor(
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
     take_threads(config)
-    if layout.domain == 1:
-        loaded = load(config, progress=progress)
-        return alone(loaded.kv, loaded.runner)
     head, *workers = ranks_of(config.replica, layout.tensor)
+    faults = Faults(config.faults, head)
+    if layout.domain == 1:
+        faults.reach("load")
+        loaded = load(config, progress=progress)
+        return alone(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
     with ExitStack() as resources:
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -101,7 +103,6 @@ def start_executor(
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
-        faults = Faults(config.faults, head)
         mesh = faults.within(rank_mesh(config, head, host))
         stores = _stores(config, folder, host, resources)
         domain, meeting, leases = _domain(config, layout, host, stores)

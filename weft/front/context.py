@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from weft.common.allocator import trim_heap
 from weft.common.errors import Overloaded, ReportedError, Unavailable
 from weft.common.log import get_logger
+from weft.common.workers import WorkerPool
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
 from weft.front.doors import Doors
-from weft.front.kinds import KINDS, MADE
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
-from weft.front.read_worker import ReadAnswer, decode_answer, payload_of
-from weft.front.reading import Job, Reader, check_model
+from weft.front.read_worker import Files, ReadAnswer, decode_answer, payload_of, read_with
+from weft.front.reading import Compiling, Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import Setup, TextSetup
 from weft.front.siblings import Siblings
-from weft.front.workers import WorkerPool
+from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
+from weft.media.decode import can_decode
+from weft.media.headers import ImageHeader
+from weft.media.memory import Lease
+from weft.media.pictures import Wanted, headers_of
+from weft.media.service import MediaService
 from weft.routing.instance_table import Patience
 from weft.routing.policy import make_policies
 from weft.text.model import TextModel
@@ -56,6 +62,8 @@ parsed: it is read in a process of its own."""
 READ_PROCESSES = 2
 READ_SECONDS = 120.0
 """For one large body."""
+MAX_READS = 16
+"""Times that a small body is read. A request asks for fewer grammars."""
 TRIM_AFTER = 3.0
 """Seconds after a large body in which its memory is given back."""
 
@@ -103,6 +111,7 @@ class Front:
         self._reader: Reader | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
+        self.media = MediaService(config.media)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
         self.doors = Doors(
@@ -131,6 +140,8 @@ class Front:
             log.warning(
                 "%s; chat completions are refused until --chat-template names another one", text.chat.problem
             )
+        if files.images is not None and not can_decode():
+            log.warning("images are refused: this model sees, but Pillow is not installed (weft[vision])")
         welcome = await self.links.start()
         # --tokenizer may name a folder that does not know the model's own ends.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
@@ -144,10 +155,11 @@ class Front:
             max_response_bytes=self.section.max_response_bytes,
             keep_attribution=self.section.keep_attribution_lines,
             grammar_timeout=self.config.grammar.grammar_compile_timeout,
+            media=self.config.media,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = setup.reader(text)
+        self._reader = setup.reader(text, waits=False)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -158,6 +170,7 @@ class Front:
             self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
+        await self.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._spans is not None:
             self._spans.close()
@@ -211,33 +224,65 @@ class Front:
             raise Unavailable("the server is still starting")
         return self._reader
 
-    async def read(self, kind: str, body: list[bytes], then: Callable[[Job], T]) -> T:
+    async def read(
+        self, kind: str, body: list[bytes], then: Callable[[Job], T], lease: Lease | None = None
+    ) -> T:
         """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
 
-        ``kind`` is one of ``KINDS``. Raises the WeftError of a request that can't be read, and Overloaded
-        when too much text work waits.
+        ``kind`` is one of ``KINDS``. ``lease``: of the memory of its images; without one they are not
+        decoded. Raises the WeftError of a request that can't be read, and Overloaded when too much text work
+        waits.
         """
-        reader = self._ready_reader()
-        data = await self._read_large(kind, body)
-        if data is None:
-            return await self.in_thread(lambda: then(KINDS[kind](reader, b"".join(body))))
 
-        def finish() -> T:
-            answer = _decoded(data)
+        def use(answer: ReadAnswer) -> T | Job:
             assert answer.job is not None
-            return then(answer.job)
+            return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
-        return await self.in_thread(finish)
+        found, files = await self._read(kind, body, use, lease)
+        if not isinstance(found, Job) or lease is None or not found.pictures:
+            return cast(T, found)
+        media = await self.media.decode(found.pictures, files, lease)
+        lease.give(sum(map(len, files.values())))
+        return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
+
+    async def _read_again(self, read: Callable[[], T]) -> T:
+        """What ``read`` returns, in a thread. No thread waits for a grammar: there are few of them, and a
+        client can ask for what takes long. ``read`` is called again when there is one.
+        """
+        for _ in range(MAX_READS):
+            try:
+                return await self.in_thread(read)
+            except Compiling as under_way:
+                await _ended(under_way.task)
+        raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def made(self, kind: str, body: list[bytes]) -> bytes:
         """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
-        reader = self._ready_reader()
-        data = await self._read_large(kind, body)
-        if data is None:
-            return await self.in_thread(lambda: MADE[kind](reader, b"".join(body)))
-        return (await self.in_thread(_decoded, data)).made
+        return (await self._read(kind, body, lambda answer: answer.made, None))[0]
 
-    async def _read_large(self, kind: str, body: list[bytes]) -> bytes | None:
+    async def _read(
+        self, kind: str, body: list[bytes], use: Callable[[ReadAnswer], T], lease: Lease | None
+    ) -> tuple[T, dict[str, memoryview]]:
+        """(what ``use`` makes of the request, in a thread; files of its images that were fetched)."""
+        reader = self._ready_reader()
+        files: dict[str, memoryview] = {}
+        headers: dict[str, ImageHeader] = {}
+
+        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...]:
+            answer = read_with(reader, kind, b"".join(body), headers) if data is None else _decoded(data)
+            return answer.wanted or use(answer)
+
+        with self.media.memory.lease() as own:
+            while True:
+                data = await self._read_large(kind, body, headers)
+                found = await self._read_again(functools.partial(take, data))
+                if not isinstance(found, tuple):
+                    return found, files
+                assert not files  # they were all asked for at once
+                files = await self.media.fetch(found, lease or own)
+                headers = await self.in_thread(headers_of, found, files)
+
+    async def _read_large(self, kind: str, body: list[bytes], files: Files) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
@@ -245,7 +290,7 @@ class Front:
             return None
         assert self._workers is not None
         self._trim_later()
-        return await self._workers.call(*payload_of(kind, body))
+        return await self._workers.call(*payload_of(kind, body, files))
 
     def _trim_later(self) -> None:
         """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""
@@ -272,7 +317,21 @@ class Front:
         return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
 
 
-def _decoded(data: bytes) -> ReadAnswer:
+async def _ended(task: Compile) -> None:
+    """Waits until ``task`` has a result, or is too late."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def ring() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    task.when_ended(ring)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(task.left):
+            await event.wait()
+
+
+def _decoded(data: bytes | bytearray) -> ReadAnswer:
     answer = decode_answer(data)
     if answer.error is not None:
         raise ReportedError(answer.error)

@@ -30,6 +30,8 @@ from weft.types.sampling import SEED_MASK, TokenParams
 
 MAX_SUBMITTED = 128 << 20
 """Bytes of prompts that one request may send to the engine, each choice with its own."""
+MAX_PIXELS = 1 << 30
+"""Likewise of images."""
 
 
 class Generation:
@@ -92,6 +94,12 @@ class Generation:
                 "request",
                 param="n",
             )
+        pixels = sum(len(item.pixels) for item in job.media) * job.params.n
+        if pixels > MAX_PIXELS:
+            raise InvalidRequest(
+                f"the images times n take more than {MAX_PIXELS} bytes; ask for fewer choices a request",
+                param="n",
+            )
         with self._lock:
             if self._open:
                 self.job = job
@@ -119,6 +127,7 @@ class Generation:
                 pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
                 salt=job.sharing.salt,
+                media=job.media,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]
             self._submits += made

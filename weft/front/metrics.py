@@ -97,6 +97,10 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
     "kv_cache_usage_perc": ("Used share of the fullest cache pool, 0 to 1.", lambda s: s.kv_usage),
     "free_slots": ("Slots without a sequence.", lambda s: s.free_slots),
+    "image_embedding_bytes": (
+        "Bytes of the embeddings of images that a rank keeps.",
+        lambda s: s.embedding_bytes,
+    ),
 }
 #: Counters, since the head's start.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
@@ -118,6 +122,12 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "engine_idle_steps": (
         "Forward passes without rows, beside other replicas of the domain.",
         lambda s: s.idle_steps,
+    ),
+    "images_encoded": ("Images of prompts that went through the vision tower.", lambda s: s.images_encoded),
+    "image_cache_hits": ("Images of prompts whose embedding was there already.", lambda s: s.image_hits),
+    "image_encode_seconds": (
+        "Seconds in which the head's rank encoded images; on a GPU, in which it launched that.",
+        lambda s: s.encode_seconds,
     ),
     "row_errors": ("Sequences failed by NaN or infinite logits.", lambda s: s.row_errors),
     "grammar_constrained_steps": (

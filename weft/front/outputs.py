@@ -50,6 +50,8 @@ class ChoiceOutput:
     def __init__(self, parser: OutputParser) -> None:
         self.calls: list[Call] = []
         """Those that began, by the number that events have."""
+        self._ids: set[str] = set()
+        """Of the calls."""
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
@@ -97,8 +99,10 @@ class ChoiceOutput:
         return event
 
     def _id_of(self, event: CallBegin) -> str:
-        taken = {call.id for call in self.calls}
-        return event.id if event.id and event.id not in taken else "call_" + secrets.token_hex(12)
+        own = event.id if event.id not in self._ids else ""
+        found = own or "call_" + secrets.token_hex(12)
+        self._ids.add(found)
+        return found
 
 
 def _joined(pieces: list[str]) -> str:

@@ -1,18 +1,18 @@
 """A process that reads large requests for the front: ``python -m weft.front.read_worker DESCRIPTOR``.
 
 It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
-is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, and its body.
+is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, what is
+known of its images, another one, and its body.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import socket
 import sys
-from collections.abc import Iterable
-from typing import IO
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -20,10 +20,12 @@ from weft.common import signals
 from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
+from weft.common.workers import HEADER, receive
 from weft.front.kinds import KINDS, MADE
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
-from weft.front.workers import HEADER
+from weft.media.headers import ImageHeader
+from weft.media.pictures import NeedsFiles, Wanted
 
 log = get_logger(__name__)
 
@@ -37,25 +39,40 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     job: Job | None = None
     made: bytes = b""
     """The answer's JSON, where no engine is needed for it."""
+    wanted: tuple[Wanted, ...] = ()
+    """Files that have to be fetched before it can be read."""
     error: ErrorInfo | None = None
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
-def payload_of(kind: str, body: Iterable[bytes]) -> tuple[bytes, ...]:
+Files: TypeAlias = Mapping[str, ImageHeader]
+"""Headers of images that were fetched, by their URLs."""
+_decode_files = msgspec.json.Decoder(dict[str, ImageHeader]).decode
+
+
+def payload_of(kind: str, body: Iterable[bytes], files: Files | None = None) -> tuple[bytes, ...]:
     """What a worker is sent to read a body in pieces; in pieces, too."""
-    return (kind.encode() + b"\0", *body)
+    return (kind.encode() + b"\0" + msgspec.json.encode(files or {}) + b"\0", *body)
+
+
+def read_with(reader: Reader, kind: str, body: bytes, files: Files) -> ReadAnswer:
+    """Reads one request. Raises WeftError."""
+    try:
+        reader = reader.knowing(files)
+        if kind in MADE:
+            return ReadAnswer(made=MADE[kind](reader, body))
+        return ReadAnswer(job=KINDS[kind](reader, body))
+    except NeedsFiles as missing:
+        return ReadAnswer(wanted=tuple(missing.wanted))
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
-    kind, _, body = payload.partition(b"\0")
+    kind, files, body = payload.split(b"\0", 2)
     try:
-        name = kind.decode()
-        if name in MADE:
-            return ReadAnswer(made=MADE[name](reader, body))
-        return ReadAnswer(job=KINDS[name](reader, body))
+        return read_with(reader, kind.decode(), body, _decode_files(files))
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:
@@ -73,10 +90,10 @@ def main() -> None:
         link.makefile("rwb") as stream,
     ):
         keep_heap_small()
-        setup = msgspec.msgpack.decode(_receive(stream), type=Setup)
+        setup = msgspec.msgpack.decode(receive(stream), type=Setup)
         reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()
-        while payload := _receive(stream):
+        while payload := receive(stream):
             answer = encoder.encode(answer_to(reader, payload))
             del payload
             stream.write(HEADER.pack(len(answer)))
@@ -84,12 +101,6 @@ def main() -> None:
             stream.flush()
             del answer
             trim_heap()
-
-
-def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
-    """The next payload; empty when there is none any more."""
-    header = stream.read(HEADER.size)
-    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,13 +23,16 @@ from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, Completio
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.turns import shows_system_inside, shows_users_apart
-from weft.grammar.service import GrammarService
-from weft.text.chat import ChatPrompt
+from weft.grammar.service import Compile, GrammarService
+from weft.media.headers import ImageHeader
+from weft.media.pictures import Picture, Pictures
+from weft.text.chat import ChatPrompt, expanded
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputSpec
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
 from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.grammar import Grammar
+from weft.types.media import MediaItem
 from weft.types.sampling import SamplingParams, TokenParams
 
 COLUMN_BYTES = 8
@@ -85,6 +89,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     thinking_budget: int | None = None
     facts: bytes = b""
     """What the answer's shape needs to know of the request, as its API writes it down."""
+    pictures: tuple[Picture, ...] = ()
+    """The images of the prompt, of which there is one then, still to be decoded."""
+    media: tuple[MediaItem, ...] = ()
+    """The same, decoded."""
+
+
+class Compiling(Exception):
+    """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
+
+    def __init__(self, task: Compile) -> None:
+        super().__init__("a grammar is being compiled")
+        self.task = task
 
 
 class Grammars(Protocol):
@@ -106,10 +122,14 @@ class Reader:
         *,
         grammars: Grammars | None = None,
         keep_attribution: bool = False,
+        pictures: Pictures | None = None,
+        waits: bool = True,
     ) -> None:
         """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
         the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
-        ``keep_attribution``: see ``weft.front.messages.conversion``.
+        ``keep_attribution``: see ``weft.front.messages.conversion``. ``pictures``: None where the model takes
+        no images. ``waits``: whether a grammar that takes long is waited for; else every method that reads
+        raises Compiling where there is one.
         """
         self.text = text
         self.limits = limits
@@ -117,6 +137,19 @@ class Reader:
         self._max_response_bytes = max_response_bytes
         self._grammars = grammars
         self.keep_attribution = keep_attribution
+        self._pictures = pictures
+        self._files: Mapping[str, ImageHeader] = {}
+        self._waits = waits
+
+    def knowing(self, files: Mapping[str, ImageHeader]) -> Reader:
+        """The same reader for one request, of whose images ``files`` were fetched, by their URLs. Until all
+        are, reading it raises NeedsFiles.
+        """
+        if not files:
+            return self
+        made = copy.copy(self)
+        made._files = files
+        return made
 
     @functools.cached_property
     def system_inside(self) -> bool:
@@ -160,8 +193,9 @@ class Reader:
         """Reads what any API for conversations asks. ``clip``: more output than the context leaves room for
         may be asked for. Raises WeftError."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
+        pictures: tuple[Picture, ...] = ()
         if asked.prompt_ids is None:
-            prompt = self.rendered(asked)
+            prompt, pictures = self.prompted(asked)
         else:
             prompt = self._given(asked.prompt_ids)
         output = output_of(asked, prompt)
@@ -180,6 +214,7 @@ class Reader:
             grammar=grammar_of(self.text.output, asked, output, self._check_grammar),
             sharing=asked.sharing,
             thinking_budget=asked.thinking_budget,
+            pictures=pictures,
         )
 
     def _check_budget(self, asked: Conversation) -> None:
@@ -204,7 +239,24 @@ class Reader:
         end = self.text.tokenizer.decode(known, skip_special_tokens=False)
         return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
 
-    def rendered(self, asked: Conversation) -> ChatPrompt:
+    def prompted(self, asked: Conversation) -> tuple[ChatPrompt, tuple[Picture, ...]]:
+        """The prompt as the model gets it: as many placeholders for each image as it has tokens. Raises
+        WeftError, or NeedsFiles.
+        """
+        prompt = self._rendered(asked)
+        if not prompt.images or self._pictures is None:
+            return prompt, ()
+        found = self._pictures.measured(prompt.images, self._files)
+        least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
+        if least > self.limits.max_model_len:
+            raise self._too_long(TooManyTokens(least), "messages")
+        ids, starts = expanded(
+            prompt.ids, self._pictures.facts.placeholder, [picture.count for picture in found]
+        )
+        placed = [msgspec.structs.replace(p, start=at) for p, at in zip(found, starts, strict=True)]
+        return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
+
+    def _rendered(self, asked: Conversation) -> ChatPrompt:
         """The prompt that the chat template makes. Raises WeftError."""
         try:
             return self.text.chat.encode(
@@ -216,8 +268,8 @@ class Reader:
                 limit=self.limits.max_model_len,
             )
         except RecursionError:
-            message = "chat_template_kwargs are nested too deeply"
-            raise InvalidRequest(message, param="chat_template_kwargs") from None
+            param = "chat_template_kwargs" if asked.template else "tools" if asked.tools.told else "messages"
+            raise InvalidRequest(f"{param} holds what is nested too deeply", param=param) from None
         except TooManyTokens as error:
             raise self._too_long(error, "messages") from None
 
@@ -286,6 +338,7 @@ class Reader:
         grammar: Grammar | None = None,
         sharing: Sharing = Sharing(),
         thinking_budget: int | None = None,
+        pictures: tuple[Picture, ...] = (),
     ) -> Job:
         limits = self.limits
         made = [
@@ -310,14 +363,18 @@ class Reader:
             grammar=grammar,
             sharing=sharing,
             thinking_budget=thinking_budget,
+            pictures=pictures,
         )
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time."""
+        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
         if self._grammars is None:
             return
+        task = self._grammars.service().submit(grammar)
+        if not (self._waits or task.done()):
+            raise Compiling(task)
         try:
-            self._grammars.service().compile(grammar)
+            task.wait()
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         except DeadlineExceeded:

@@ -105,8 +105,9 @@ async def handle(
             held.callback(generation.close)
             held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
             times.mark("body is here")
+            images = held.enter_context(front.media.memory.lease())
             async with within(deadline):
-                await front.read(kind, await prepare(body), generation.build)
+                await front.read(kind, await prepare(body), generation.build, images)
             del body  # it may be large, and the answer long
             upload.close()
             generation.submit()
@@ -198,6 +199,15 @@ async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[by
     return encode() if shape.weight(delta) < HEAVY else await front.in_thread(encode)
 
 
+async def _encode_end(front: Front, shape: AnswerShape, usage: Usage) -> list[bytes]:
+    """The events behind the last delta: they may repeat the whole answer, and count tokens of its parts."""
+
+    def encode() -> list[bytes]:
+        return [shape.form.event(chunk) for chunk in shape.closing(usage)]
+
+    return encode() if usage.total_tokens <= LONG_ANSWER else await front.in_thread(encode)
+
+
 async def _events(
     front: Front,
     receive: Receive,
@@ -227,8 +237,8 @@ async def _events(
                     if silence.due:
                         yield shape.form.idle
                         silence.sent()
-            for chunk in shape.closing(generation.usage()):
-                yield shape.form.event(chunk)
+            for data in await _encode_end(front, shape, generation.usage()):
+                yield data
             if shape.form.end:
                 yield shape.form.end
             generation.succeeded()

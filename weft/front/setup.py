@@ -8,10 +8,14 @@ from typing import Any
 import msgspec
 
 from weft.config.front_section import FrontSection, template_variables
+from weft.config.media import MediaFacts
+from weft.config.media_section import MediaSection
 from weft.config.resolved import EngineConfig
 from weft.front.reading import Reader
 from weft.grammar.registry import make_compiler
 from weft.grammar.service import GrammarService
+from weft.media.pictures import Pictures
+from weft.text.chat import image_rules
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
 
@@ -28,6 +32,10 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str = "auto"
     variables: dict[str, Any] = {}
     """Of the chat template, where a request sets none."""
+    images: MediaFacts | None = None
+    """None where the model takes none."""
+    most_images: int = 0
+    """Of a conversation."""
 
     @classmethod
     def of(cls, config: EngineConfig, section: FrontSection) -> TextSetup:
@@ -38,16 +46,21 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
             tool_call_parser=section.tool_call_parser,
             reasoning_parser=section.reasoning_parser,
             variables=template_variables(section),
+            images=None if config.spec.vision is None else config.spec.vision.media,
+            most_images=config.media.limit_mm_per_prompt,
         )
 
     def load(self) -> TextModel:
         """Raises ConfigError."""
+        images, hidden = image_rules(self.images, self.most_images)
         return TextModel.load(
             self.tokenizer,
             self.chat_template,
             self.tool_call_parser,
             self.reasoning_parser,
             default_chat_template_kwargs=self.variables,
+            images=images,
+            hidden=hidden,
         )
 
 
@@ -59,11 +72,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     limits: ModelLimits
     max_response_bytes: int
     keep_attribution: bool = False
+    media: MediaSection = MediaSection()
     grammar_timeout: float = 10.0
     """Seconds in which a grammar must be compiled."""
 
-    def reader(self, text: TextModel) -> Reader:
-        """A reader over ``text``."""
+    def reader(self, text: TextModel, *, waits: bool = True) -> Reader:
+        """A reader over ``text``. ``waits``: see ``Reader``."""
         return Reader(
             text,
             self.names,
@@ -71,6 +85,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             self.max_response_bytes,
             keep_attribution=self.keep_attribution,
             grammars=GrammarCheck(self),
+            pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
+            waits=waits,
         )
 
 
@@ -92,9 +108,3 @@ class GrammarCheck:
                 )
                 self._service = GrammarService(compiler, timeout=self._setup.grammar_timeout)
             return self._service
-
-    def close(self) -> None:
-        """Takes no more grammars."""
-        with self._lock:
-            if self._service is not None:
-                self._service.close()

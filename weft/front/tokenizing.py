@@ -97,7 +97,7 @@ def _conversation(reader: Reader, asked: TokenizeRequest) -> list[int]:
         opens=opens,
         continues=continues,
     )
-    return reader.rendered(conversation).ids
+    return reader.prompted(conversation)[0].ids
 
 
 def detokenize(reader: Reader, body: bytes) -> bytes:

@@ -11,10 +11,15 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 from weft.front.asked_output import effort_variables
 from weft.text.chat import ChatFormat
+from weft.text.messages import ImagePart
 
 _PROBE = "5d0e4b7a91"
-Parts = list[dict[str, Any]]
+Parts = list[dict[str, Any] | ImagePart]
 """Typed content parts, as chat takes them."""
+
+
+class _Pieces(list[str]):
+    """A text that grows: joined once, since a body may bring very many pieces of it."""
 
 
 class Turns:
@@ -28,19 +33,27 @@ class Turns:
 
     def __init__(self, *, system_inside: bool, join_users: bool) -> None:
         """``join_users``: consecutive messages of the user are one."""
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
         self._system_inside = system_inside
         self._join_users = join_users
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """All of them, as chat takes them. A list of the caller's own."""
+        return [
+            {name: "".join(value) if isinstance(value, _Pieces) else value for name, value in message.items()}
+            for message in self._messages
+        ]
+
     def system(self, text: str) -> None:
         """An instruction of the application."""
-        if all(message["role"] == "system" for message in self.messages):
-            if self.messages:
-                self.messages[0]["content"] += "\n\n" + text
+        if all(message["role"] == "system" for message in self._messages):
+            if self._messages:
+                self._messages[0]["content"] += ("\n\n", text)
             else:
-                self.messages.append({"role": "system", "content": text})
+                self._messages.append({"role": "system", "content": _Pieces((text,))})
         elif self._system_inside:
-            self.messages.append({"role": "system", "content": text})
+            self._messages.append({"role": "system", "content": text})
         else:
             reminder = f"<system-reminder>\n{text}\n</system-reminder>"
             self._user([{"type": "text", "text": reminder}], join=True)
@@ -50,36 +63,37 @@ class Turns:
         self._user(parts, join=self._join_users)
 
     def _user(self, parts: Parts, *, join: bool) -> None:
-        last = self.messages[-1] if self.messages else None
+        last = self._messages[-1] if self._messages else None
         if join and last is not None and last["role"] == "user":
             last["content"] += parts
         else:
-            self.messages.append({"role": "user", "content": parts})
+            self._messages.append({"role": "user", "content": parts})
 
     def says(self, text: str) -> None:
         """Text of the assistant."""
         turn = self._turn()
-        turn["content"] = (turn["content"] or "") + text
+        if turn["content"] is None:
+            turn["content"] = _Pieces()
+        turn["content"].append(text)
 
     def thinks(self, text: str) -> None:
         """A thought of the assistant."""
-        turn = self._turn()
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        self._turn().setdefault("reasoning_content", _Pieces()).append(text)
 
     def calls(self, id: str, name: str, arguments: str) -> None:
         """A tool call of the assistant. ``arguments``: JSON text."""
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
-    def result(self, id: str, text: str) -> None:
+    def result(self, id: str, content: str | Parts) -> None:
         """What a call returned."""
-        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+        self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     def _turn(self) -> dict[str, Any]:
         """The assistant's message that goes on."""
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": None})
-        return self.messages[-1]
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": None})
+        return self._messages[-1]
 
 
 def shows_system_inside(chat: ChatFormat) -> bool:

@@ -28,9 +28,25 @@ class Matcher(Protocol):
         """Writes which tokens may follow: int32 [ceil(vocabulary / 32)], bit i of word w is token 32 w + i.
         Ids that end a turn are allowed where the grammar may end, and only there."""
 
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        """``fill`` of each of ``matchers``, of any grammars of this one's compiler, into its row of
+        ``words``: int32 [matchers, ceil(vocabulary / 32)], contiguous. Returns the numbers of those that
+        failed: their rows are arbitrary, and ``fill`` raises why."""
+
     @property
     def ended(self) -> bool:
         """Whether the output is complete, and only an end-of-turn id may follow."""
+
+
+def fill_one_by_one(matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+    """``Matcher.fill_each`` of a backend that has nothing better."""
+    failed = []
+    for number, matcher in enumerate(matchers):
+        try:
+            matcher.fill(words[number])
+        except Exception:
+            failed.append(number)
+    return failed
 
 
 class CompiledGrammar(Protocol):

@@ -6,16 +6,29 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from weft.common.errors import InvalidRequest
+
 _MAX_DEPTH = 8
 _MAX_PAIRS = 20_000
 
 
 class Disjoint:
-    """Compares schemas of one document. ``resolve`` finds what a reference points to."""
+    """Compares schemas of one document, which were read: each keyword has a value that it may have.
+    ``resolve`` finds what a reference points to.
+    """
 
     def __init__(self, resolve: Callable[[str], Any]) -> None:
         self._resolve = resolve
         self._pairs = 0
+
+    def check(self, schemas: list[Any], at: str) -> None:
+        """Raises InvalidRequest unless the ``schemas`` of a ``oneOf``, which stands at ``at``, exclude each
+        other."""
+        if not self.all(schemas):
+            raise InvalidRequest(
+                f"oneOf is supported where its schemas exclude each other by type, or by the value of a "
+                f"required property; use anyOf (at {at})"
+            )
 
     def all(self, schemas: list[Any]) -> bool:
         """Whether no value is valid under two of ``schemas``, as far as is seen. False when in doubt."""

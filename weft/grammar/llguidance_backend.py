@@ -14,6 +14,7 @@ import numpy as np
 from llguidance import TokenizerWrapper
 
 from weft.common.errors import InvalidRequest
+from weft.grammar.base import Matcher
 from weft.grammar.checks import check_tree
 from weft.grammar.lark import to_lark
 from weft.grammar.lowering import lower
@@ -139,6 +140,37 @@ class LlguidanceMatcher:
             words.view(np.uint32)[word] &= np.uint32(0xFFFFFFFF ^ (1 << bit))
         if self._matcher.is_accepting():
             self._allow_ends(words)
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        rows = cast(Sequence[LlguidanceMatcher], matchers)
+        count = (self._width + 31) // 32
+        direct = count == words.shape[1] and words.flags.c_contiguous
+        buffer = words if direct else np.empty((len(rows), count), np.int32)
+        failed: list[int] = []
+        ending: list[int] = []  # rows whose output may end
+        at, size = buffer.ctypes.data, 4 * count
+        for number, row in enumerate(rows):
+            if row._ends:
+                buffer[number] = 0
+                ending.append(number)
+            else:
+                matcher = row._matcher
+                matcher.unsafe_compute_mask_ptr(at, size)
+                if matcher.is_error():
+                    failed.append(number)
+                elif matcher.is_accepting():
+                    ending.append(number)
+            at += size
+        if not direct:
+            words[:] = buffer[:, : words.shape[1]]
+        word, bit = divmod(self._spare, 32)
+        bits = words.view(np.uint32)
+        if word < words.shape[1]:
+            bits[:, word] &= np.uint32(0xFFFFFFFF ^ (1 << bit))
+        if ending:
+            for number in self._vocabulary.end_ids:
+                bits[ending, number // 32] |= np.uint32(1 << (number % 32))
+        return failed
 
     @property
     def ended(self) -> bool:

@@ -116,6 +116,8 @@ class _Reader:
         """Rewritten targets of references, by pointer; None until one is read."""
         self._unread: list[str] = []
         self._disjoint = Disjoint(self.resolve)
+        self._exclusive: list[tuple[list[Any], str]] = []
+        """The schemas of each ``oneOf``, and where it stands."""
         self._readers: dict[str, Callable[[Any, dict[str, Any], str], dict[str, Any]]] = {
             "type": self._read_type,
             "enum": self._read_enum,
@@ -141,6 +143,9 @@ class _Reader:
         while self._unread:
             pointer = self._unread.pop()
             self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
+        # Only now: schemas have what they must have, those that references point to, too.
+        for schemas, at in self._exclusive:
+            self._disjoint.check(schemas, at)
         if self._targets:
             self._check_cycles()
             # each target gets a definition of its own name: what was at its place may be gone or rewritten
@@ -246,11 +251,7 @@ class _Reader:
 
     def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         parts = self._list(value, at)
-        if not self._disjoint.all(value):
-            raise InvalidRequest(
-                f"oneOf is supported where its schemas exclude each other by type, or by the value of a "
-                f"required property; use anyOf (at {at})"
-            )
+        self._exclusive.append((value, at))
         if "anyOf" in schema:
             return {"": [{"anyOf": parts}]}
         return {"anyOf": parts}

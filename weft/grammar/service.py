@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -67,12 +67,14 @@ class Compile:
             )
         return self._compiled
 
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return max(self._deadline - self._clock.now(), 0.0)
+
     def wait(self) -> CompiledGrammar:
         """``result``, when there is one."""
-        while not self._ended.is_set():
-            left = self._deadline - self._clock.now()
-            if left <= 0:
-                break
+        while not self._ended.is_set() and (left := self.left):
             self._ended.wait(left)
         return self.result()
 
@@ -98,6 +100,10 @@ class Compile:
         return not self._ended.is_set() and self._clock.now() >= self._deadline
 
 
+_Work: TypeAlias = tuple[bytes, Grammar, Compile]
+"""A grammar by its key, and who waits for it."""
+
+
 class GrammarService:
     """Compiles for one model. Thread-safe. The owner calls ``close``."""
 
@@ -121,7 +127,7 @@ class GrammarService:
         self._bytes = 0
         self._under_way: dict[bytes, Compile] = {}
         """Waiting or in a thread, abandoned ones until their threads end."""
-        self._waiting: deque[tuple[bytes, Grammar, Compile]] = deque()
+        self._waiting: deque[_Work] = deque()
         self._running: set[Compile] = set()
         self._closed = False
 
@@ -197,37 +203,49 @@ class GrammarService:
         return sum(task.late for task in self._running)
 
     def _start_threads(self) -> None:
-        """As many threads as there is work for. Under the lock; called again whenever a thread ends."""
+        """As many threads as there is work for. Under the lock."""
+        while (work := self._next()) is not None:
+            _start(threading.Thread(target=self._run, args=work, daemon=True))
+
+    def _next(self) -> _Work | None:
+        """What a thread is to compile now; None where enough of them do. Under the lock."""
         late = self._count_late()
         while self._waiting and late < MAX_ABANDONED and len(self._running) - late < THREADS:
-            key, grammar, task = self._waiting.popleft()
-            if task.late:
-                self._under_way.pop(key, None)
-                continue
-            self._running.add(task)
-            _start(threading.Thread(target=self._run, args=(key, grammar, task), daemon=True))
+            work = self._waiting.popleft()
+            key, _, task = work
+            if not task.late:
+                self._running.add(task)
+                return work
+            self._under_way.pop(key, None)
+        return None
 
-    def _run(self, key: bytes, grammar: Grammar, task: Compile) -> None:
-        compiled: CompiledGrammar | None = None
-        error: WeftError | None = None
+    def _run(self, *work: *_Work) -> None:
+        """A thread: goes on as long as there is work, so that threads are no more than what they compile."""
+        going: _Work | None = work
+        while going is not None:
+            key, grammar, task = going
+            compiled, error = self._compile(grammar)
+            with self._lock:
+                late = task.late
+                self._running.discard(task)
+                self._under_way.pop(key, None)
+                task.end(compiled, error)
+                if not self._closed and (compiled is not None or isinstance(error, InvalidRequest)):
+                    self._keep(key, task)
+                going = self._next()
+                self._start_threads()
+            if late:
+                _log.warning("a grammar was compiled after its deadline")
+
+    def _compile(self, grammar: Grammar) -> tuple[CompiledGrammar | None, WeftError | None]:
         try:
-            compiled = self._compiler.compile(grammar)
+            return self._compiler.compile(grammar), None
         except WeftError as refused:
-            error = refused
+            return None, refused
         except BaseException as unexpected:
             # a backend's panic is a BaseException; the thread has no caller to pass it on to
             _log.error("compiling a grammar failed: %s: %s", type(unexpected).__name__, unexpected)
-            error = WeftError("the grammar could not be compiled")
-        with self._lock:
-            late = task.late
-            self._running.discard(task)
-            self._under_way.pop(key, None)
-            task.end(compiled, error)
-            if not self._closed and (compiled is not None or isinstance(error, InvalidRequest)):
-                self._keep(key, task)
-            self._start_threads()
-        if late:
-            _log.warning("a grammar was compiled after its deadline")
+            return None, WeftError("the grammar could not be compiled")
 
     def _keep(self, key: bytes, task: Compile) -> None:
         self._kept[key] = task

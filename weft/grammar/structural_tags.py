@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Never
 
 from weft.common.errors import InvalidRequest
+from weft.grammar.lowering import MAX_REPEATS
 from weft.types import grammar as g
 
 MAX_FORMATS = 1000
@@ -188,6 +189,9 @@ class _Reader:
         if not all(isinstance(one, int) and not isinstance(one, bool) for one in (least, most)):
             self.refuse(f"{at}: min and max must be whole numbers")
         assert isinstance(least, int)
+        assert isinstance(most, int)
+        if not 0 <= least <= MAX_REPEATS or not -1 <= most <= MAX_REPEATS:
+            self.refuse(f"{at}: min and max must be at most {MAX_REPEATS}, max may be -1 for any number")
         return self._repeat(value, at, depth, least, None if most == -1 else most)
 
     def _elements(self, value: dict[str, Any], at: str, depth: int) -> tuple[g.Grammar, ...]:

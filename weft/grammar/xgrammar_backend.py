@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from weft.common.errors import ConfigError, InvalidRequest
+from weft.grammar.base import Matcher, fill_one_by_one
 from weft.grammar.checks import check_tree
 from weft.grammar.keywords import XGRAMMAR
 from weft.grammar.lowering import Json, lower
@@ -129,6 +130,9 @@ class XgrammarMatcher:
             bits = words.view(np.uint32)
             for number in self._vocabulary.end_ids:
                 bits[number // 32] |= np.uint32(1 << (number % 32))
+
+    def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
+        return fill_one_by_one(matchers, words)
 
     def _forbid_behind(self, words: np.ndarray) -> None:
         """No bits for the spare id and those behind it: the library leaves them as they come."""

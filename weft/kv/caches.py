@@ -158,21 +158,19 @@ class Caches:
         finest = min(keeps, key=lambda kind: kind.block_size)
         return finest.pool.follow(), finest.block_size
 
-    def keep(self, hashes: Sequence[bytes]) -> None:
+    def keep(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
         """What is cached of this prefix is evicted after all that nobody keeps; of recurrent states the last
-        snapshot."""
-        for kind in self._tabled:
-            for key in hashes:
+        snapshot. Returns what ``unkeep`` needs."""
+        names = [kind.names(hashes) for kind in self.kinds]
+        for kind, each in zip(self.kinds, names, strict=True):
+            for key in each:
                 kind.pool.keep(key)
-        for kind in self._states:
-            last = next((key for key in reversed(hashes) if kind.pool.find(key)), None)
-            if last is not None:
-                kind.pool.keep(last)
+        return names
 
-    def unkeep(self, hashes: Sequence[bytes]) -> None:
-        """The other side of one ``keep``."""
-        for kind in self.kinds:
-            for key in hashes:
+    def unkeep(self, names: Sequence[Sequence[bytes]]) -> None:
+        """The other side of one ``keep``, which returned ``names``."""
+        for kind, each in zip(self.kinds, names, strict=True):
+            for key in each:
                 kind.pool.unkeep(key)
 
     def prefix_positions(self) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from weft.common.errors import EngineDead
 from weft.common.splitmix import mix_array
 from weft.types.frames import encode_part
-from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, FreeSlot, Op, Segment, StepPlan
+from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, Encode, FreeSlot, Op, Segment, StepPlan
 
 _U64 = np.uint64
 _MASK = (1 << 64) - 1
@@ -128,6 +128,8 @@ class SlotDigest:
         return mix_array(where + blocks.astype(_U64) * _BLOCK)
 
     def _fold(self, op: Op) -> None:
+        if isinstance(op, Encode):  # megabytes, which no slot's table depends on
+            op = Encode(media=op.media, grid=op.grid, pixels=b"")
         self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))
 
     def _row(self, segment: Segment, touched: list[np.ndarray]) -> int:

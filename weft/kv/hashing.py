@@ -10,8 +10,10 @@ goes in with its length before it, so that no two different inputs give the same
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+
+from weft.types.media import MediaItem
 
 DIGEST_BYTES = 16
 _NO_MEDIA = bytes(8)  # their number, 0
@@ -39,13 +41,27 @@ def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> byt
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def prompt_hashes(prompt: bytes, salt: str, block_size: int) -> list[bytes]:
-    """The hashes of the full blocks of ``prompt`` (int32 ids), as caches of that block size have them."""
+def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
+    """For each block with positions of images their keys, each with where the image begins, from the block's
+    own begin: equal tokens are the same images only if these are in the same places."""
+    keys: dict[int, tuple[bytes, ...]] = {}
+    for item in items:
+        last = (item.start + item.count - 1) // block_size
+        for number in range(item.start // block_size, last + 1):
+            begin = item.start - number * block_size
+            keys[number] = (*keys.get(number, ()), item.key + begin.to_bytes(8, "little", signed=True))
+    return keys
+
+
+def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:
+    """The hashes of the full blocks of ``prompt`` (int32 ids), as caches of that block size have them.
+    ``media``: its images."""
     size = 4 * block_size
     parent = salted_root(salt)
     hashes = []
-    for begin in range(0, len(prompt) - size + 1, size):
-        parent = block_hash(parent, prompt[begin : begin + size])
+    keys = media_keys(media, block_size)
+    for number, begin in enumerate(range(0, len(prompt) - size + 1, size)):
+        parent = block_hash(parent, prompt[begin : begin + size], keys.get(number, ()))
         hashes.append(parent)
     return hashes
 
@@ -53,7 +69,7 @@ def prompt_hashes(prompt: bytes, salt: str, block_size: int) -> list[bytes]:
 class HashChain:
     """The block hashes of one sequence, each computed once, when asked for.
 
-    ``media`` maps a block's number to the keys of what its placeholder tokens stand for.
+    ``media`` maps a block's number to what its placeholder tokens stand for; see ``media_keys``.
     """
 
     __slots__ = ("_block", "_media", "_root", "hashes")

@@ -85,6 +85,9 @@ class CacheKind(Protocol):
     def release(self, slot: int, after_step: int) -> None:
         """Drops the table; its blocks are available again when ``after_step`` has committed."""
 
+    def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Keys of the blocks that going on from this prefix may need, whether or not they are cached."""
+
     def committed(self, step: int) -> None:
         """``step`` and all before it have committed."""
 
@@ -248,6 +251,9 @@ class FullKind:
         table = self._tables.pop(slot)
         for block in reversed(table.blocks[table.live :]):  # the ends of prefixes are evicted first
             self.pool.release(block, after_step)
+
+    def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        return self._keys(hashes, 0, len(hashes) // self._ratio)
 
     def committed(self, step: int) -> None:
         self.pool.committed(step)

@@ -34,7 +34,7 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # the LRU order, oldest first
         self._kept: OrderedDict[int, None] = OrderedDict()  # likewise
-        self._keeps: dict[int, int] = {}  # block -> how often its content is kept, if at all
+        self._keeps: dict[bytes, int] = {}  # content -> how often it is kept, if at all
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
@@ -103,23 +103,21 @@ class BlockPool:
         self._references[block] += 1
 
     def keep(self, key: bytes) -> None:
-        """The block whose content is ``key`` is evicted after those that nobody keeps. Nothing happens when
-        there is none."""
+        """While a block has the content ``key``, it is evicted after those that nobody keeps."""
+        self._keeps[key] = self._keeps.get(key, 0) + 1
         block = self._index.get(key, NULL_BLOCK)
-        if block == NULL_BLOCK:
-            return
         if block in self._cached:
             del self._cached[block]
             self._kept[block] = None
-        self._keeps[block] = self._keeps.get(block, 0) + 1
 
     def unkeep(self, key: bytes) -> None:
         """The other side of one ``keep``: if nobody keeps it now, it is the next to be evicted."""
+        left = self._keeps.pop(key) - 1
+        if left:
+            self._keeps[key] = left
+            return
         block = self._index.get(key, NULL_BLOCK)
-        left = self._keeps.pop(block, 0) - 1
-        if left > 0:
-            self._keeps[block] = left
-        elif block in self._kept:
+        if block in self._kept:
             del self._kept[block]
             self._cached[block] = None
             self._cached.move_to_end(block, last=False)
@@ -209,13 +207,12 @@ class BlockPool:
 
     def _place(self, block: int) -> OrderedDict[int, None]:
         """Where a published block is that has no references."""
-        return self._kept if block in self._keeps else self._cached
+        return self._kept if self._key[block] in self._keeps else self._cached
 
     def _forget(self, block: int) -> None:
         key = self._key[block]
         if key is not None:
             del self._index[key]
             self._key[block] = None
-            self._keeps.pop(block, None)
             if self._log is not None:
                 self._log.remove(key)

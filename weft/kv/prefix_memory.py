@@ -116,11 +116,11 @@ class PrefixMemory:
         for key in record.hashes:
             if self._by_key.get(key) is record:
                 del self._by_key[key]
-        same = self._by_root[record.root]
-        if record in same:
+        same = self._by_root.get(record.root)
+        if same is not None and record in same:  # else it is none of the latest
             same.remove(record)
-        if not same:
-            del self._by_root[record.root]
+            if not same:
+                del self._by_root[record.root]
         if self._by_first.get(record.first) is record:
             del self._by_first[record.first]
 

@@ -170,6 +170,10 @@ class StateKind:
         if key is not None:
             del self._owner[key]
 
+    def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        made = {one.key for savings in self._saving.values() for one in savings if one.sound}
+        return next(([key] for key in reversed(hashes) if key in made or self.has(key)), [])
+
     def committed(self, step: int) -> None:
         self.pool.committed(step)
         for due in [s for s in self._saving if s <= step]:

@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from weft.launch.chat_view import View
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 _URL = re.compile(r"\w+://|[\w.-]+:\d+")
@@ -179,6 +181,33 @@ def _on_terminal(client: ChatClient, conversation: Conversation, history: Path |
     return Talk(client, conversation, TerminalLines(history, view.note), view).run()
 
 
+class Interrupts:
+    """Ctrl-C while a reply comes: KeyboardInterrupt at once, and again before the next piece, since an
+    exception that is raised while a finalizer runs is lost.
+
+    Only for the main thread.
+    """
+
+    def __enter__(self) -> Interrupts:
+        self._came = False
+        self._before = signal.signal(signal.SIGINT, self._on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def watch(self, pieces: Iterable[T]) -> Iterator[T]:
+        """``pieces``, until Ctrl-C."""
+        for piece in pieces:
+            if self._came:
+                raise KeyboardInterrupt
+            yield piece
+
+    def _on(self, number: int, frame: object) -> None:
+        self._came = True
+        raise KeyboardInterrupt
+
+
 class Talk:
     """The loop: reads, sends, shows."""
 
@@ -222,8 +251,9 @@ class Talk:
         for _ in range(MAX_TOOL_ROUNDS):
             reply = Reply()
             try:
-                with contextlib.closing(self._client.stream(self._conversation.body())) as pieces:
-                    self._view.show(pieces, reply)
+                stream = self._client.stream(self._conversation.body())
+                with contextlib.closing(stream) as pieces, Interrupts() as interrupts:
+                    self._view.show(interrupts.watch(pieces), reply)
             except KeyboardInterrupt:
                 if not self._lines.stays:
                     raise

@@ -15,6 +15,8 @@ CONNECT_S = 10.0
 SILENCE_S = 600.0
 """Seconds without a byte after which a reply counts as lost. Weft's own streams are never so long silent."""
 MAX_EVENT = 16 << 20
+MAX_CALLS = 512
+"""Of one reply."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -152,19 +154,19 @@ def pieces_of(events: Iterator[str]) -> Iterator[Piece]:
     for data in events:
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ChatError("the server sent an event that is no JSON") from None
         if not isinstance(event, dict):
             continue
         if event.get("error"):
             raise ChatError(f"the reply broke off: {_message(event['error'])}")
         usage = event.get("usage")
-        if isinstance(usage, dict):
-            tokens = usage.get("completion_tokens", tokens)
+        if isinstance(usage, dict) and isinstance(found := usage.get("completion_tokens"), int):
+            tokens = found
         try:
             for choice in event.get("choices") or []:
                 yield from _delta_pieces(choice.get("delta") or {})
-                reason = choice.get("finish_reason") or reason
+                reason = _word(choice.get("finish_reason")) or reason
         except (AttributeError, TypeError, KeyError):
             raise ChatError("the server sent an event of another form than OpenAI's") from None
     if not reason:
@@ -176,19 +178,28 @@ def _delta_pieces(delta: dict[str, Any]) -> Iterator[Piece]:
     thought = delta.get("reasoning_content") or delta.get("reasoning")
     if isinstance(thought, str) and thought:
         yield Thought(thought)
-    if delta.get("content"):
-        yield Text(delta["content"])
-    if delta.get("refusal"):
-        yield Text(delta["refusal"])
+    for name in ("content", "refusal"):
+        if text := _word(delta.get(name)):
+            yield Text(text)
     for call in delta.get("tool_calls") or []:
         function = call.get("function") or {}
+        index = call.get("index") or 0
+        if not isinstance(index, int) or not 0 <= index < MAX_CALLS:
+            raise TypeError(index)
         arguments = function.get("arguments") or ""
         yield CallPart(
-            index=call.get("index") or 0,
-            id=call.get("id") or "",
-            name=function.get("name") or "",
+            index=index,
+            id=_word(call.get("id")),
+            name=_word(function.get("name")),
             arguments=arguments if isinstance(arguments, str) else json.dumps(arguments),
         )
+
+
+def _word(value: Any) -> str:
+    """A text, "" where there is none. Raises TypeError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(value)
+    return value or ""
 
 
 def _message(error: Any) -> str:

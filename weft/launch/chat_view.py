@@ -30,7 +30,7 @@ class View(Protocol):
         """Shows and takes pieces until they end. What it has drawn stays when an exception passes."""
 
     def note(self, text: str) -> None:
-        """A line of the program's own."""
+        """A line of the program's own, in which words of the server may stand."""
 
     def problem(self, text: str) -> None:
         """What went wrong."""
@@ -72,7 +72,7 @@ class PlainView:
 
     def note(self, text: str) -> None:
         """On standard error: standard output has replies alone."""
-        self._err.write(text + "\n")
+        self._err.write(clean(text) + "\n")
         self._err.flush()
 
     def problem(self, text: str) -> None:
@@ -115,7 +115,7 @@ class RichView:
 
     def note(self, text: str) -> None:
         """Dim."""
-        self._console.print(RichText(text, style="dim"))
+        self._console.print(RichText(clean(text), style="dim"))
 
     def problem(self, text: str) -> None:
         """Red."""

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
 """Sections of a command that runs a model without a server."""
-ALL = (*ENGINE, "transfer", "front")
+ALL = (*ENGINE, "transfer", "media", "front")
 
 
 class SettingType(_ParamType):

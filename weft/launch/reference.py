@@ -34,18 +34,25 @@ class Reference:
             )
         self.path = path or hub.resolve_model_path(model.model, model.revision)
         self.spec = load_spec(
-            self.path, model.num_hidden_layers_override, trust_remote_code=model.trust_remote_code
+            self.path,
+            model.num_hidden_layers_override,
+            trust_remote_code=model.trust_remote_code,
+            language_model_only=True,  # text is what is compared
         )
         name = dtype or (self.spec.dtype if model.dtype == "auto" else model.dtype)
         settings = transformers.AutoConfig.from_pretrained(
             self.path, trust_remote_code=model.trust_remote_code
         )
         if model.num_hidden_layers_override is not None:
-            settings.num_hidden_layers = self.spec.layers
-            if getattr(settings, "layer_types", None):
-                settings.layer_types = settings.layer_types[: self.spec.layers]
+            text = settings.get_text_config()
+            text.num_hidden_layers = self.spec.layers
+            if getattr(text, "layer_types", None):
+                text.layer_types = text.layer_types[: self.spec.layers]
         extra: dict[str, Any] = {"experts_implementation": "eager"} if self.spec.moe is not None else {}
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        # Some models that see images have no class for their text alone.
+        alone = type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        found = transformers.AutoModelForCausalLM if alone else transformers.AutoModelForImageTextToText
+        loaded = found.from_pretrained(
             self.path,
             config=settings,
             dtype=getattr(torch, name),

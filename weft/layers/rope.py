@@ -84,6 +84,20 @@ def attention_factor(spec: RopeSpec) -> float:
     return temperature(1.0)
 
 
+def axes(spec: RopeSpec) -> list[int]:
+    """By which of frame, row and column (0, 1, 2) each pair of dims is turned, where ``spec`` has sections.
+
+    In turns: frame, row, column, frame, .. until a section has all its pairs; what is left turns by the
+    frame. Source: Qwen2-VL, arXiv 2409.12191 (sections one after another); Qwen3-VL, arXiv 2511.21631.
+    """
+    assert spec.sections is not None
+    frame, row, _ = spec.sections
+    pairs = range(spec.dim // 2)
+    if spec.interleaved:
+        return [pair % 3 if pair < 3 * spec.sections[pair % 3] else 0 for pair in pairs]
+    return [(pair >= frame) + (pair >= frame + row) for pair in pairs]
+
+
 class Rope:
     """Angles of positions. Owns the frequencies, which are computed and not loaded."""
 
@@ -94,10 +108,23 @@ class Rope:
         self._exact = exact
         self._frequencies = exact.to(build.wide)
         self._factor = attention_factor(spec)
+        self._axes: Tensor | None = None
+        """int64 [dim / 2]."""
+        if spec.sections is not None:
+            self._axes = torch.tensor(axes(spec), device=build.device)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin for int64 [T] positions: each [T, dim / 2], float32 (float64 in a float64 model)."""
-        angles = positions.to(self._wide).unsqueeze(1) * self._frequencies_at(positions)
+    def angles(self, positions: Tensor, rope_positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin for int64 [T] positions: each [T, dim / 2], float32 (float64 in a float64 model).
+
+        rope_positions: int64 [3, T], frame, row and column of each token, where its sections turn by them.
+        Where all three are its position the angles are the same to the bit.
+        """
+        if rope_positions is None:
+            turns = positions.to(self._wide).unsqueeze(1)
+        else:
+            assert self._axes is not None
+            turns = rope_positions.to(self._wide).index_select(0, self._axes).t().contiguous()
+        angles = turns * self._frequencies_at(positions)
         return angles.cos() * self._factor, angles.sin() * self._factor
 
     def _frequencies_at(self, positions: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from weft.common.log import get_logger
 from weft.parallel.secret import CurveKeys
 from weft.routing import events as e
 from weft.types import messages as m
+from weft.types.attachments import encode_parts
 
 log = get_logger(__name__)
 
@@ -170,14 +171,17 @@ class Link:
             while self._outbox:
                 message = self._outbox[0]
                 try:
-                    frame = m.encode(message)
+                    frames = encode_parts(message)
                 except WeftError as error:
                     self._outbox.popleft()
                     self._refuse(message, error)
                     continue
-                await socket.send(frame)
+                if len(frames) == 1:
+                    await socket.send(frames[0])
+                else:  # pixels are not copied: they stay as they are until they are sent
+                    await socket.send_multipart(frames, copy=False)
                 self._outbox.popleft()
-                sent += len(frame) + MESSAGE_COST
+                sent += len(frames[0]) + len(frames) * MESSAGE_COST
                 if sent > SENT_AT_ONCE:  # a send that need not wait does not let others run
                     sent = 0
                     await asyncio.sleep(0)

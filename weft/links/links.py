@@ -238,7 +238,9 @@ class Links:
         if not blocks:
             return {}
         return {
-            submit.request: {block: prompt_hashes(submit.prompt_ids, submit.salt, block) for block in blocks}
+            submit.request: {
+                block: prompt_hashes(submit.prompt_ids, submit.salt, block, submit.media) for block in blocks
+            }
             for submit in submits
             if submit.choice == 0
         }

@@ -11,6 +11,7 @@ from torch import nn
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Packs
+from weft.models.vision import Tower
 from weft.moe.balance import ExpertLayers
 from weft.moe.block import RoutedMLP
 from weft.parallel.comm import Pending
@@ -32,6 +33,8 @@ class Model(nn.Module, ABC):
         self._ops = build.ops
         self.experts: ExpertLayers | None = None
         """Those that ranks divide; there when the weights are packed."""
+        self.vision: Tower | None = None
+        """What makes rows for ``StepInput.media``; None where the model reads text alone."""
 
     def pack(self) -> None:
         """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
@@ -88,7 +91,8 @@ class Model(nn.Module, ABC):
 
         ``step.ids`` are those one position on, hidden [T, hidden] what ``hidden`` returned for the step's
         positions. What it returns is like it, of the next positions: ``logits`` predict the token after
-        ``step.ids``. Only of models with ``spec.mtp_layers``.
+        ``step.ids``. So ``step.media`` are the rows whose *next* token stands for an image (its levels are
+        not read), and ``step.rope_positions`` those of ``hidden``. Only of models with ``spec.mtp_layers``.
         """
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.base import Backends, LayerCache, MediaRows, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
@@ -20,6 +20,7 @@ from weft.layers.linear import Embedding, Linear, LMHead
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
+from weft.models.vision import make_tower
 from weft.parallel.comm import Pending, reduced
 
 Tensor = torch.Tensor
@@ -113,6 +114,7 @@ class Decoder(Model):
         self.head = LMHead(self.embedding, build, tied=spec.tied)
         self._comm = build.comm
         self._rope = Rope(spec.rope, build)
+        self.vision = None if spec.vision is None else make_tower(spec.vision, build)
         modules = range(spec.layers, spec.layers + spec.mtp_layers)
         self.mtp = nn.ModuleList(MTPModule(spec, build, make_block(spec, layer, build)) for layer in modules)
 
@@ -125,23 +127,24 @@ class Decoder(Model):
         done: Callable[[int], None] | None = None,
     ) -> Generator[Pending, None, Tensor]:
         shared = self.share(step, kv, backends)
-        embedded = yield from self._embed(step.ids)
+        embedded = yield from self._embed(step)
         x = self.enter(embedded)
         delta = None
         last = len(self.blocks) - 1
         for layer, (block, caches) in enumerate(zip(self.blocks, kv[: last + 1], strict=True)):
             assert isinstance(block, Block)
             # After the last layer's keys and values nothing is needed but the rows that are wanted.
-            x, delta = yield from block.steps(
-                x, delta, shared, caches, logits_indices if layer == last else None
-            )
+            wanted = logits_indices if layer == last else None
+            x, delta = yield from block.steps(x, delta, shared, caches, wanted)
+            delta = _with_level(delta, step.media, layer, wanted)
             if done is not None:
                 done(layer)
         return self.leave(x, delta)
 
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> Any:
         """What every block gets as ``shared``."""
-        return AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+        angles = self._rope.angles(step.positions, step.rope_positions)
+        return AttentionInput(step=step, angles=angles, backends=backends)
 
     def enter(self, embedded: Tensor) -> Tensor:
         """The stream before the first block, of the tokens' embeddings [T, hidden]."""
@@ -160,8 +163,9 @@ class Decoder(Model):
         logits_indices: Tensor | None = None,
     ) -> Generator[Pending, None, Tensor]:
         # Rotated by the position of the hidden state. Only differences count, and all are alike.
-        embedded = yield from self._embed(step.ids)
-        shared = AttentionInput(step=step, angles=self._rope.angles(step.positions), backends=backends)
+        embedded = yield from self._embed(step)
+        angles = self._rope.angles(step.positions, step.rope_positions)
+        shared = AttentionInput(step=step, angles=angles, backends=backends)
         module = self.mtp[0]
         assert isinstance(module, MTPModule)
         caches = kv[self.spec.layers]
@@ -170,6 +174,25 @@ class Decoder(Model):
     def logits(self, hidden: Tensor) -> Generator[Pending, None, Tensor]:
         return (yield from self.head.steps(hidden))
 
-    def _embed(self, ids: Tensor) -> Generator[Pending, None, Tensor]:
-        """ids: int64 [T]; returns [T, hidden]."""
-        return (yield from reduced(self._comm, self.embedding(ids)))
+    def _embed(self, step: StepInput) -> Generator[Pending, None, Tensor]:
+        """Of the tokens ``step.ids``, or of images in their place: [T, hidden]."""
+        embedded = yield from reduced(self._comm, self.embedding(step.ids))
+        # Behind the sum over ranks: each of them has the images whole.
+        return embedded if step.media is None else embedded.index_copy(0, step.media.rows, step.media.main)
+
+
+def _with_level(
+    delta: Tensor | None, media: MediaRows | None, layer: int, wanted: Tensor | None
+) -> Tensor | None:
+    """``delta`` of layer ``layer``, with what images add to the stream behind it.
+
+    delta: [T, hidden], or [L, hidden] of the merged rows ``wanted`` (int64 [L]).
+    """
+    if delta is None or media is None or media.levels is None or layer >= len(media.levels):
+        return delta
+    level = media.levels[layer]
+    if wanted is None:
+        return delta.index_copy(0, media.rows, delta.index_select(0, media.rows) + level)
+    found = torch.searchsorted(media.rows, wanted).clamp(max=len(media.rows) - 1)
+    of_image = media.rows.index_select(0, found) == wanted
+    return delta + level.index_select(0, found).masked_fill(~of_image.unsqueeze(1), 0)

@@ -21,10 +21,12 @@ _FAMILIES = (
     "qwen3",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl",
     "qwen3_5",
     "deepseek",
     "deepseek_v32",
     "deepseek_v4",
+    "kimi_k25",
     "gpt_oss",
 )
 for _family in _FAMILIES:

@@ -86,18 +86,18 @@ class WeightMap:
             self.add(f"{name}.bias", f"{parameter}.bias", *index)
 
 
-def decoder_weights(spec: ModelSpec, prefix: str = "model") -> WeightMap:
+def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head") -> WeightMap:
     """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's.
 
-    prefix: what the names of everything but the head begin with. Delta net layers get their norms alone.
+    prefix: what the names of everything but the ``head`` begin with. Delta net layers get their norms alone.
     """
     weight_map = WeightMap(ignored=[re.compile(r"\.rotary_emb\.inv_freq$")])
     weight_map.add(f"{prefix}.embed_tokens.weight", "embedding.weight")
     weight_map.add_norm(spec, f"{prefix}.norm", "norm")
     if spec.tied:
-        weight_map.same_as["lm_head.weight"] = f"{prefix}.embed_tokens.weight"
+        weight_map.same_as[f"{head}.weight"] = f"{prefix}.embed_tokens.weight"
     else:
-        weight_map.add("lm_head.weight", "head.weight")
+        weight_map.add(f"{head}.weight", "head.weight")
     for layer in range(spec.layers):
         add_block(weight_map, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")
     return weight_map

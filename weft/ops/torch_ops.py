@@ -116,7 +116,7 @@ def cache_rows(cache: Tensor, writes: Tensor) -> Tensor:
     return (line * block + (writes % block).view(1, -1, 1)).view(-1)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -127,7 +127,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate) * up
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:

@@ -3,23 +3,39 @@ the messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from weft.common.errors import Unavailable
 from weft.routing.instances import Instance
+from weft.routing.pairs import serve
 from weft.types.messages import Submit
 
 GRAMMARS_SINCE = 4
 """The version of messages in which a Submit may have a grammar, pooling, explain or session."""
+MEDIA_SINCE = 5
+"""Likewise, in which it may have images."""
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
     """Those of ``instances`` that can do what ``submit`` asks."""
-    if submit.grammar is None and not submit.pooling:
+    if (since := _since(submit)) == 0:
         return instances
-    return [one for one in instances if one.version >= GRAMMARS_SINCE]
+    return [one for one in instances if one.version >= since]
+
+
+def _since(submit: Submit) -> int:
+    """The oldest version of messages that has all it asks; 0 for any."""
+    if submit.media:
+        return MEDIA_SINCE
+    return GRAMMARS_SINCE if submit.grammar is not None or submit.pooling else 0
+
+
+def outdated(instances: Iterable[Instance], submit: Submit, local: bool) -> bool:
+    """Whether it is for want of an upgrade that none of ``instances`` takes ``submit``: those that are alive
+    and can do it could not serve it if all of them took sequences. ``local``: as for ``serve``."""
+    return not serve(speaking([one for one in instances if one.alive], submit), local)
 
 
 def understood(submit: Submit, instance: Instance) -> Submit:
@@ -32,10 +48,13 @@ def understood(submit: Submit, instance: Instance) -> Submit:
 
 
 def too_old(submit: Submit) -> Unavailable:
-    """Why there is none."""
+    """Why none takes it."""
     what = "response formats and tool grammars"
-    if submit.grammar is None:
+    if submit.media:
+        what = "images"
+    elif submit.grammar is None:
         what = "embeddings"
     return Unavailable(
-        f"no engine of this server knows {what}: they run an older release of weft; upgrade their hosts"
+        f"no engine that takes requests now knows {what}: they run an older release of weft; upgrade their "
+        "hosts"
     )

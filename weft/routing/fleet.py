@@ -23,7 +23,7 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.abilities import speaking, too_old, understood
+from weft.routing.abilities import outdated, speaking, too_old, understood
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
@@ -175,15 +175,14 @@ class Fleet:
             return
         for request, group in by_request(ready, self.entries).items():
             entry = self.entries[group[0]]
-            able = speaking(takers, entry.submit)
-            if takers and not able:
-                for sequence in group:
-                    self._end(sequence, too_old(entry.submit))
-                continue
+            able, local = speaking(takers, entry.submit), self._lateness.local
             near = {name for each in self._requests[request] for name in self.entries[each].places}
-            route = self.router.route(able, entry, group, near, self._lateness.local)
+            route = self.router.route(able, entry, group, near, local)
             if route is not None:
                 self._place(route, group)
+            elif len(able) < len(takers) and outdated(self.table.instances.values(), entry.submit, local):
+                for sequence in group:
+                    self._end(sequence, too_old(entry.submit))
             if any(taker.state is InstanceState.HALF_OPEN for taker in takers):
                 takers = self.table.takers()
 
@@ -418,6 +417,7 @@ class Fleet:
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)
+        self._unlanded.stall(event.seconds)
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True

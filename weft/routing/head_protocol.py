@@ -211,11 +211,14 @@ _SINCE_4 = (
     "grammars_compiled",
     "grammar_errors",
 )
+_SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
 
 
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     """``heartbeat`` as a front of ``version`` knows it."""
     stats = heartbeat.stats
+    if version < 5:
+        stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
     if version < 4:
         stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_4})
     if version < 3 and stats.transfers is not None:

@@ -148,6 +148,8 @@ class LedgerEntry:
         ``receives``: it is of the instance that decodes what another one has computed.
         """
         told = event.prompt_logprobs is not None
+        if event.cache_miss is not None:  # of its first instance alone: others would tell of themselves
+            self.submit = msgspec.structs.replace(self.submit, explain=False)
         self.landed = self.landed or (receives and bool(event.token_ids))
         known = min(self.position - event.position, len(event.token_ids)) if event.position >= 0 else 0
         if known > 0:
@@ -202,6 +204,10 @@ class Unlanded:
     def deadline(self) -> float:
         """When ``late`` may have something; inf for never."""
         return self._due[0][0] if self._due else math.inf
+
+    def stall(self, seconds: float) -> None:
+        """The front stood still for ``seconds``: what receivers said meanwhile may be unread."""
+        self._due = deque((due + seconds, entry, attempt) for due, entry, attempt in self._due)
 
     def late(self, now: float) -> list[LedgerEntry]:
         """Those that are still where they were, and have waited for too long."""

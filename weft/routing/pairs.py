@@ -15,6 +15,7 @@ import msgspec
 from weft.routing.instances import Instance
 from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import Hashes, Policies, hashes_of
+from weft.types.media import without_pixels
 from weft.types.messages import Heartbeat, PrefixIndex, Submit
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
@@ -120,7 +121,7 @@ class Router:
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session
-        hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes)
+        hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes, entry.submit.media)
         willing = [one for one in takers if one.name not in entry.refused]
         for able in (willing, takers):
             route = None
@@ -162,7 +163,8 @@ def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[In
 def ticketed(route: Route, submit: Submit, seconds: float) -> list[tuple[Instance, Submit]]:
     """What each instance of ``route`` is sent; ``seconds``: that the transfer may take.
 
-    First the one that decodes: it should know of the room when the other one offers it.
+    First the one that decodes: it should know of the room when the other one offers it. It needs no pixels:
+    what it cannot go on with it gives back.
     """
     compute, decode = route
     if decode is None:
@@ -173,6 +175,6 @@ def ticketed(route: Route, submit: Submit, seconds: float) -> list[tuple[Instanc
     sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
     receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)
     return [
-        (decode, msgspec.structs.replace(submit, room=receives)),
+        (decode, msgspec.structs.replace(submit, room=receives, media=without_pixels(submit.media))),
         (compute, msgspec.structs.replace(submit, room=sends)),
     ]

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from weft.common.recent import Recent
 from weft.kv.hashing import prompt_hashes
 from weft.routing.instances import PROMPT_TOKENS, Instance
+from weft.types.media import MediaItem
 
 DEFAULT_BLOCK = 64
 """Tokens of a block of an instance that does not say."""
@@ -162,11 +163,13 @@ class PrefixAffinity(Policy):
             known.put(block_hash, True)
 
     def told(self, instance: Instance, idle: bool) -> None:
-        """What was sent there and is not in its cache when it has nothing to compute will not come."""
+        """What was sent there and is not in its cache when it has nothing to compute will not come. While
+        sequences are open it still may: an idle head does not count those that await something, and does not
+        know of those on their way."""
         incarnation, known = self._known.get(instance.name, (0, None))
         if known is None or incarnation != instance.incarnation or not instance.prefixes.known:
             return
-        if idle:
+        if idle and not instance.open:
             known.clear()
         for key in instance.prefixes.removed:
             known.discard(key)
@@ -230,13 +233,15 @@ def block_of(instance: Instance) -> int:
     return (instance.welcome.block_size if instance.welcome is not None else 0) or DEFAULT_BLOCK
 
 
-def hashes_of(prompt: bytes, salt: str, known: PromptHashes | None = None) -> Hashes:
-    """Of ``prompt`` (int32 ids). ``known``: those that were made already."""
+def hashes_of(
+    prompt: bytes, salt: str, known: PromptHashes | None = None, media: tuple[MediaItem, ...] = ()
+) -> Hashes:
+    """Of ``prompt`` (int32 ids) with the images ``media``. ``known``: those that were made already."""
     made = dict(known or {})
 
     def hashes(block: int) -> Sequence[bytes]:
         if block not in made:
-            made[block] = prompt_hashes(prompt, salt, block)
+            made[block] = prompt_hashes(prompt, salt, block, media)
         return made[block]
 
     return hashes

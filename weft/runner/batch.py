@@ -17,6 +17,7 @@ import torch
 from weft.attention.base import Backends, SegmentInput, StepInput
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
+from weft.runner.media import MediaStore
 from weft.runner.plan_columns import logits_columns, ragged, row_columns, verify_columns
 from weft.runner.sampler import SampleRows
 from weft.runner.slot_state import SlotState
@@ -86,8 +87,17 @@ def _agreed(plan: StepPlan, step: StepInput) -> StepInput:
 class BatchBuilder:
     """Stages plans over one ``SlotState``."""
 
-    def __init__(self, state: SlotState, kv: KVConfig, backends: Backends, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        state: SlotState,
+        kv: KVConfig,
+        backends: Backends,
+        dtype: torch.dtype,
+        media: MediaStore | None = None,
+    ) -> None:
+        """``media``: what rows that stand for images read; None: there are none."""
         self._state = state
+        self._media = media
         self._pools = kv.pools
         self._backends = backends
         self._dtype = dtype
@@ -195,7 +205,7 @@ class BatchBuilder:
         """A step over rows of which neither plan nor ``num_computed`` knows, as a drafter makes them.
 
         starts: int64 [rows], true, where the segments' are upper bounds. The id of a token at position p is
-        the one in history at ``p + shift``. ``logits_index``: merged rows.
+        the one in history at ``p + shift``, or the row of an image there. ``logits_index``: merged rows.
         """
         columns = [*row_columns(prefill, decode), logits_index]
         lengths = [len(c) for c in columns]
@@ -233,6 +243,8 @@ class BatchBuilder:
             segments=segments,
             prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
             logits_index=logits_index,
+            rope_positions=self._state.rope_positions(token_slots, positions),
+            media=None if self._media is None else self._media.rows(prefill, shift),
         )
 
     def build_even(self, plan: StepPlan, buffer: StagingBuffer) -> Batch:
@@ -331,6 +343,7 @@ class BatchBuilder:
             segments=segments,
             prepared=(self._prepare(segments[0]), self._prepare(segments[1])),
             logits_index=self._order[: rows * each],
+            rope_positions=self._state.rope_positions(token_slots, positions),
         )
 
     def _writes(self, token_slots: Tensor, positions: Tensor) -> tuple[Tensor, ...]:

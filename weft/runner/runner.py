@@ -39,6 +39,7 @@ from weft.runner.graphs import (
     context_buckets,
 )
 from weft.runner.kv_tensors import by_layer, stacked
+from weft.runner.media import MediaStore
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooled, Pooler
@@ -78,6 +79,8 @@ class StepHandle:
     """Buffers of a step in micro-batches."""
     pooled: Pooled | None = field(default=None, repr=False)
     """Embeddings that the step has completed."""
+    encode_seconds: float = 0.0
+    """What encoding images took (on a GPU: to launch it)."""
     times: StepTimes | None = None
     """Where its time went, once it was read; None on a rank alone."""
 
@@ -118,14 +121,14 @@ class Runner:
         if rooms is not None:
             self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
         blocks = None if rooms is None else rooms.memory
-        memory = stacked(kv, dtype, device, blocks)
-        self._cache = by_layer(kv, memory)
+        self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
         self._vocab_size = vocab_size
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._builder = BatchBuilder(self._state, kv, backends, dtype)
+        self._media = MediaStore(model.vision, kv.media, device)
+        self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
         self._micro_batched = MicroBatchedSteps(
@@ -224,11 +227,8 @@ class Runner:
     def _clear(self) -> None:
         if self._device.type == "cuda":
             come_to_rest(self._device, self._timeout)
-        self._state.clear()
-        self._sampler.clear()
-        self._pooler.clear()
-        self._ring.clear()
-        self._micro_batched.clear()
+        for part in (self._state, self._sampler, self._pooler, self._media, self._ring, self._micro_batched):
+            part.clear()
         self._launcher.take()
         if self.graphs is not None:
             self.graphs.forget()
@@ -277,6 +277,7 @@ class Runner:
                 drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
         self._pooler.apply(plan.ops)
+        handle.encode_seconds = self._media.apply(plan.ops)
         done = self._export(plan)
         self._state.validate(plan.prefill)
         self._state.validate(plan.decode)

@@ -22,7 +22,7 @@ from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
 from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
-from weft.runner.token_lists import Lists, lists_of, pairs_of
+from weft.runner.token_lists import Lists, lists_of, pairs_of, words_of
 from weft.runner.token_logprobs import LogprobTensors, assembled
 from weft.types.plan import AllocSlot, TokenMasks
 from weft.types.sampling import TokenParams
@@ -225,12 +225,8 @@ class Sampler:
         masks."""
         if not len(masks.entries):
             return self._no_masks
-        mask = np.zeros(1 + max(int(order.max()), int(masks.entries[-1])), np.int64)
-        mask[masks.entries] = np.arange(len(masks.entries))
-        words = masks.words.reshape(len(masks.entries), -1)
-        if not words.flags.writeable:  # of a frame: torch wants its own
-            words = words.copy()
-        return upload(words, self._device), upload(mask[order], self._device)
+        words, places = words_of(masks, order)
+        return upload(words, self._device), upload(places, self._device)
 
     # --- parameters ---
 
@@ -256,7 +252,7 @@ class Sampler:
         kinds, starts = np.unique(classes, return_index=True)
         ends = np.append(starts, len(classes))[1:]
         for kind, start, end in zip(kinds, starts, ends, strict=True):
-            size = end - start if whole and kind in DIRECT else self._chunk()
+            size = end - start if whole and kind & ~MASK in DIRECT else self._chunk()
             for begin in range(start, end, size):
                 yield int(kind), slice(begin, min(begin + size, end))
 
@@ -274,8 +270,9 @@ class Sampler:
         self, logits: Tensor, rows: _Rows, kind: int, history: Tensor, num_prompt: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(tokens int64 [R], error bool [R]) of rows of one class; tokens of error rows are arbitrary."""
-        if (fast := direct.serves(logits)) and kind in DIRECT:
-            return self._draw_directly(logits, rows.logits_row, rows, kind)
+        if (fast := direct.serves(logits)) and kind & ~MASK in DIRECT:
+            masks = (rows.words, rows.mask) if kind & MASK else None
+            return self._draw_directly(logits, rows.logits_row, rows, kind, masks)
         if kind == GREEDY:
             return ops.greedy(self._take(logits, rows.logits_row))
         x, error = self._changed(logits, rows, kind, fast, history, num_prompt)
@@ -300,7 +297,7 @@ class Sampler:
         """(x [R, V] behind masks, error bool [R] of what steps 1 to 3 may hide). x is a view of the logits
         where these change nothing."""
         if kind & MASK and fast:
-            return direct.allow_bits(logits, rows.logits_row, self._vocab, rows.words, rows.mask)
+            return direct.allow_bits(logits, rows.logits_row, self._vocab, (rows.words, rows.mask))
         x = ops.to_x(self._take(logits, rows.logits_row), self._vocab)
         if not kind & (LISTS | PENALTY | MASK):
             return x, torch.zeros(len(rows.slot_host), dtype=torch.bool, device=self._device)
@@ -310,13 +307,16 @@ class Sampler:
             ops.allow_bits_(x, rows.words[rows.mask])
         return x, error
 
-    def _draw_directly(self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int) -> tuple[Tensor, Tensor]:
-        """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension."""
+    def _draw_directly(
+        self, x: Tensor, at: Tensor | None, rows: _Rows, kind: int, masks: direct.Masks | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Steps 4 to 7 without top_k and top_p, of x's rows ``at`` (or all), by the CPU extension; with
+        ``masks``, which are still to be applied."""
         place = torch.arange(len(x)) if at is None else at
         if kind & GREEDY:
-            return direct.greedy(x, place, self._vocab)
+            return direct.greedy(x, place, self._vocab, masks)
         columns = (rows.real("temperature"), rows.real("min_p"), rows.whole("seed"), rows.whole("choice"))
-        return direct.sample(x, place, self._vocab, *columns, rows.position)
+        return direct.sample(x, place, self._vocab, *columns, rows.position, masks)
 
     def _sample(self, x: Tensor, rows: _Rows, kind: int) -> Tensor:
         """Steps 6 and 7 of rows of one class: [R, V] -> int64 [R]."""

@@ -15,10 +15,14 @@ import torch
 from weft.common.errors import EngineDead
 from weft.config.resolved import KVConfig
 from weft.ops.upload import upload
+from weft.runner.media import Spans
 from weft.types.plan import (
     AllocSlot,
     AppendBlocks,
     AppendEach,
+    BindMedia,
+    DropMedia,
+    Encode,
     Export,
     FreeSlot,
     LoadState,
@@ -41,6 +45,7 @@ class SlotState:
                   position 0, where no state is read; ``LoadState`` and every step set it
     tables        for each cache kind, int32 [slots + 1, entries]: block ids, 0 beyond what was appended; no
                   entries for a state
+    spans         where each slot's images are; None where positions do not count by them
 
     The last row, ``spare``, has no sequence and stays 0: what pads a step to a fixed number of rows names
     it, and computes token 0 at position 0 in the null block.
@@ -55,6 +60,9 @@ class SlotState:
         self.live = torch.zeros(slots, dtype=torch.int64, device=device)
         entries = [0 if p.cache.kind == "state" else -(-length // p.block_size) + 1 for p in kv.pools]
         self.tables = tuple(torch.zeros(slots, n, dtype=torch.int32, device=device) for n in entries)
+        media = kv.media
+        has_spans = media is not None and media.sections
+        self.spans = Spans(slots, media.most_items, device) if media is not None and has_spans else None
         self._block_sizes = tuple(pool.block_size for pool in kv.pools)
         # Host mirrors: the generation in each slot, and the length of its tables. Only for checks and
         # offsets.
@@ -81,13 +89,13 @@ class SlotState:
         if isinstance(op, AppendEach):
             self._append_each(op)
             return
-        if isinstance(op, Rebalance):  # of no slot
+        if isinstance(op, Rebalance | Encode | DropMedia):  # of no slot
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")
-        if isinstance(op, SaveState | LoadState | Export):  # carried out by ``States``
+        if isinstance(op, SaveState | LoadState | Export | BindMedia):  # carried out by others
             if not self._live[op.slot]:
-                raise EngineDead(f"a state is copied of slot {op.slot}, which is free")
+                raise EngineDead(f"slot {op.slot} is named by a {type(op).__name__}, and is free")
         elif isinstance(op, AllocSlot):
             self._alloc(op)
         elif isinstance(op, FreeSlot):
@@ -109,6 +117,12 @@ class SlotState:
         self.num_prompt[op.slot].fill_(op.num_prompt)
         for table in self.tables:  # what a row is filled up with goes to the null block, not to a stranger's
             table[op.slot] = 0
+        if self.spans is not None:
+            self.spans.alloc(op.slot, op.spans)
+
+    def rope_positions(self, slots: Tensor, positions: Tensor) -> Tensor | None:
+        """``Spans.rope_positions``; None where positions do not count by images."""
+        return None if self.spans is None else self.spans.rope_positions(slots, positions)
 
     def _free(self, op: FreeSlot) -> None:
         self._check(op.slot, op.gen)

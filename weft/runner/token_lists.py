@@ -1,4 +1,4 @@
-"""What one slot's parameters say of single tokens, in the form that the sampler applies."""
+"""What one slot's parameters, or a grammar, say of single tokens, in the form that the sampler applies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from weft.ops.upload import upload
+from weft.types.plan import TokenMasks
 from weft.types.sampling import TokenParams
 
 Tensor = torch.Tensor
@@ -72,3 +73,21 @@ def _words(words: list[tuple[int, ...]], device: torch.device) -> Words:
 def _columns(ids: list[int], vocab_size: int) -> np.ndarray:
     array = np.unique(np.asarray(ids, dtype=np.int64))
     return array[(array >= 0) & (array < vocab_size)]
+
+
+def words_of(masks: TokenMasks, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(words int32 [masks, .], int64 [order]: the mask of each of the entries ``order``; any number of those
+    that have none). There is a mask.
+    """
+    count = len(masks.entries)
+    if masks.entries[-1] == count - 1:  # the first ``count`` entries, so a mask has its entry's number
+        places = np.minimum(order, count - 1)
+    else:
+        numbers = np.zeros(1 + max(int(order.max()), int(masks.entries[-1])), np.int64)
+        numbers[masks.entries] = np.arange(count)
+        places = numbers[order]
+    words = masks.words.reshape(count, -1)
+    return (
+        words if words.flags.writeable else words.copy(),
+        places,
+    )  # a frame's are not, and torch wants its own

@@ -14,8 +14,9 @@ slots leave it as it is. It stays at the head: ranks only see masks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,6 +43,9 @@ class TokenMatcher(Protocol):
     def fill(self, words: np.ndarray) -> None:
         """Writes which tokens may follow: int32 [ceil(vocabulary / 32)]."""
 
+    def fill_each(self, matchers: Sequence[Any], words: np.ndarray) -> list[int]:
+        """``fill`` of each of ``matchers`` into its row of ``words``; the numbers of those that failed."""
+
     @property
     def ended(self) -> bool:
         """Whether the output is complete, and only an end-of-turn id may follow."""
@@ -60,9 +64,7 @@ class Constraint:
         ends = frozenset(end_ids)
         self._matcher = matcher
         self._stops = frozenset(params.stop_ids)
-        hidden = np.array(sorted(ends - self._stops), np.int64)
-        self._hidden = hidden // WORD
-        self._shown = ~(np.uint32(1) << (hidden % WORD).astype(np.uint32)).view(np.int32)
+        self._hidden = _cleared(ends - self._stops)
         self._ends_itself = not ends & self._stops
         self._params = params
         self._vocab_size = vocab_size
@@ -75,7 +77,11 @@ class Constraint:
     @property
     def finished(self) -> bool:
         """Whether the output is complete, and no id can end the sequence."""
-        return self._ends_itself and self._matcher.ended
+        try:
+            return self._ends_itself and self._matcher.ended
+        except Exception as error:
+            self._fail(error)
+            return False
 
     def walk(self, tokens: Iterable[int]) -> None:
         """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
@@ -97,9 +103,9 @@ class Constraint:
         if self.failure is not None or not self._accept(token):
             return False
         if self.finished:
-            self._matcher.rollback(1)
+            self._take_back(1)
             return False
-        return True
+        return self.failure is None
 
     def fill(self, masks: np.ndarray) -> int:
         """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
@@ -112,23 +118,21 @@ class Constraint:
             return 0
         if len(masks) == 1:
             return int(self._try_fill(masks[0]))
-        walked = 0
+        walked = reached = 0
         try:
             for place, words in enumerate(masks):
                 if place and not self._follows(masks[place - 1], draft := int(self.drafts[place - 1])):
-                    return place
+                    break
                 if place:
                     if not self._matcher.accept(draft):
-                        return place
+                        break
                     walked += 1
                 self._fill(words)
-            return len(masks)
+                reached += 1
         except Exception as error:
             self._fail(error)
-            return 0
-        finally:
-            if walked:
-                self._matcher.rollback(walked)
+        self._take_back(walked)
+        return 0 if self.failure is not None else reached
 
     def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
         """Why nothing could be sampled behind ``tokens``; None when something was left by masks and lists."""
@@ -163,6 +167,16 @@ class Constraint:
             self._fail(error)
             return False
 
+    def _take_back(self, tokens: int) -> None:
+        """A matcher that has failed may refuse this as well: what it said first is why the sequence ends."""
+        if not tokens:
+            return
+        try:
+            self._matcher.rollback(tokens)
+        except Exception as error:
+            if self.failure is None:
+                self._fail(error)
+
     def _try_fill(self, words: np.ndarray) -> bool:
         try:
             self._fill(words)
@@ -173,8 +187,9 @@ class Constraint:
 
     def _fill(self, words: np.ndarray) -> None:
         self._matcher.fill(words)
-        if len(self._hidden):
-            np.bitwise_and.at(words, self._hidden, self._shown)
+        if self._hidden is not None:
+            places, kept = self._hidden
+            words[places] &= kept
 
     def _follows(self, words: np.ndarray, token: int) -> bool:
         """Whether the sequence may go on behind ``token``, which has to be allowed by ``words``."""
@@ -185,6 +200,54 @@ class Constraint:
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
         unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
         self.failure = (error if isinstance(error, WeftError) else unknown).info()
+
+
+def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]:
+    """``Constraint.fill`` of rows that sample one position each: int32 [constraints, words], contiguous.
+    Returns the numbers of those that can go on; other rows are arbitrary."""
+    able = [number for number, one in enumerate(constraints) if one.failure is None]
+    if len(able) < len(constraints):
+        part = np.empty((len(able), words.shape[1]), np.int32)
+        went = fill_each([constraints[number] for number in able], part) if able else []
+        words[able] = part
+        return [able[number] for number in went]
+    if not constraints:
+        return []
+    matchers = [one._matcher for one in constraints]
+    try:
+        failed = matchers[0].fill_each(matchers, words)
+    except Exception:  # of one of them, and nobody says whose
+        failed = able
+    for hidden, rows in _by_hidden(constraints):
+        places, kept = hidden
+        words[np.array(rows)[:, None], places] &= kept
+    if not failed:
+        return able
+    # Whoever failed says why when it is asked by itself.
+    wrong = {number for number in failed if not constraints[number]._try_fill(words[number])}
+    return [number for number in able if number not in wrong]
+
+
+@functools.lru_cache(maxsize=64)
+def _cleared(hidden: frozenset[int]) -> tuple[np.ndarray, np.ndarray] | None:
+    """(places int64 [.], int32 [.]): the words of a mask that hold the bits of ``hidden``, and what leaves
+    the others; None without any."""
+    if not hidden:
+        return None
+    places = sorted({token // WORD for token in hidden})
+    bits = [sum(1 << token % WORD for token in hidden if token // WORD == place) for place in places]
+    return np.array(places, np.int64), ~np.array(bits, np.uint32).view(np.int32)
+
+
+def _by_hidden(
+    constraints: Sequence[Constraint],
+) -> list[tuple[tuple[np.ndarray, np.ndarray], list[int]]]:
+    """The constraints that hide ids, by what they hide."""
+    groups: dict[int, tuple[tuple[np.ndarray, np.ndarray], list[int]]] = {}
+    for number, one in enumerate(constraints):
+        if (hidden := one._hidden) is not None:
+            groups.setdefault(id(hidden), (hidden, []))[1].append(number)
+    return list(groups.values())
 
 
 def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -241,24 +304,35 @@ def masks_of(
     gens: int32 [slots], constrained: bool [slots], and in_slot [slots] the sequences: those that are running
     now. A row whose sequence has left its slot since the plan was made has none: what it samples is dropped.
     """
-    rows: list[tuple[int, int, HasConstraint]] = []
+    # Few and plain operations: each is cold here, as the forward has had the caches since the last step.
+    begins: list[int] = []
+    samples: list[int] = []
+    constraints: list[Constraint] = []
     first = 0
     for segment in (plan.prefill, plan.decode):
         if not segment.rows:
             continue
-        ends = first + np.cumsum(segment.sample)
-        own = constrained[segment.slot] & (gens[segment.slot] == segment.gen) & (segment.sample > 0)
-        if own.any():
-            sampled = segment.sample[own]
-            columns = ((ends[own] - sampled).tolist(), sampled.tolist(), in_slot[segment.slot[own]].tolist())
-            rows += zip(*columns, strict=True)
-        first = int(ends[-1])
-    words = np.empty((sum(row[1] for row in rows), -(-vocab_size // WORD)), np.int32)
+        own = constrained[segment.slot] & (gens[segment.slot] == segment.gen)
+        sequences: list[HasConstraint] = in_slot[segment.slot].tolist()
+        for sampled, mine, sequence in zip(segment.sample.tolist(), own.tolist(), sequences, strict=True):
+            if mine and sampled:
+                assert sequence.constraint is not None
+                begins.append(first)
+                samples.append(sampled)
+                constraints.append(sequence.constraint)
+            first += sampled
+    if not constraints:
+        return TokenMasks()
+    words = np.empty((sum(samples), -(-vocab_size // WORD)), np.int32)
+    if max(samples) == 1:
+        reached = fill_each(constraints, words)
+        if len(reached) < len(constraints):
+            begins, words = [begins[number] for number in reached], words[reached]
+        return TokenMasks(entries=column(begins), words=words.ravel())
     entries: list[int] = []
     used = 0
-    for begin, sampled, sequence in rows:
-        assert sequence.constraint is not None
-        count = sequence.constraint.fill(words[used : used + sampled])
+    for begin, sampled, constraint in zip(begins, samples, constraints, strict=True):
+        count = constraint.fill(words[used : used + sampled])
         entries += range(begin, begin + count)
         used += count
     return TokenMasks(entries=column(entries), words=words[:used].ravel())

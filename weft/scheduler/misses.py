@@ -80,6 +80,8 @@ class Misses:
         elif (nearest := memory.nearest(salted_root(sequence.salt), tokens)) is not None:
             other = nearest[0] if nearest[1] >= min(ALIKE, block) else None
         at = None if other is None else first_difference(tokens, other.tokens, num_hit)
+        if at is not None and any(i.start < at and num_hit < i.start + i.count for i in sequence.media):
+            at = None  # what is remembered are ids, and there may be another image before they differ
         if other is not None and at is not None:
             theirs = other.tokens[at : at + SHOWN].tobytes()
             return CacheMiss(reason="differs", position=at, theirs=theirs)

@@ -218,7 +218,7 @@ class Planner:
             end = min(end, max(start, sequence.delivered) + builder.prompt_logits)
         if end <= start:
             return start
-        end = self._state.caches.cut(start, end)
+        end = self._state.caches.cut(start, self._state.media.reach(sequence, start, end, builder.step))
         if sequence.sends and end == known and end - start > 1 and self.drafts is not None:
             return min(end, self._state.caches.cut(start, end + 1) - 1)  # see ``_first_drafts``
         return end
@@ -250,6 +250,8 @@ class Planner:
         if self.chunks is not None:
             self.chunks.took(start, end - start)
         logits, sample = sequence.prefill_logits(start, end)
+        if sequence.media:
+            ops = [*ops, *self._state.media.take(sequence, run.slot, start, end, builder.step)]
         if sequence.sends:
             ops = [*ops, *self._state.rooms.export(sequence, start, end)]
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))

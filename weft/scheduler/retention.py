@@ -7,6 +7,7 @@ a session takes the place of an earlier one, whose own blocks are the next to go
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.kv.caches import Caches
@@ -16,7 +17,9 @@ SHARE = 0.5
 
 
 class _Kept(NamedTuple):
-    hashes: list[bytes]
+    names: list[Sequence[bytes]]
+    """See ``Caches.keep``."""
+    blocks: int
     until: float
 
 
@@ -45,12 +48,12 @@ class Retention:
             return
         kept = hashes[: min(computed // self._block, self._most)]
         before = self._sessions.pop(session, None)
-        self._caches.keep(kept)  # first: what both have stays where it is
+        names = self._caches.keep(kept)  # first: what both have stays where it is
         if before is not None:
             self._drop(before)
         if not kept:
             return
-        self._sessions[session] = _Kept(kept, self.now + self._seconds)
+        self._sessions[session] = _Kept(names, len(kept), self.now + self._seconds)
         self.blocks += len(kept)
         while self.blocks > self._most:
             self._drop(self._sessions.popitem(last=False)[1])
@@ -67,5 +70,5 @@ class Retention:
         self.blocks = 0
 
     def _drop(self, kept: _Kept) -> None:
-        self._caches.unkeep(kept.hashes)
-        self.blocks -= len(kept.hashes)
+        self._caches.unkeep(kept.names)
+        self.blocks -= kept.blocks

@@ -98,7 +98,7 @@ class Scheduler:
         Raises InvalidRequest, ContextLength or Overloaded before anything is changed.
         """
         state = self._state
-        tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len)
+        tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len, state.kv.media)
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
         self._rooms.check(submit)
@@ -399,6 +399,9 @@ class Scheduler:
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),
             transfers=self._rooms.stats(),
+            images_encoded=state.media.encoded,
+            image_hits=state.media.hits,
+            embedding_bytes=state.media.nbytes,
         )
 
     # ----

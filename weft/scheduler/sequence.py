@@ -24,7 +24,7 @@ from weft.kv.snapshots import Marks
 from weft.scheduler.constraints import Constraint
 from weft.scheduler.slot_columns import SlotColumns
 from weft.types.messages import CacheMiss, Submit
-from weft.types.plan import AllocSlot, column
+from weft.types.plan import EMPTY, AllocSlot, column
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
@@ -154,6 +154,7 @@ class Sequence:
         "key",
         "limit",
         "losses",
+        "media",
         "miss",
         "num_cached",
         "num_prompt",
@@ -168,6 +169,7 @@ class Sequence:
         "seed",
         "session",
         "share",
+        "spans",
         "state",
         "stop_ids",
         "tokens",
@@ -185,6 +187,10 @@ class Sequence:
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
         self.pooling = submit.pooling
         """Of an embedding: it ends with its prompt, and no token is drawn."""
+        self.media = submit.media
+        """The images of its prompt, kept with their pixels to its end: they may be encoded again."""
+        self.spans = EMPTY
+        """As in ``AllocSlot``."""
         self.tokens = tokens
         self.num_prompt = num_prompt
         self.room = submit.room
@@ -307,6 +313,7 @@ class Sequence:
             num_cached=num_cached,
             token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array goes on growing
             pooling=self.pooling,
+            spans=self.spans,
         )
 
     def prefill_logits(self, start: int, end: int) -> tuple[int, int]:

@@ -14,11 +14,12 @@ import numpy as np
 from weft.common.errors import ErrorInfo, Unavailable
 from weft.config.resolved import KVConfig
 from weft.kv.caches import Caches, make_kinds
-from weft.kv.hashing import HashChain, request_root, salted_root
+from weft.kv.hashing import HashChain, media_keys, request_root, salted_root
 from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.counts import Counts
 from weft.scheduler.holds import Holds
+from weft.scheduler.media import MediaBook
 from weft.scheduler.misses import Misses
 from weft.scheduler.queue import FairQueue, SequenceQueue
 from weft.scheduler.retention import Retention
@@ -57,6 +58,7 @@ class SchedulerState:
         self.caches = Caches(make_kinds(kv, max_chunk), kv.max_model_len)
         self.holds = Holds(self.caches)
         self.rooms = RoomBook(self.caches, self.holds)
+        self.media = MediaBook(kv.media)
         self.slots = SlotTable(kv.num_slots)
         self.columns = SlotColumns(kv.num_slots)
         self.in_slot = np.full(kv.num_slots, None, object)
@@ -81,6 +83,7 @@ class SchedulerState:
         """Takes in a new sequence: to the queue if it awaits nothing, or held until its request's leader has
         the prompt. One that is prefilled elsewhere awaits its cache, whoever leads."""
         self.live[sequence.id] = sequence
+        self.media.arrive(sequence)
         self.waiting.enter(sequence)
         request = self.requests.get(sequence.request)
         if request is None:
@@ -107,6 +110,7 @@ class SchedulerState:
         if isinstance(state, Running):
             if finish == "error":
                 self.caches.spoil(state.slot)
+                self.media.spoil(sequence)
             elif sequence.session and sequence.chain is not None:
                 self.retention.ended(sequence.session, sequence.chain.hashes, state.num_computed)
             self._release(sequence, state)
@@ -166,6 +170,7 @@ class SchedulerState:
         self.in_flight.clear()
         self.ops.clear()
         self.caches.reset()
+        self.media.clear()
         self.retention.clear()
         self.slots.reset()
         self.columns.gen[:] = 0
@@ -196,6 +201,7 @@ class SchedulerState:
         self.running.add(sequence)
         self._count_admission(sequence, known, num_hit)
         self._enter(sequence, run)
+        self.media.enter(sequence, num_hit)
         run.num_computed = run.num_scheduled = run.snapshot = num_hit
         run.reserved = self.caches.reserved(end)
         if sequence.room is not None:
@@ -238,7 +244,8 @@ class SchedulerState:
         upto = min(upto, len(sequence.tokens) if caching else sequence.num_prompt)
         if sequence.chain is None:
             root = salted_root(sequence.salt) if caching else request_root(sequence.request, sequence.salt)
-            sequence.chain = HashChain(root, self.kv.block_size)
+            keys = media_keys(sequence.media, self.kv.block_size)
+            sequence.chain = HashChain(root, self.kv.block_size, keys)
         return sequence.chain.grow(sequence.tokens, upto)
 
     def publish(self, sequence: Sequence, slot: int, committed: int) -> None:
@@ -330,7 +337,7 @@ class SchedulerState:
         for op in ops:
             if (slot := getattr(op, "slot", None)) is not None:
                 self.columns.last_step[slot] = step
-        return ops
+        return ops + self.media.take_ops()
 
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
@@ -403,6 +410,7 @@ class SchedulerState:
         self.misses.left(sequence, run.num_computed)
         self.running.remove(sequence)
         self.waiting.stop(sequence)
+        self.media.leave(sequence)
         if sequence.room is None or self.rooms.leaves(sequence, last_step):
             self.caches.release(run.slot, last_step)
             self.slots.release(run.slot, last_step)

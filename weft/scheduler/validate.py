@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
+from weft.config.resolved import MediaLimits
+from weft.scheduler.media import check_media
 from weft.types.messages import Submit
 from weft.types.sampling import MAX_TOP_LOGPROBS, REPETITION_PENALTY_RANGE, SEED_MASK, TokenParams
 
@@ -17,8 +19,10 @@ _U32 = (1 << 32) - 1
 _I64 = (1 << 63) - 1
 
 
-def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[array[int], int]:
-    """(prompt + emitted ids, how many are prompt).
+def check_submit(
+    submit: Submit, vocab_size: int, max_model_len: int, limits: MediaLimits | None = None
+) -> tuple[array[int], int]:
+    """(prompt + emitted ids, how many are prompt). ``limits``: of images; None: there can be none.
 
     Raises ContextLength when no token fits after the prompt, and InvalidRequest, naming the parameter, for
     everything else that this model cannot do.
@@ -53,6 +57,8 @@ def check_submit(submit: Submit, vocab_size: int, max_model_len: int) -> tuple[a
         raise InvalidRequest(f"a session's name has at most {MAX_SESSION} characters", param="session")
     _integer("priority", submit.priority, -_I64, _I64)
     _check_params(submit.params, vocab_size)
+    if submit.media:
+        check_media(submit.media, num_prompt, limits, submit.room is None or submit.room.sends)
     return tokens + emitted, num_prompt
 
 

@@ -230,6 +230,8 @@ class FrontProcess:
         """It stood still for so long."""
         self.unready_since += seconds
         self.unpaired_since += seconds
+        for stream in self.streams.values():
+            stream.lands_by += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
         self.feed(e.Stalled(seconds))
 

@@ -15,7 +15,8 @@ A row that wants no drafts needs no entries yet: its hidden states wait until th
 others may find its block. That is when the block is full; or, where a pass of the module concerns no other
 ranks, when somebody comes who found blocks, and when the sequence ends. There the states of prompts wait,
 too, as long as they are few. So where nothing is drafted, the module costs little. A sequence that leaves for
-another group (``Export``) takes its entries along, all of them: those of its rows are made at once.
+another group (``Export``) takes its entries along, all of them: those of its rows are made at once; so are
+those of a chunk with (a part of) an image.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ from weft.ops.upload import upload
 from weft.speculation.base import Drafter, Sampled
 from weft.speculation.chain import CapturedChains, CaptureOptions, Chain, DraftSteps
 from weft.speculation.pending_hidden import PendingHidden, most_waiting
-from weft.types.plan import EMPTY_SEGMENT, AllocSlot, Export, FreeSlot, Op, Segment, StepPlan, column
+from weft.types.plan import (
+    EMPTY_SEGMENT,
+    AllocSlot,
+    BindMedia,
+    Export,
+    FreeSlot,
+    Op,
+    Segment,
+    StepPlan,
+    column,
+)
 
 Tensor = torch.Tensor
 
@@ -220,7 +231,9 @@ class MtpDrafter(Drafter):
         waiting = self.waiting.counts[slots]
         keep = ~self._verified[slots] & (not drafting)
         if first:
-            keep &= ~np.isin(slots, [op.slot for op in step.plan.ops if isinstance(op, Export)])
+            # Images that rows read are at hand in the plans that bind them alone.
+            now = [op.slot for op in step.plan.ops if isinstance(op, Export | BindMedia)]
+            keep &= ~np.isin(slots, now)
         keep[first:] &= decode.count == 1
         keep &= self._can_wait(waiting, counts, ends, first)
         self._verified[decode.slot] = decode.count != 1

@@ -18,14 +18,15 @@ a mark keeps apart only by deleting the mark's digits one by one; none does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.config.media import MediaFacts
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
-from weft.text.messages import Message, check_messages
+from weft.text.messages import ImagePart, Message, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
 from weft.text.template import ChatTemplate
@@ -50,6 +51,25 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """As the template wrote it, user text included."""
     in_reasoning: bool = False
     """Whether the prompt ends inside a thought, which the output goes on with."""
+    images: tuple[ImagePart, ...] = ()
+    """In the order of their placeholders in ``ids``, of which there is one each. See ``expanded``."""
+
+
+class ImageRules(NamedTuple):
+    """What a conversation's images become."""
+
+    placeholder: int
+    """The token that the template writes for one."""
+    most: int
+    """Of a conversation."""
+
+
+def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
+    """(what ``ChatFormat`` needs, ids that no text may become): what stands for an image, or is around it."""
+    if facts is None:
+        return None, []
+    tokens = (facts.placeholder, facts.video, facts.start, facts.end)
+    return ImageRules(facts.placeholder, most), [token for token in tokens if token is not None]
 
 
 class ChatFormat:
@@ -63,13 +83,15 @@ class ChatFormat:
         allow_request_template: bool = False,
         default_kwargs: Mapping[str, Any] | None = None,
         in_thought: Callable[[str, str], bool] | None = None,
+        images: ImageRules | None = None,
     ) -> None:
         """``template`` overrides the checkpoint's. A template that does not compile is reported when used.
 
         ``default_kwargs`` are variables for the template where a request sets none of the name.
         ``in_thought`` says of a prompt, and of the message that the output continues (or ""), whether the
-        output begins inside a thought.
+        output begins inside a thought. ``images``: None where the model takes none.
         """
+        self._images = images
         self._tokenizer = tokenizer
         self._source = template if template is not None else tokenizer.files.chat_template
         self._allow_request_template = allow_request_template
@@ -126,7 +148,7 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        checked = messages if _are_checked(messages) else check_messages(messages)
+        checked = self._checked(messages, template)
         form = self._tool_form(template)
         conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
@@ -147,10 +169,28 @@ class ChatFormat:
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
-        opens = add_generation_prompt or continue_final_message
         last = checked[-1].text() if continue_final_message else ""
-        in_thought = opens and self._in_thought is not None and self._in_thought(text, last)
-        return ChatPrompt(ids, text, in_thought)
+        in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
+        return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
+
+    def _thinks(self, prompt: str, last: str) -> bool:
+        """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
+        return self._in_thought is not None and self._in_thought(prompt, last)
+
+    def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+        if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
+            return messages
+        checked = check_messages(messages, None if self._images is None else self._images.most)
+        if not template.takes_parts and (images := [one for each in checked for one in each.images]):
+            raise _not_shown(images[0])
+        return checked
+
+    def _shown_images(self, messages: Sequence[Message], ids: list[int]) -> tuple[ImagePart, ...]:
+        """The images of a conversation. Raises InvalidRequest where ``ids`` do not show each of them once."""
+        images = tuple(image for message in messages for image in message.images)
+        if images and (self._images is None or ids.count(self._images.placeholder) != len(images)):
+            raise _not_shown(images[0])
+        return images
 
     def _tool_form(self, template: ChatTemplate) -> ToolForm:
         """How the template wants calls; found out once."""
@@ -212,8 +252,25 @@ class ChatFormat:
         return {**files.named, **extra}
 
 
-def _are_checked(messages: Any) -> bool:
-    return isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message)
+def expanded(ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(ids, starts): each placeholder in ``ids`` as often as ``counts`` says, and where each begins then."""
+    made: list[int] = []
+    starts: list[int] = []
+    for token in ids:
+        if token == placeholder:
+            starts.append(len(made))
+            made.extend([token] * counts[len(starts) - 1])
+        else:
+            made.append(token)
+    return made, starts
+
+
+def _not_shown(image: ImagePart) -> InvalidRequest:
+    return InvalidRequest(
+        f"{image.where}: the model's chat template does not show the images of this conversation",
+        param=image.where,
+        code="unsupported_parameter",
+    )
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from weft.common.errors import InvalidRequest
 from weft.text.marks import Marks
-from weft.text.messages import CallMade, Message
+from weft.text.messages import CallMade, Message, TextPart
 from weft.text.parsing.parser import Tool
 from weft.text.template import ChatTemplate
 
@@ -78,9 +78,12 @@ def for_template(
     if role == "developer" and not template.names_developer:
         role = "system"  # what the template knows the same thing as
     result: dict[str, Any] = {"role": role, "content": None}
-    if message.content is not None and template.wants_parts:
+    if message.content is not None and (template.wants_parts or message.images):
         result["content"] = [
-            {"type": "text", "text": marks.around(part.text, mark)} for part in message.content
+            {"type": "text", "text": marks.around(part.text, mark)}
+            if isinstance(part, TextPart)
+            else {"type": "image"}
+            for part in message.content
         ]
     elif message.content is not None:
         result["content"] = marks.around(message.text(), mark)

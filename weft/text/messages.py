@@ -41,8 +41,27 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
-Part: TypeAlias = TextPart
-"""A piece of a message's content; further kinds have classes of their own."""
+Detail: TypeAlias = Literal["auto", "low", "high"]
+DETAILS: tuple[Detail, ...] = ("auto", "low", "high")
+
+
+class ImagePart(msgspec.Struct, frozen=True):
+    """An image of a message."""
+
+    source: Any
+    """A URL; a caller in this process may have an image of Pillow's."""
+    where: str
+    """The part of the request, for errors."""
+    detail: Detail = "auto"
+    """"low": the model sees it small."""
+    kind: str = "image_url"
+    """What its API calls such parts."""
+
+
+Part: TypeAlias = TextPart | ImagePart
+"""A piece of a message's content."""
+WITH_IMAGES: tuple[Role, ...] = ("user", "tool")
+"""Whose messages may have images: what the user shows, and what a tool returned."""
 
 
 class CallMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,16 +98,37 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """The text of all parts, in lines of their own."""
-        return "\n".join(part.text for part in self.content or ())
+        return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """In order."""
+        return tuple(part for part in self.content or () if isinstance(part, ImagePart))
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """Messages of a request. Raises InvalidRequest, naming what is wrong."""
+def check_messages(messages: Any, most_images: int | None = None) -> list[Message]:
+    """Messages of a request. ``most_images``: of all of them; None where the model takes none.
+
+    Raises InvalidRequest, naming what is wrong.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list that is not empty", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages", param="messages")
-    return [_check_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    takes = most_images is not None
+    checked = [_check_message(message, f"messages[{at}]", takes) for at, message in enumerate(messages)]
+    _check_number([part for message in checked for part in message.images], most_images or 0)
+    return checked
+
+
+def _check_number(images: Sequence[ImagePart], most: int) -> None:
+    if len(images) > most:
+        raise InvalidRequest(
+            f"{images[most].where}: the request has {len(images)} images, but at most {most} may be in one "
+            "(--limit-mm-per-prompt)",
+            param=images[most].where,
+            code="too_many_images",
+        )
 
 
 def too_deep(value: Any, limit: int) -> bool:
@@ -101,7 +141,7 @@ def too_deep(value: Any, limit: int) -> bool:
     return any(too_deep(item, limit - 1) for item in items)
 
 
-def _check_message(message: Any, where: str) -> Message:
+def _check_message(message: Any, where: str, images: bool) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -113,7 +153,7 @@ def _check_message(message: Any, where: str) -> Message:
             continue
         if value is None:
             continue
-        _check_field(fields, role, key, value, where)
+        _check_field(fields, role, key, value, where, images and role in WITH_IMAGES)
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
@@ -130,12 +170,12 @@ def _holds_nothing(value: Any) -> bool:
     return value in ([], "")
 
 
-def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where: str) -> None:
+def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where: str, images: bool) -> None:
     """Takes one field of a message that has a value."""
     if key == "content":
         if value == [] and role == "assistant":
             value = ""
-        fields["content"] = _content(value, f"{where}.content")
+        fields["content"] = _content(value, f"{where}.content", images)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
         fields["name"] = value
@@ -192,17 +232,23 @@ def _check_call(call: Any, where: str) -> CallMade:
     return CallMade(id=ident, name=name, arguments=arguments)
 
 
-def _content(content: Any, where: str) -> tuple[Part, ...]:
+def _content(content: Any, where: str, images: bool) -> tuple[Part, ...]:
     if isinstance(content, str):
         check_text(content, where)
         return (TextPart(content),)
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
-    return tuple(_part(part, f"{where}[{number}]", where) for number, part in enumerate(content))
+    return tuple(_part(part, f"{where}[{number}]", where, images) for number, part in enumerate(content))
 
 
-def _part(part: Any, where: str, content: str) -> Part:
+def _part(part: Any, where: str, content: str, images: bool) -> Part:
+    if isinstance(part, ImagePart):  # of another API's reader: no JSON makes one
+        if images:
+            return part
+        raise _unsupported(part.kind, part.where, part.where)
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if images and kind in ("image_url", "image") and isinstance(part, Mapping):
+        return _image(part, str(kind), where)
     if not isinstance(part, Mapping) or kind in ("text", "refusal"):
         text = part.get(kind) if isinstance(part, Mapping) else None
         if not isinstance(text, str):
@@ -212,7 +258,49 @@ def _part(part: Any, where: str, content: str) -> Part:
         check_text(text, content)
         return TextPart(text)
     shown = kind if isinstance(kind, str) and re.fullmatch(r"\w{1,40}", kind) else "that type"
-    raise InvalidRequest(
-        f"{where}: parts of type {shown} are not supported, only text; this model takes no other input",
-        param=content,
+    raise _unsupported(shown, where, content)
+
+
+def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{where}: parts of type {kind} are not supported here, only text; this model, or the message's "
+        "role, takes no other input",
+        param=param,
+        code="unsupported_parameter",
     )
+
+
+def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
+    """``image_url`` as OpenAI has it, or ``image`` with an object of Pillow's, of callers in this process."""
+    unknown = {name for name, value in part.items() if value is not None} - {"type", kind}
+    if unknown:
+        shown = min((name for name in unknown if isinstance(name, str)), default="")
+        shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
+        raise InvalidRequest(f"{where}.{shown} is not supported in a part with an image", param=where)
+    given = part.get(kind)
+    if kind == "image":
+        if given is None or isinstance(given, str | bytes | Mapping | list | int | float):
+            raise InvalidRequest(
+                f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}',
+                param=where,
+            )
+        return ImagePart(given, where, kind=kind)
+    fields = given if isinstance(given, Mapping) else {"url": given}
+    url = fields.get("url")
+    if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
+        raise InvalidRequest(
+            f'{where} must be a part of the form {{"type": "image_url", "image_url": {{"url": ...}}}}, where '
+            "there may be a detail, too",
+            param=where,
+        )
+    return ImagePart(url, where, detail_of(fields.get("detail"), where), kind)
+
+
+def detail_of(value: Any, where: str) -> Detail:
+    """The ``detail`` of an image. Raises InvalidRequest."""
+    if value is None:
+        return "auto"
+    for known in DETAILS:
+        if value == known:
+            return known
+    raise InvalidRequest(f"{where}: detail must be one of {', '.join(DETAILS)}", param=where)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError, InvalidRequest
-from weft.text.chat import ChatFormat
+from weft.text.chat import ChatFormat, ImageRules
 from weft.text.parsing.choose import ModelHints, choose
 from weft.text.parsing.output import ModelOutput
 from weft.text.template import ChatTemplate
@@ -36,13 +36,16 @@ class TextModel:
         *,
         default_chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_request_template: bool = False,
+        images: ImageRules | None = None,
+        hidden: Sequence[int] = (),
     ) -> TextModel:
         """Reads a checkpoint's folder; ``chat_template`` is a file that replaces its template. The parsers
-        are names of ``weft.text.parsing.formats``, ``auto`` (by the model) or ``none``.
+        are names of ``weft.text.parsing.formats``, ``auto`` (by the model) or ``none``. ``images``: see
+        ``ChatFormat``; ``hidden``: see ``Tokenizer``.
 
         Raises ConfigError when any cannot be used.
         """
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = Tokenizer.load(folder, hidden)
         source = None if chat_template is None else _read_template(chat_template)
         used = tokenizer.files.chat_template if source is None else source
         hints = ModelHints(
@@ -60,6 +63,7 @@ class TextModel:
                 allow_request_template=allow_request_template,
                 default_kwargs=default_chat_template_kwargs,
                 in_thought=output.in_thought,
+                images=images,
             )
         except InvalidRequest as error:
             message = error.message.replace("chat_template_kwargs", "--default-chat-template-kwargs")

@@ -14,6 +14,7 @@ import numpy as np
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
+from weft.types.media import MediaItem
 from weft.types.messages import Pooling, Submit
 from weft.types.sampling import (
     MAX_BAD_TOKENS,
@@ -117,10 +118,12 @@ def submits_of(
     pooling: Pooling = "",
     explain: bool = False,
     session: str = "",
+    media: tuple[MediaItem, ...] = (),
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
     bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
-    ``grammar``, ``pooling`` and ``session``: see ``Submit``. ``explain``: likewise, of the first choice.
+    ``grammar``, ``pooling``, ``session`` and ``media``: see ``Submit``. ``explain``: likewise, of the first
+    choice.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -134,6 +137,7 @@ def submits_of(
         grammar=grammar,
         pooling=pooling,
         session=session,
+        media=media,
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)

@@ -30,7 +30,9 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template does not compile: {_reason(error)}", param="chat_template"
             ) from None
-        self.wants_parts = _loops_over_content(tree) and not re.search(r"content\S* is (not )?string", source)
+        self.takes_parts = _loops_over_content(tree)
+        """Whether content may be a list of parts."""
+        self.wants_parts = self.takes_parts and not re.search(r"content\S* is (not )?string", source)
         """Whether content must be a list of parts: the template loops over it and never asks for text."""
         self.names_developer = "developer" in source
         self.uses_tools = "tools" in meta.find_undeclared_variables(tree)

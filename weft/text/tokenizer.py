@@ -38,7 +38,8 @@ class TooManyTokens(Exception):
 class Tokenizer:
     """Encodes and decodes. Made by ``load``."""
 
-    def __init__(self, files: TextFiles) -> None:
+    def __init__(self, files: TextFiles, hidden: Sequence[int] = ()) -> None:
+        """``hidden``: ids that no text may become, whatever the files say of them."""
         try:
             self._public = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -46,7 +47,7 @@ class Tokenizer:
                 f"the model's tokenizer.json cannot be read: {error}", param="tokenizer"
             ) from None
         self.files = files
-        changed = _add_named(self._public, files)
+        changed = _add_named(self._public, files, hidden)
         data = json.loads(self._public.to_str() if changed else files.tokenizer_json)
         added = self._public.get_added_tokens_decoder()
         self.added: dict[str, int] = {token.content: number for number, token in added.items()}
@@ -69,9 +70,9 @@ class Tokenizer:
         """Ends of sequence that the tokenizer, the generation config and the model config name."""
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
+    def load(cls, folder: str | Path, hidden: Sequence[int] = ()) -> Tokenizer:
         """Reads a checkpoint's tokenizer. Raises ConfigError when it has none that can be used."""
-        return cls(read_text_files(folder))
+        return cls(read_text_files(folder), hidden)
 
     def encode(
         self,
@@ -164,7 +165,7 @@ def check_text(text: str, param: str | None = None) -> None:
         ) from None
 
 
-def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
+def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequence[int] = ()) -> bool:
     """Marks the tokens that the configuration calls special, where tokenizer.json does not. True if it did.
 
     Tokens that the vocabulary does not have are left out: no model row belongs to them.
@@ -173,6 +174,7 @@ def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles) -> bool:
     known = {token.content for token in added.values() if token.special}
     names = [*files.named.values(), *files.extra]
     names += [added[number].content for number in files.eos_ids if number in added]
+    names += [text for number in hidden if (text := tokenizer.id_to_token(number)) is not None]
     missing = [
         text for text in dict.fromkeys(names) if text not in known and tokenizer.token_to_id(text) is not None
     ]

@@ -32,7 +32,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 6
+VERSION = 7
 """Version of these frames. A rank with another version is refused, with an error that names both."""
 
 
@@ -243,7 +243,7 @@ ToHead = RankHello | Loaded | Ready | Formed | Outcome | Failed | RankHeartbeat 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {
     RankHello: 1 << 20,
-    StepFrame: 64 << 20,
+    StepFrame: 256 << 20,
     LateMasks: 256 << 20,
     PushRoom: 64 << 20,
     ExpectRoom: 64 << 20,

@@ -30,7 +30,7 @@ peer with an older version:
     4   grammar, pooling, explain and session of Submit, embedding and cache_miss of TokenEvent; WatchPrefixes
         and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
         grammars_compiled and grammar_errors of HeadStats
-    5   media of Submit
+    5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -334,6 +334,13 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     communication_hidden_seconds: float = 0.0
     """Seconds of ``communication_seconds`` during which the same rank computed."""
     transfers: TransferStats | None = None
+    images_encoded: int = 0
+    image_hits: int = 0
+    """Images of prompts whose embedding was there already."""
+    embedding_bytes: int = 0
+    """Now: of the embeddings of images that a rank keeps."""
+    encode_seconds: float = 0.0
+    """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

@@ -65,6 +65,9 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
     """int32 [prompt + emitted]."""
     pooling: str = ""
     """Of a sequence that ends with an embedding and no token: "last" or "mean"."""
+    spans: np.ndarray = EMPTY
+    """int32 [items * 6], of models whose rope has sections: where the images of the prompt are, cached ones
+    too, row by row as ``weft.types.media.spans_of`` makes them."""
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
@@ -145,6 +148,37 @@ class Export(_Op, frozen=True, kw_only=True):
     states: bool = False
 
 
+class Encode(_Op, frozen=True, kw_only=True):
+    """Every rank makes the embedding of an image, and keeps it as ``media`` until ``DropMedia``.
+
+    Of no slot; before any ``BindMedia`` of it. The number was never used before in the epoch.
+    """
+
+    media: int
+    grid: tuple[int, int, int]
+    """Frame groups, rows and columns of patches."""
+    pixels: bytes
+    """uint8 [frames, height, width, 3]; in no digest."""
+
+
+class DropMedia(_Op, frozen=True, kw_only=True):
+    """The embedding ``media`` is forgotten: no row of this plan or of a later one reads it."""
+
+    media: int
+
+
+class BindMedia(_Op, frozen=True, kw_only=True):
+    """Positions ``start`` .. ``start + count - 1`` of the slot are the rows of ``media``, in this plan.
+
+    A prefill row of the plan computes some of them. Every plan says anew what its rows read.
+    """
+
+    slot: int
+    media: int
+    start: int
+    count: int
+
+
 class Rebalance(_Op, frozen=True, kw_only=True):
     """Every rank of the domain counts what its experts had to do, and all move experts by the sums alike.
 
@@ -152,7 +186,19 @@ class Rebalance(_Op, frozen=True, kw_only=True):
     """
 
 
-Op: TypeAlias = AllocSlot | FreeSlot | AppendBlocks | AppendEach | SaveState | LoadState | Export | Rebalance
+Op: TypeAlias = (
+    AllocSlot
+    | FreeSlot
+    | AppendBlocks
+    | AppendEach
+    | SaveState
+    | LoadState
+    | Export
+    | Encode
+    | DropMedia
+    | BindMedia
+    | Rebalance
+)
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,7 +325,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         entries = self.entries
         if len(entries) and not 0 <= entries[0] <= entries[-1] < plan.entries:
             raise EngineDead(f"a token mask of step {plan.step} is of an entry that it does not sample")
-        if (np.diff(entries) <= 0).any():
+        if (entries[1:] <= entries[:-1]).any():
             raise EngineDead(f"the token masks of step {plan.step} are not in order")
         if len(self.words) != len(entries) * -(-vocab_size // 32):
             raise EngineDead(f"the token masks of step {plan.step} are not as wide as the vocabulary")

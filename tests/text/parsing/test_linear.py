@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.text.parsing.families import FAMILIES, SPEC
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.json_text import JsonObjectScanner
+from weft.text.parsing.values import types_of
 
 FACTOR = 300
 """Characters looked at or copied for one of the output, at most: white space is looked at again while it may
@@ -71,3 +73,17 @@ def test_json_is_looked_at_once() -> None:
         piece = text[start : start + 5]
         assert scanner.take(piece, 0) == len(piece)
     assert scanner.work < 3 * len(text)
+
+
+def test_types_of_definitions_that_refer_to_each_other_many_times() -> None:
+    class Counted(dict[str, Any]):
+        looked = 0
+
+        def get(self, key: str, default: Any = None) -> Any:
+            Counted.looked += 1
+            return super().get(key, default)
+
+    again = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 6
+    root = Counted({"$defs": {"a": {"anyOf": again}, "b": {"oneOf": [*again, {"type": "integer"}]}}})
+    assert types_of({"$ref": "#/$defs/a"}, root) == ("integer",)
+    assert Counted.looked == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -27,6 +27,8 @@ class Defaults(msgspec.Struct, frozen=True, kw_only=True):
     theta: float = 10000.0
     partial: float | None = None
     """Share of a head's dims that are rotated; None: all, and the field is not the family's."""
+    sections: tuple[int, int, int] | None = None
+    """Of the rotated pairs, in families that see images."""
     intermediate: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -109,6 +111,33 @@ def layer_count(facts: Facts, override: int | None) -> int:
     return override
 
 
+#: What a text model's configuration may leave to the one around it.
+_SHARED = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+
+
+def text_spec(
+    facts: Facts, override: int | None, build: Callable[[Facts, int | None], ModelSpec]
+) -> ModelSpec:
+    """What ``build`` makes of ``text_config``: the text model of a checkpoint that also sees images.
+
+    Where both say whether the head is the embedding, the outer one counts, as in the reference.
+    ``vision_config`` is read over; ``vision.py`` reads it.
+    """
+    facts.get("vision_config")
+    text = facts.get("text_config")
+    if not isinstance(text, dict):
+        raise facts.fail("text_config", f"must be an object, not {text!r}")
+    around = {name: facts.get(name) for name in _SHARED if name in facts}
+    outer = dict[str, Any]()
+    for name in ("architectures", "tie_word_embeddings"):
+        if name in around:
+            outer[name] = around[name]
+    inner = Facts({**around, **text, **outer}, facts.weights)
+    spec = build(inner, override)
+    inner.refuse_unknown_computation()
+    return spec
+
+
 def decoder_spec(
     facts: Facts,
     *,
@@ -136,7 +165,7 @@ def decoder_spec(
     head_dim = facts.integer("head_dim", defaults.head_dim or hidden // heads)
     positions = facts.integer("max_position_embeddings", defaults.max_position)
     rope = more.get("rope") or rope_spec(
-        facts, rotated or head_dim, positions, defaults.theta, defaults.partial
+        facts, rotated or head_dim, positions, defaults.theta, defaults.partial, defaults.sections
     )
     bos = facts.integers("bos_token_id") if "bos_token_id" in facts else ()
     fields: dict[str, Any] = {

@@ -62,8 +62,11 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 class Facts:
     """Typed access to the fields of one ``config.json``. A missing or null field takes the default."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Sequence[str] | None = None) -> None:
-        """weights: names of the tensors beside the file; None where they are not known."""
+    def __init__(
+        self, config: Mapping[str, Any], weights: Sequence[str] | None = None, file: str = "config.json"
+    ) -> None:
+        """weights: names of the tensors beside the file, None where they are not known; file: its name."""
+        self.file = file
         self._config = config
         self.weights = weights
         self._read: set[str] = set()
@@ -78,7 +81,7 @@ class Facts:
 
     def fail(self, name: str, problem: str) -> ConfigError:
         """The error for field ``name``, to be raised."""
-        return ConfigError(f"config.json: {name} {problem}", param="--model")
+        return ConfigError(f"{self.file}: {name} {problem}", param="--model")
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST) -> int:
         """An integer, ``low`` .. ``high``. Without a default the field must be there."""

@@ -15,6 +15,7 @@ from weft.common.errors import ConfigError
 from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.quantized import quantized_spec
+from weft.config.families.vision import read_tower
 from weft.config.spec import ModelSpec, keep_mtp
 
 #: Architecture, as ``config.json`` names it, to the function that reads its facts.
@@ -35,6 +36,10 @@ FAMILIES.add("Qwen3_5ForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5MoeForCausalLM", "weft.config.families.qwen3_5:build_spec")
 FAMILIES.add("Qwen3_5ForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
 FAMILIES.add("Qwen3_5MoeForConditionalGeneration", "weft.config.families.qwen3_5:build_text_spec")
+FAMILIES.add("Qwen3VLForConditionalGeneration", "weft.config.families.qwen3_vl:build_spec")
+FAMILIES.add("Qwen3VLMoeForConditionalGeneration", "weft.config.families.qwen3_vl:build_spec")
+FAMILIES.add("Kimi_K25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
+FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -47,13 +52,15 @@ def load_spec(
     *,
     trust_remote_code: bool = False,
     mtp: int = 0,
+    language_model_only: bool = False,
 ) -> ModelSpec:
     """The facts of the checkpoint in ``folder``.
 
     End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. A checkpoint that
     brings code (``auto_map``) is refused unless ``trust_remote_code``; with it, the code is still not run:
     the architecture must be one of Weft's own. Modules that predict further tokens are left out, but for the
-    first ``mtp``. Raises ConfigError for anything that cannot be served.
+    first ``mtp``; so is a vision tower with ``language_model_only``. Raises ConfigError for anything that
+    cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -81,8 +88,15 @@ def load_spec(
         keep_mtp(spec, mtp),
         eos_ids=_eos_ids(spec, path),
         dtype=spec.dtype or _saved_dtype(path) or "float32",
-        quantized=quantized_spec(facts, path),
+        quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
+        vision=None if language_model_only else read_tower(facts, path, spec),
     )
+
+
+def _text_facts(facts: Facts) -> Facts:
+    """Of the text model, where it has a configuration of its own."""
+    text = facts.get("text_config")
+    return Facts(text if isinstance(text, dict) else {})
 
 
 def _architecture(facts: Facts) -> str:

@@ -1,21 +1,19 @@
 """Qwen3.5, dense and with routed experts: Qwen3-Next's layers with projections of their own names.
 
-Published checkpoints hold a vision tower beside the text model (``...ForConditionalGeneration``); its weights
-are not loaded, and text alone is served. Source: the model cards of Qwen/Qwen3.5-27B and Qwen3.5-35B-A3B.
+Published checkpoints hold a vision tower beside the text model (``...ForConditionalGeneration``): see
+``vision.py``. Source: the model cards of Qwen/Qwen3.5-27B and Qwen3.5-35B-A3B.
 """
 
 from __future__ import annotations
 
-from weft.config.families.common import Defaults, layer_count
+from weft.config.families.common import Defaults, layer_count, text_spec
 from weft.config.families.facts import MOST_PARTS, Facts
 from weft.config.families.qwen3_next import hybrid_spec, moe_spec, predicting_modules
 from weft.config.spec import ModelSpec
 
-_DENSE = Defaults(kv_heads=4, head_dim=256, partial=0.25)
-_ROUTED = Defaults(kv_heads=2, head_dim=256, partial=0.25, intermediate=1)
-
-#: What a text model's configuration may leave to the one around it.
-_SHARED = ("architectures", "tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_SECTIONS = (11, 11, 10)
+_DENSE = Defaults(kv_heads=4, head_dim=256, partial=0.25, sections=_SECTIONS)
+_ROUTED = Defaults(kv_heads=2, head_dim=256, partial=0.25, sections=_SECTIONS, intermediate=1)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
@@ -31,13 +29,5 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def build_text_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """The text model of a checkpoint that also sees images (``vision_config``, which is read over)."""
-    facts.get("vision_config")
-    text = facts.get("text_config")
-    if not isinstance(text, dict):
-        raise facts.fail("text_config", f"must be an object, not {text!r}")
-    around = {name: facts.get(name) for name in _SHARED if name in facts}
-    inner = Facts({**around, **text}, facts.weights)
-    spec = build_spec(inner, override)
-    inner.refuse_unknown_computation()
-    return spec
+    """The text model of a checkpoint that also sees images."""
+    return text_spec(facts, override, build_spec)

@@ -37,26 +37,27 @@ def build_spec(facts: Facts, override: int | None) -> ModelSpec:
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
-        moe=_moe(facts, layers),
+        moe=experts(facts, layers, 128, 8, 768),
     )
 
 
-def _moe(facts: Facts, layers: int) -> MoESpec | None:
+def experts(facts: Facts, layers: int, count: int, top_k: int, intermediate: int) -> MoESpec | None:
+    """How layers route; ``count``, ``top_k`` and ``intermediate`` where the file does not say it."""
     # transformers 5 writes num_local_experts, everyone before it num_experts.
     field = "num_experts" if "num_experts" in facts else "num_local_experts"
-    experts = facts.integer(field, 128, low=0, high=MOST_PARTS)
+    count = facts.integer(field, count, low=0, high=MOST_PARTS)
     step = facts.integer("decoder_sparse_step", 1)
     dense = facts.integers("mlp_only_layers")
-    routed = tuple(i for i in range(layers) if experts and i not in dense and (i + 1) % step == 0)
+    routed = tuple(i for i in range(layers) if count and i not in dense and (i + 1) % step == 0)
     if not routed:
         return None
-    top_k = facts.integer("num_experts_per_tok", 8)
-    if top_k > experts:
-        raise facts.fail("num_experts_per_tok", f"{top_k} is more than {field} {experts}")
+    top_k = facts.integer("num_experts_per_tok", top_k)
+    if top_k > count:
+        raise facts.fail("num_experts_per_tok", f"{top_k} is more than {field} {count}")
     return MoESpec(
-        experts=experts,
+        experts=count,
         top_k=top_k,
-        intermediate=facts.integer("moe_intermediate_size", 768),
+        intermediate=facts.integer("moe_intermediate_size", intermediate),
         renormalize=facts.flag("norm_topk_prob", False),
         layers=routed,
     )

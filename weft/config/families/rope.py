@@ -28,9 +28,10 @@ _FIELDS: dict[str, frozenset[str]] = {
 _COMMON = frozenset(
     {"type", "rope_type", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 )
-#: Left by configurations of other kinds; without effect on the kinds above. (mrope divides the pairs among
-#: the three axes of images and video; a text token has the same position on all of them.)
-_IGNORED = frozenset({"finetuned", "max_position_embeddings", "mrope_section", "mrope_interleaved"})
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
+#: Left by configurations of other kinds; without effect on the kinds above. (Sections divide the pairs among
+#: the three axes of images; a text token has the same position on all of them.)
+_IGNORED = frozenset({"finetuned", "max_position_embeddings"}) | _SECTIONS
 
 
 def _parameters(facts: Facts) -> dict[str, Any]:
@@ -74,12 +75,17 @@ def _refuse_unknown(kind: str, parameters: dict[str, Any]) -> None:
 
 
 def rope_spec(
-    facts: Facts, head_dim: int, max_position: int, default_theta: float, partial: float | None = None
+    facts: Facts,
+    head_dim: int,
+    max_position: int,
+    default_theta: float,
+    partial: float | None = None,
+    sections: tuple[int, int, int] | None = None,
 ) -> RopeSpec:
     """The rotary embedding of a model whose ``max_position_embeddings`` is ``max_position``.
 
     partial: the share of a head's dims that are rotated where ``partial_rotary_factor`` does not say it; None
-    for families that rotate all.
+    for families that rotate all. sections: of families that see images, where the file does not say them.
 
     Raises ConfigError for a kind that is not implemented, a field that the kind does not use, a missing
     field, and a head size that cannot be rotated.
@@ -102,6 +108,7 @@ def rope_spec(
     original = read.optional_integer("original_max_position_embeddings")
     original = facts.optional_integer("original_max_position_embeddings") or original or max_position
     common: dict[str, Any] = {"kind": kind, "theta": theta, "dim": dim, "max_position": max_position}
+    common["sections"] = None if sections is None else _sections(read, kind, sections)
     if kind == "default":
         return RopeSpec(**common)
     if kind == "yarn":
@@ -114,6 +121,18 @@ def rope_spec(
     if high <= low:
         raise read.fail("high_freq_factor", "must be greater than low_freq_factor")
     return RopeSpec(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Pairs of frame, row and column, which take turns; whatever they are, text is rotated alike."""
+    if kind == "dynamic":
+        raise read.fail("rope_type", "dynamic is not supported for models that see images")
+    if not read.flag("mrope_interleaved", True):
+        raise read.fail("mrope_interleaved", "must be true for this architecture")
+    found = read.integers("mrope_section") or default
+    if len(found) != 3 or min(found) < 0:
+        raise read.fail("mrope_section", f"must be a list of three numbers, not {found!r}")
+    return found[0], found[1], found[2]
 
 
 def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:

@@ -41,6 +41,23 @@ class DocumentBlock(_Block, frozen=True, kw_only=True):
         return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
 
 
+class Base64Source(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="base64"):
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+    @property
+    def url(self) -> str:
+        return f"data:{self.media_type};base64,{self.data}"
+
+
+class UrlSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="url"):
+    url: str
+
+
+class ImageBlock(_Block, frozen=True, kw_only=True):
+    source: Base64Source | UrlSource
+
+
 class ToolUseBlock(_Block, frozen=True, kw_only=True):
     id: str
     name: str
@@ -67,11 +84,13 @@ class RedactedBlock(_Block, frozen=True, kw_only=True):
     data: str
 
 
-Block = TextBlock | DocumentBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock
+Block = (
+    TextBlock | DocumentBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedBlock
+)
 
 _TEXTS: dict[str, type[Any]] = {"text": TextBlock}
-_USER: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock, "tool_result": ToolResultBlock}
-_RESULT: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock}
+_RESULT: dict[str, type[Any]] = {**_TEXTS, "document": DocumentBlock, "image": ImageBlock}
+_USER: dict[str, type[Any]] = {**_RESULT, "tool_result": ToolResultBlock}
 _ASSISTANT: dict[str, type[Any]] = {
     **_TEXTS,
     "tool_use": ToolUseBlock,

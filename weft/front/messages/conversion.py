@@ -25,6 +25,7 @@ from weft.front.thoughts import unsealed
 from weft.front.tool_use import ToolUse
 from weft.front.turns import Parts, Turns
 from weft.grammar import build
+from weft.text.messages import ImagePart
 from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
 
@@ -58,10 +59,11 @@ def conversation(
         turns.system(system)
     for number, message in enumerate(asked.messages):
         _add(turns, message, f"messages[{number}]")
-    continues = _continues(turns.messages)
+    messages = turns.messages
+    continues = _continues(messages)
     params = _sampling(asked) if isinstance(asked, MessagesRequest) else SamplingParams(max_tokens=1)
     made = Conversation(
-        messages=turns.messages,
+        messages=messages,
         params=params,
         form=AnswerOptions(
             model=asked.model, stream=isinstance(asked, MessagesRequest) and bool(asked.stream)
@@ -139,22 +141,30 @@ def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
                 parts = []
             turns.result(block.tool_use_id, _result(block, f"{where}[{number}].content"))
         else:
-            assert isinstance(block, b.TextBlock | b.DocumentBlock)
-            if isinstance(block, b.DocumentBlock) and (block.citations or {}).get("enabled"):
-                raise InvalidRequest(
-                    f"{where}[{number}]: citations are not supported by this server",
-                    param=f"{where}[{number}]",
-                    code="unsupported_parameter",
-                )
-            parts.append({"type": "text", "text": block.text})
+            parts.append(_shown(block, f"{where}[{number}]"))
     if parts or not results:
         turns.user(parts or [{"type": "text", "text": ""}])
 
 
-def _result(block: b.ToolResultBlock, where: str) -> str:
-    """What a call returned, as text. An error says so."""
-    texts = [] if block.content is None else b.blocks(block.content, "result", where)
-    text = "\n".join(part.text for part in texts)
+def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
+    """What the model is shown of a user's block."""
+    if isinstance(block, b.ImageBlock):
+        return ImagePart(block.source.url, where, kind="image")
+    assert isinstance(block, b.TextBlock | b.DocumentBlock)
+    if isinstance(block, b.DocumentBlock) and (block.citations or {}).get("enabled"):
+        raise InvalidRequest(
+            f"{where}: citations are not supported by this server", param=where, code="unsupported_parameter"
+        )
+    return {"type": "text", "text": block.text}
+
+
+def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
+    """What a call returned: a text, where it has no images. An error says so."""
+    found = [] if block.content is None else b.blocks(block.content, "result", where)
+    if any(isinstance(part, b.ImageBlock) for part in found):
+        parts: Parts = [_shown(part, f"{where}[{number}]") for number, part in enumerate(found)]
+        return [{"type": "text", "text": "Error:"}, *parts] if block.is_error else parts
+    text = "\n".join(part.text for part in found)
     return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
 

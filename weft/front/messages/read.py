@@ -42,4 +42,6 @@ def _read(reader: Reader, asked: CountRequest) -> Job:
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
     return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))

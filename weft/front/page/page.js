@@ -299,7 +299,7 @@ function markdown(text) {
 
 // ---- chat
 
-const conversation = [];
+let conversation = []; // a new one takes its place, while a reply of the old one may still come
 let running = null; // AbortController of the reply that is under way
 
 const CALCULATOR = {
@@ -403,11 +403,11 @@ function take(reply, delta) {
   }
 }
 
-async function receive(reply, body) {
+async function receive(reply, body, talk) {
   const system = $("system").value.trim();
   const request = {
     model,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...conversation],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...talk],
     temperature: Number($("temperature").value) || 0,
     max_tokens: Number($("most").value) || 512,
     stream: true,
@@ -437,13 +437,13 @@ async function receive(reply, body) {
   }
 }
 
-async function reply() {
+async function reply(talk) {
   // One answer. Returns whether tool results were added, so that there is another one to come.
   const made = { content: "", reasoning: "", calls: [], note: "" };
   const body = bubble("assistant");
   body.setAttribute("aria-busy", "true");
   try {
-    await receive(made, body);
+    await receive(made, body, talk);
   } catch (error) {
     made.note = error.name === "AbortError" ? "Stopped." : error.message;
   }
@@ -451,7 +451,7 @@ async function reply() {
   body.removeAttribute("aria-busy");
   const message = { role: "assistant", content: made.content };
   if (made.calls.length && !made.note) message.tool_calls = made.calls;
-  if (made.content || message.tool_calls) conversation.push(message);
+  if (made.content || message.tool_calls) talk.push(message);
   if (!message.tool_calls) return false;
   for (const call of made.calls) {
     let result;
@@ -461,7 +461,7 @@ async function reply() {
     } catch (error) {
       result = "error: " + error.message;
     }
-    conversation.push({ role: "tool", tool_call_id: call.id, content: result });
+    talk.push({ role: "tool", tool_call_id: call.id, content: result });
     bubble("calculator").append(make("p", result));
   }
   return true;
@@ -474,11 +474,16 @@ async function ask() {
   $("question").value = "";
   $("send").hidden = true;
   $("stop").hidden = false;
-  conversation.push({ role: "user", content: question });
+  const talk = conversation;
+  talk.push({ role: "user", content: question });
   bubble("you").append(...markdown(question));
   $("log").scrollTop = $("log").scrollHeight;
-  if (!model) await describe();
-  for (let round = 0; round < ROUNDS && (await reply()); round++);
+  try {
+    if (!model) await describe();
+    for (let round = 0; round < ROUNDS && (await reply(talk)); round++);
+  } catch {
+    show("the server does not answer", false);
+  }
   running = null;
   $("send").hidden = false;
   $("stop").hidden = true;
@@ -501,7 +506,7 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => running && running.abort());
 $("fresh").addEventListener("click", () => {
   if (running) running.abort();
-  conversation.length = 0;
+  conversation = [];
   $("log").replaceChildren();
   $("question").focus();
 });

@@ -45,7 +45,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the answer that say what was asked."""
     names: dict[str, Named] = {}
     """See ``Offered``."""
-    items: msgspec.Raw = msgspec.Raw(b"[]")
+    items: bytes = b"[]"
     """The request's input as the store keeps it, JSON, where the response is to be stored."""
     previous: str | None = None
     store: bool = False
@@ -54,6 +54,19 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     summarizes: bool = False
     """Whether the thought is shown as its summary."""
     logprobs: bool = False
+
+
+def packed(facts: Facts) -> bytes:
+    """``facts`` as a job carries them. Items, which may be megabytes of images, are a line behind the rest,
+    so that who takes them out need not read them.
+    """
+    return msgspec.json.encode(msgspec.structs.replace(facts, items=b"")) + b"\n" + facts.items
+
+
+def unpacked(data: bytes) -> Facts:
+    """What was ``packed``."""
+    rest, _, items = data.partition(b"\n")
+    return msgspec.structs.replace(msgspec.json.decode(rest, type=Facts), items=items)
 
 
 def conversation(
@@ -101,7 +114,7 @@ def _resolved(
 ) -> list[dict[str, Any]]:
     """The items of an input, references to stored ones resolved."""
     if given is None or isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given or ""}]
+        return [{"type": "message", "role": "user", "content": given}] if given else []
     found = []
     for number, item in enumerate(given):
         if reference := reference_of(item):
@@ -167,7 +180,7 @@ def _facts(
     return Facts(
         repeats=_repeats(asked, tools, params, store),
         names=tools.names,
-        items=msgspec.Raw(msgspec.json.encode([_with_id(item) for item in items] if store else [])),
+        items=msgspec.json.encode([_with_id(item) for item in items] if store else []),
         previous=asked.previous_response_id,
         store=store,
         encrypted=asked.includes(ENCRYPTED),

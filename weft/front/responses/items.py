@@ -12,6 +12,7 @@ from weft.front.protocol.parse import convert, printable
 from weft.front.responses.tools import joined
 from weft.front.thoughts import unsealed
 from weft.front.turns import Parts, Turns
+from weft.text.messages import ImagePart, detail_of
 
 
 class _Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +88,7 @@ class Adder:
         if item.role in ("system", "developer"):
             self._turns.system(_text(item.content, where))
         elif item.role == "user":
-            text: Parts = [{"type": "text", "text": one} for one in _texts(item.content, where)]
-            self._turns.user(text or [{"type": "text", "text": ""}])
+            self._turns.user(_parts(item.content, where) or [{"type": "text", "text": ""}])
         elif item.role == "assistant":
             self._turns.says(_text(item.content, where))
         else:
@@ -104,7 +104,9 @@ class Adder:
         self._turns.calls(item.call_id, joined(item.namespace, item.name), arguments)
 
     def _output(self, item: OutputItem, where: str) -> None:
-        self._turns.result(item.call_id, "\n".join(_texts(item.output, where)))
+        parts = _parts(item.output, where, "output")
+        texts = [part["text"] for part in parts if not isinstance(part, ImagePart)]
+        self._turns.result(item.call_id, "\n".join(texts) if len(texts) == len(parts) else parts)
 
     def _reasoning(self, item: ReasoningItem, where: str) -> None:
         thought = _parts_of(item.content, "reasoning_text", where)
@@ -125,6 +127,32 @@ def _texts(content: str | list[dict[str, Any]], where: str) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+
+
+def _parts(content: str | list[dict[str, Any]], where: str, field: str = "content") -> Parts:
+    """Texts and images."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    made: Parts = []
+    for number, part in enumerate(content):
+        place = f"{where}.{field}[{number}]"
+        if part.get("type") == "input_image":
+            made.append(_image(part, place))
+        else:
+            made.append({"type": "text", "text": _part(part, place)})
+    return made
+
+
+def _image(part: dict[str, Any], where: str) -> ImagePart:
+    url = part.get("image_url")
+    rest = {name for name, value in part.items() if value is not None} - {"type", "image_url", "detail"}
+    if rest or not isinstance(url, str):
+        raise InvalidRequest(
+            f"{where}: an input_image must have an image_url, and detail at most; this server keeps no files",
+            param=where,
+            code="unsupported_parameter",
+        )
+    return ImagePart(url, where, detail_of(part.get("detail"), where), "input_image")
 
 
 def _part(part: dict[str, Any], where: str) -> str:

@@ -157,8 +157,11 @@ class TokensRequest(Body, frozen=True, kw_only=True):
 
     def check(self) -> None:
         short("model", self.model)
-        if not self.input:
-            raise InvalidRequest("input must be a text or items, and not empty", param="input")
+        if not self.input and self.previous_response_id is None:
+            raise InvalidRequest(
+                "input must be a text or items, and not empty, unless previous_response_id is there",
+                param="input",
+            )
 
 
 class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.parse import decode, make
-from weft.front.responses.conversion import NAMES, History, conversation
+from weft.front.responses.conversion import NAMES, History, conversation, packed
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.turns import effort_shown, renamed
 
@@ -35,6 +35,9 @@ class _Item(msgspec.Struct):
     id: Any = None
 
 
+_Input = list[_Item] | str | None
+
+
 class Lookup(msgspec.Struct, frozen=True):
     """What a body refers to."""
 
@@ -52,9 +55,10 @@ def references(body: Sequence[bytes]) -> Lookup:
         return Lookup(None, [])
     try:
         found = msgspec.json.decode(joined, type=_Refers)
-        items = msgspec.json.decode(found.input, type=list[_Item]) if _REFERS[1] in joined else []
+        given = msgspec.json.decode(found.input, type=_Input) if _REFERS[1] in joined else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return Lookup(None, [])
+    items = given if isinstance(given, list) else []
     named = [item.id for item in items if item.type == "item_reference" and isinstance(item.id, str)]
     previous = found.previous_response_id
     return Lookup(previous if isinstance(previous, str) else None, named)
@@ -93,4 +97,4 @@ def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None
-    return msgspec.structs.replace(job, facts=msgspec.json.encode(facts))
+    return msgspec.structs.replace(job, facts=packed(facts))

@@ -15,7 +15,7 @@ from weft.front.logprobs import chat_logprobs
 from weft.front.outputs import ChoiceOutput
 from weft.front.responses import events as e
 from weft.front.responses.content import Items
-from weft.front.responses.conversion import Facts
+from weft.front.responses.conversion import unpacked
 from weft.front.responses.store import ResponseStore, Stored
 from weft.front.streaming import StreamForm
 from weft.front.token_counts import cache_creation, thought_tokens
@@ -35,7 +35,7 @@ class ResponsesShape:
         self._generation = generation
         self._store = store
         self._block = block
-        self._facts = msgspec.json.decode(generation.job.facts, type=Facts)
+        self._facts = unpacked(generation.job.facts)
         self._output = ChoiceOutput(generation.parser())
         self._items = Items(self._facts, self._take_logprobs)
         self._pending: list[tuple[tuple[int, ...], Logprobs]] = []
@@ -109,7 +109,7 @@ class ResponsesShape:
             stored = Stored(
                 id=self._answer.id,
                 answer=made,
-                input=bytes(self._facts.items),
+                input=self._facts.items,
                 output_ids=tuple(item.id for item in self._items.done),
                 previous=self._facts.previous,
             )

@@ -134,7 +134,8 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
 
 def _chosen(tools: Sequence[Tool], choice: ResponseToolChoice | None, parallel: bool) -> ToolUse:
     if isinstance(choice, ChooseFunction | ChooseCustom):
-        return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=parallel)
+        # One call, as chat has it: the API says "exactly one specific function".
+        return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=False)
     if isinstance(choice, ChooseAllowed):
         names = [joined(tool.namespace, tool.name) for tool in choice.tools]
         return ToolUse.checked(tools, mode=choice.mode, names=names, parallel=parallel)

@@ -7,32 +7,37 @@ from weft.models.weights import WeightMap, add_block, add_experts, add_gated_mlp
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes.
+    """Where each published tensor goes."""
+    return latent_weights(spec, "model", "lm_head")
+
+
+def latent_weights(spec: ModelSpec, prefix: str, head: str) -> WeightMap:
+    """Likewise, of a text model whose names begin with ``prefix``, but for the ``head``.
 
     Modules that predict further tokens, if the model has any, are published as the layers behind the last,
     with copies of embedding and head.
     """
-    result = decoder_weights(spec)
+    result = decoder_weights(spec, prefix, head)
     for layer in range(spec.layers):
-        _add_feed_forward(result, spec, layer, f"blocks.{layer}")
+        _add_feed_forward(result, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")
     for module in range(spec.mtp_layers):
         layer = spec.layers + module
         ours = f"mtp.{module}"
-        theirs = f"model.layers.{layer}"
+        theirs = f"{prefix}.layers.{layer}"
         add_block(result, spec, layer, theirs, f"{ours}.block")
-        _add_feed_forward(result, spec, layer, f"{ours}.block")
+        _add_feed_forward(result, spec, layer, theirs, f"{ours}.block")
         result.add(f"{theirs}.enorm.weight", f"{ours}.embedding_norm.weight")
         result.add(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
         result.add(f"{theirs}.eh_proj.weight", f"{ours}.project.weight")
         result.add(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
-        result.same_as[f"{theirs}.embed_tokens.weight"] = "model.embed_tokens.weight"
-        head = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
-        result.same_as[f"{theirs}.shared_head.head.weight"] = head
+        result.same_as[f"{theirs}.embed_tokens.weight"] = f"{prefix}.embed_tokens.weight"
+        same = f"{prefix}.embed_tokens.weight" if spec.tied else f"{head}.weight"
+        result.same_as[f"{theirs}.shared_head.head.weight"] = same
     return result
 
 
-def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, ours: str) -> None:
-    theirs = f"model.layers.{layer}.mlp"
+def _add_feed_forward(made: WeightMap, spec: ModelSpec, layer: int, theirs: str, ours: str) -> None:
+    theirs = f"{theirs}.mlp"
     if spec.moe is not None and layer in spec.moe.layers:
         add_experts(made, spec, theirs, f"{ours}.feed_forward", ("gate_proj", "up_proj", "down_proj"))
     else:

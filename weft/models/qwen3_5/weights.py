@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
-from weft.common.log import get_logger
 from weft.config.spec import DeltaSpec, ModelSpec
 from weft.models.qwen3_next.weights import hybrid_weights
+from weft.models.vision.weights import add_qwen_tower
 from weft.models.weights import WeightMap
-
-_log = get_logger(__name__)
 
 
 def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes. A vision tower's have no effect."""
+    """Where each published tensor goes."""
     sees = spec.architecture.endswith("ForConditionalGeneration")
     result = hybrid_weights(spec, "model.language_model" if sees else "model", _add_projections)
     if sees:
-        _log.info("text alone is served: the vision tower of this checkpoint is not loaded")
-        result.ignored.append(re.compile(r"^model\.visual\."))
+        add_qwen_tower(result, spec)
     return result
 
 

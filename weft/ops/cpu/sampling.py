@@ -19,25 +19,31 @@ def serves(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(-1) == 1 and cpu.load()
 
 
-def greedy(logits: Tensor, rows: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+Masks = tuple[Tensor, Tensor]
+"""(words int32 [masks, ceil(vocab_size / 32)], places int64 [R]: the mask of each row). Bit i of word w
+allows token 32 w + i."""
+
+
+def greedy(
+    logits: Tensor, rows: Tensor, vocab_size: int, masks: Masks | None = None
+) -> tuple[Tensor, Tensor]:
     """(argmax int64 [R], error bool [R]) of ``logits[rows, :vocab_size]``; ties go to the lowest id.
 
-    logits: [L, >= V]; rows: int64 [R]. ``error``: the row holds NaN or +inf, or nothing finite.
+    logits: [L, >= V]; rows: int64 [R]. ``masks``: other tokens count as -inf. ``error``: the row holds NaN or
+    +inf, or nothing finite.
     """
-    ids, error = torch.ops.weft_cpu.greedy.default(logits, rows, vocab_size)
+    words, places = (None, None) if masks is None else masks
+    ids, error = torch.ops.weft_cpu.greedy.default(logits, rows, vocab_size, words, places)
     return ids, error
 
 
-def allow_bits(
-    logits: Tensor, rows: Tensor, vocab_size: int, words: Tensor, places: Tensor
-) -> tuple[Tensor, Tensor]:
+def allow_bits(logits: Tensor, rows: Tensor, vocab_size: int, masks: Masks) -> tuple[Tensor, Tensor]:
     """(float32 [R, vocab_size]: ``logits[rows, :vocab_size]``, with -inf where a mask does not allow the
     token; error bool [R], of the logits as they are).
 
-    logits, rows, error: as for ``greedy``. words: int32 [masks, ceil(vocab_size / 32)], bit i of word w is
-    token 32 w + i; places: int64 [R], the mask of each row.
+    logits, rows, error: as for ``greedy``.
     """
-    made, error = torch.ops.weft_cpu.allow_bits.default(logits, rows, vocab_size, words, places)
+    made, error = torch.ops.weft_cpu.allow_bits.default(logits, rows, vocab_size, *masks)
     return made, error
 
 
@@ -50,13 +56,15 @@ def sample(
     seed: Tensor,
     choice: Tensor,
     position: Tensor,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
 
-    logits, rows: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps everything.
-    seed, choice, position: int64 [R], what the noise is a function of.
+    logits, rows, masks: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps
+    everything. seed, choice, position: int64 [R], what the noise is a function of.
     """
+    words, places = (None, None) if masks is None else masks
     ids, error = torch.ops.weft_cpu.sample.default(
-        logits, rows, vocab_size, temperature, min_p, seed, choice, position
+        logits, rows, vocab_size, temperature, min_p, seed, choice, position, words, places
     )
     return ids, error

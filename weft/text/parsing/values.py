@@ -16,24 +16,32 @@ _OF_VALUE = {bool: "boolean", int: "integer", float: "number", str: "string", li
 ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
 
 
-def types_of(schema: Any, root: Mapping[str, Any] | None = None, depth: int = 0) -> tuple[str, ...]:
+def types_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
     """JSON Schema types that ``schema`` names, in its order; none where it does not say. ``root`` is where
     ``$ref`` looks."""
+    return tuple(dict.fromkeys(_types(schema, root, 0, set())))
+
+
+def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: set[str]) -> list[str]:
+    """``followed``: references that were looked up. Again, they say nothing new; and definitions that refer
+    to each other many times are many times as many paths as they are long."""
     if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
-        return ()
+        return []
     named = schema.get("type")
     types = [item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str)]
     if not types and isinstance(schema.get("enum"), list):
         types = [_OF_VALUE.get(type(value), "null") for value in schema["enum"]]
     if not types and "const" in schema:
         types = [_OF_VALUE.get(type(schema["const"]), "null")]
-    if not types and isinstance(schema.get("$ref"), str):
-        types = [*types_of(_resolved(schema["$ref"], root), root, depth + 1)]
+    reference = schema.get("$ref")
+    if not types and isinstance(reference, str) and reference not in followed:
+        followed.add(reference)
+        types = _types(_resolved(reference, root), root, depth + 1, followed)
     for union in ("anyOf", "oneOf", "allOf"):
         options = schema.get(union)
         if not types and isinstance(options, list):
-            types = [found for option in options for found in types_of(option, root, depth + 1)]
-    return tuple(dict.fromkeys(types))
+            types = [found for option in options for found in _types(option, root, depth + 1, followed)]
+    return types
 
 
 def parameter_types(parameters: Mapping[str, Any], key: str) -> tuple[str, ...]:

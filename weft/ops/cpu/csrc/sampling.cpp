@@ -11,6 +11,9 @@
 //   Both tests are done in float with an allowance for every rounding; what passes is scored in double.
 //
 // Ties go to the lowest id. A row with NaN, +inf or nothing finite after the division is an error.
+//
+// With a mask (bit i of word w is token 32 w + i) a token whose bit is clear counts as -inf; NaN and +inf are looked
+// for in the logits as they are.
 
 #include "vector.h"
 
@@ -40,9 +43,16 @@ struct Top {
   bool broken() const { return nan || !std::isfinite(value); }
 };
 
+// Lanes of x[i ...] whose bits are clear become -inf; i is a multiple of kLanes.
+template <bool kMasked>
+inline vf allowed(vf v, const int32_t* mask, int64_t i) {
+  if constexpr (!kMasked) return v;
+  return select(uint32_t(mask[i >> 5]) >> (i & 31) & 0xffffu, v, splat(-kInf));
+}
+
 // The largest of n numbers and the first place that holds it. `groups`, if any, gets the maximum of each kGroup.
-template <class T>
-Top top_of(const T* x, int64_t n, float* groups) {
+template <bool kMasked, class T>
+Top top_of(const T* x, int64_t n, const int32_t* mask, float* groups) {
   Top top;
   int64_t block = 0;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
@@ -55,23 +65,27 @@ Top top_of(const T* x, int64_t n, float* groups) {
       for (; i + kLanes <= until; i += kLanes) {
         const vf v = load(x + i);
         check = check + (v - v);  // NaN for NaN and infinities
-        here = vmax(v, here);
+        here = vmax(allowed<kMasked>(v, mask, i), here);
       }
       if (i < until) {
         const int left = int(until - i);
         const vf v = load_n(x + i, left);
         check = check + (v - v);
-        here = vmax(select((1u << left) - 1, v, splat(-kInf)), here);
+        here = vmax(select((1u << left) - 1, allowed<kMasked>(v, mask, i), splat(-kInf)), here);
       }
       if (groups) groups[from / kGroup] = reduce_max(here);
       largest = vmax(here, largest);
     }
     if (any_nan(check))
-      for (int64_t i = begin; i < end; ++i) top.nan |= std::isnan(widen(x[i]));
+      for (int64_t i = begin; i < end; ++i)
+        top.nan |= std::isnan(widen(x[i])) || (kMasked && widen(x[i]) == kInf);
     const float value = reduce_max(largest);
     if (value > top.value) top.value = value, block = begin;
   }
-  for (top.id = block; top.id < n - 1 && widen(x[top.id]) != top.value; ++top.id) {
+  const auto is_top = [&](int64_t id) {
+    return widen(x[id]) == top.value && (!kMasked || uint32_t(mask[id >> 5]) >> (id & 31) & 1);
+  };
+  for (top.id = block; top.id < n - 1 && !is_top(top.id); ++top.id) {
   }
   return top;
 }
@@ -199,10 +213,10 @@ struct Best {
 };
 
 // Steps 5 to 7 without top_k and top_p, of one row of n logits.
-template <class T>
-std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, float temperature, double min_p, const Key& key,
-                                     float* groups) {
-  const Top top = top_of(x, n, groups);
+template <bool kMasked, class T>
+std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, const int32_t* mask, float temperature, double min_p,
+                                     const Key& key, float* groups) {
+  const Top top = top_of<kMasked>(x, n, mask, groups);
   const float largest = top.value / temperature;
   if (top.nan || !std::isfinite(largest)) return {0, true};
   const auto scaled = [&](int64_t id) { return double(widen(x[id]) / temperature); };
@@ -223,7 +237,7 @@ std::tuple<int64_t, bool> sample_row(const T* x, int64_t n, float temperature, d
     words_of(key, uint32_t(from), words);
     for (int64_t i = from; i < std::min<int64_t>(from + kGroup, n); i += kLanes) {
       const int left = int(std::min<int64_t>(kLanes, n - i));
-      const vf v = left == kLanes ? load(x + i) : load_n(x + i, left);
+      const vf v = allowed<kMasked>(left == kLanes ? load(x + i) : load_n(x + i, left), mask, i);
       const vf reach = exp2v(fma(v - splat(top.value), splat(inverse), splat(shift)));
       uint32_t may = (~less(reach, gap_of(words + (i - from)))) & ((1u << left) - 1);
       for (; may; may &= may - 1) {
@@ -254,6 +268,30 @@ Rows check(const Tensor& logits, const Tensor& rows, int64_t vocab, const char* 
   return {rows.size(0), logits.stride(0), vocab, index};
 }
 
+// The mask of each row: `words` int32 [masks, ceil(vocab / 32)], `places` int64 [rows]. Without words all is allowed.
+struct Masks {
+  Tensor words, places;
+  int64_t width = 0;
+  const int32_t* first = nullptr;
+  const int64_t* place = nullptr;
+  const int32_t* of(int64_t row) const { return first + place[row] * width; }
+};
+
+Masks masks_of(const std::optional<Tensor>& words, const std::optional<Tensor>& places, const Rows& of,
+               const char* op) {
+  if (!words.has_value()) return {};
+  Masks made{*words, places.value(), (of.vocab + 31) / 32};
+  TORCH_CHECK(made.places.dim() == 1 && made.places.size(0) == of.count && made.places.is_contiguous(), op,
+              ": places");
+  TORCH_CHECK(made.words.dim() == 2 && made.words.size(1) == made.width && made.words.is_contiguous(), op, ": words");
+  made.first = made.words.const_data_ptr<int32_t>();
+  made.place = made.places.const_data_ptr<int64_t>();
+  for (int64_t r = 0; r < of.count; ++r)
+    TORCH_CHECK(made.place[r] >= 0 && made.place[r] < made.words.size(0), op, ": mask ", made.place[r], " of ",
+                made.words.size(0));
+  return made;
+}
+
 template <class F>
 auto by_dtype(const Tensor& x, const char* op, F f) {
   if (x.scalar_type() == at::kBFloat16) return f(bf16());
@@ -261,8 +299,10 @@ auto by_dtype(const Tensor& x, const char* op, F f) {
   return f(float());
 }
 
-std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab) {
+std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab,
+                                  const std::optional<Tensor>& words, const std::optional<Tensor>& places) {
   const Rows of = check(logits, rows, vocab, "greedy");
+  const Masks masks = masks_of(words, places, of, "greedy");
   Tensor ids = at::empty({of.count}, rows.options()), error = at::empty({of.count}, rows.options().dtype(at::kBool));
   by_dtype(logits, "greedy", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
@@ -270,7 +310,9 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int6
     bool* wrong = error.mutable_data_ptr<bool>();
     at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const Top top = top_of(x + of.index[r] * of.stride, vocab, nullptr);
+        const T* row = x + of.index[r] * of.stride;
+        const Top top = masks.first ? top_of<true>(row, vocab, masks.of(r), nullptr)
+                                    : top_of<false>(row, vocab, nullptr, nullptr);
         id[r] = top.id;
         wrong[r] = top.broken();
       }
@@ -281,8 +323,10 @@ std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int6
 
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& temperature,
                                   const Tensor& min_p, const Tensor& seed, const Tensor& choice,
-                                  const Tensor& position) {
+                                  const Tensor& position, const std::optional<Tensor>& words,
+                                  const std::optional<Tensor>& places) {
   const Rows of = check(logits, rows, vocab, "sample");
+  const Masks masks = masks_of(words, places, of, "sample");
   for (const Tensor* column : {&temperature, &min_p, &seed, &choice, &position})
     TORCH_CHECK(column->dim() == 1 && column->size(0) == of.count, "sample: columns");
   const Tensor degrees = temperature.contiguous(), least = min_p.contiguous(), seeds = seed.contiguous(),
@@ -299,8 +343,10 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
       std::vector<float> groups(size_t(vocab + kGroup - 1) / kGroup);
       for (int64_t r = begin; r < end; ++r) {
         const Key key{uint32_t(s[r]), uint32_t(uint64_t(s[r]) >> 32), uint32_t(at[r]), uint32_t(c[r])};
+        const T* row = x + of.index[r] * of.stride;
         std::tie(id[r], wrong[r]) =
-            sample_row(x + of.index[r] * of.stride, vocab, float(t[r]), p[r], key, groups.data());
+            masks.first ? sample_row<true>(row, vocab, masks.of(r), float(t[r]), p[r], key, groups.data())
+                        : sample_row<false>(row, vocab, nullptr, float(t[r]), p[r], key, groups.data());
       }
     });
   });
@@ -311,13 +357,7 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
 std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
                                       const Tensor& places) {
   const Rows of = check(logits, rows, vocab, "allow_bits");
-  const int64_t width = (vocab + 31) / 32;
-  TORCH_CHECK(places.dim() == 1 && places.size(0) == of.count && places.is_contiguous(), "allow_bits: places");
-  TORCH_CHECK(words.dim() == 2 && words.size(1) == width && words.is_contiguous(), "allow_bits: words");
-  const int64_t* place = places.const_data_ptr<int64_t>();
-  for (int64_t r = 0; r < of.count; ++r)
-    TORCH_CHECK(place[r] >= 0 && place[r] < words.size(0), "allow_bits: mask ", place[r], " of ", words.size(0));
-  const int32_t* masks = words.const_data_ptr<int32_t>();
+  const Masks masks = masks_of(words, places, of, "allow_bits");
   Tensor made = at::empty({of.count, vocab}, logits.options().dtype(at::kFloat));
   Tensor error = at::empty({of.count}, rows.options().dtype(at::kBool));
   float* out = made.mutable_data_ptr<float>();
@@ -327,7 +367,7 @@ std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, 
     at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* from = x + of.index[r] * of.stride;
-        const int32_t* mask = masks + place[r] * width;
+        const int32_t* mask = masks.of(r);
         float* to = out + r * vocab;
         vf largest = splat(-kInf), check = splat(0.0f);
         for (int64_t i = 0; i < vocab; i += kLanes) {
@@ -355,10 +395,10 @@ std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("greedy(Tensor logits, Tensor rows, int vocab) -> (Tensor, Tensor)");
+  m.def("greedy(Tensor logits, Tensor rows, int vocab, Tensor? words, Tensor? places) -> (Tensor, Tensor)");
   m.def(
       "sample(Tensor logits, Tensor rows, int vocab, Tensor temperature, Tensor min_p, Tensor seed, Tensor choice, "
-      "Tensor position) -> (Tensor, Tensor)");
+      "Tensor position, Tensor? words, Tensor? places) -> (Tensor, Tensor)");
   m.def("allow_bits(Tensor logits, Tensor rows, int vocab, Tensor words, Tensor places) -> (Tensor, Tensor)");
   m.impl("allow_bits", c10::DispatchKey::CPU, TORCH_FN(allow_bits));
   m.impl("greedy", c10::DispatchKey::CPU, TORCH_FN(greedy));

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
-from weft.front.workers import WorkerPool
+from weft.common.workers import WorkerPool
 
 PROGRAM = """
 import os, socket, struct, sys, time

@@ -1,4 +1,4 @@
-"""Processes that do a front's long work: what would hold Python's lock, or much memory, for long.
+"""Processes that do long work for an event loop: what would hold Python's lock, or much memory, for long.
 
 A pool sends each of its processes one payload at a time over a socket pair and takes one answer back, both
 framed by their length. A process that dies, or takes longer than its deadline, fails the payload that it had
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import io
 import itertools
 import socket
 import struct
 import subprocess
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from weft.common import signals
 from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftError
@@ -28,13 +29,19 @@ MAX_WAITING = 1024
 """Payloads that may wait for a process."""
 BYTES_A_SECOND = 1 << 20
 """A payload waits as if it had come this much later a byte, so that small ones go first and none starves."""
+PIECE = 256 << 10
+"""Bytes of an answer that are taken at once, before the event loop's other tasks get their turn."""
+
+
+class WorkerDied(WeftError):
+    """A process died of its payload, or gave no answer that can be read."""
 
 
 class _Waiting(NamedTuple):
     turn: float
     number: int
-    payload: tuple[bytes, ...]
-    answer: asyncio.Future[bytes]
+    payload: tuple[bytes | memoryview, ...]
+    answer: asyncio.Future[bytes | bytearray]
 
 
 class WorkerPool:
@@ -55,18 +62,18 @@ class WorkerPool:
         self._busy: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
-    async def call(self, *payload: bytes) -> bytes:
+    async def call(self, *payload: bytes | memoryview) -> bytes | bytearray:
         """The answer of a process to a payload in pieces, which are not copied here.
 
-        Raises Overloaded when too many wait, DeadlineExceeded when it takes too long, and WeftError when the
-        process died of it.
+        A caller that is cancelled leaves the process at its work, within the deadline. Raises Overloaded when
+        too many wait, DeadlineExceeded when it takes too long, and WorkerDied when the process died of it.
         """
         if self._closed:
             raise Unavailable("the server is shutting down")
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded("too many requests wait to be read; try again later")
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[bytes] = loop.create_future()
+        answer: asyncio.Future[bytes | bytearray] = loop.create_future()
         turn = loop.time() + sum(map(len, payload)) / BYTES_A_SECOND
         heapq.heappush(self._waiting, _Waiting(turn, next(self._numbers), payload, answer))
         self._dispatch()
@@ -142,7 +149,13 @@ def _failure(error: BaseException) -> WeftError:
     if isinstance(error, asyncio.CancelledError):
         return Unavailable("the server is shutting down")
     log.error("a worker process failed: %s", type(error).__name__)
-    return WeftError("the server failed to read this request")
+    return WorkerDied("the server failed to read this request")
+
+
+def receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
+    """In a worker: the next payload; empty when there is none any more."""
+    header = stream.read(HEADER.size)
+    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
 
 
 class _Worker:
@@ -183,13 +196,23 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    async def exchange(self, *payload: bytes) -> bytes:
+    async def exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
         """Raises an EOFError or OSError when the process dies."""
         await self._send(*payload)
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-        return await self._reader.readexactly(size)
+        if size <= PIECE:
+            return await self._reader.readexactly(size)
+        answer = bytearray(size)  # filled in pieces: one copy of all of it would hold the event loop up
+        filled = 0
+        while filled < size:
+            piece = await self._reader.read(min(PIECE, size - filled))
+            if not piece:
+                raise asyncio.IncompleteReadError(b"", size - filled)
+            answer[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return answer
 
-    async def _send(self, *payload: bytes) -> None:
+    async def _send(self, *payload: bytes | memoryview) -> None:
         self._writer.writelines((HEADER.pack(sum(map(len, payload))), *payload))
         await self._writer.drain()
 

@@ -1,0 +1,240 @@
+"""E0 with images: in float64 nobody can tell how a prompt with images was computed, or beside whom."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e0.rig import MAX_LEN, Answer, make_engine, replaying, run, spec_of, submit
+from tests.support.domains import on_layout
+from tests.support.seen import SeeingModels, Seen
+from tests.support.vision_models import PLACEHOLDER
+from weft.config.media_limits import media_limits, most_tokens
+from weft.config.sections import MediaSection, SpeculationSection
+from weft.runner import graphs
+from weft.runner import runner as runner_module
+from weft.types.layout import Layout
+from weft.types.messages import Submit
+from weft.types.plan import BindMedia, DropMedia, Encode
+from weft.types.sampling import TokenParams
+
+GREEDY = TokenParams(temperature=0.0, max_tokens=6, logit_bias=((PLACEHOLDER, -100.0),))
+"""The reference looks for an image for every such token, generated ones, too."""
+SEEDED = TokenParams(temperature=0.8, top_p=0.95, max_tokens=6, repetition_penalty=1.1)
+NAMES = ["qwen3-vl", "qwen3-5-moe-vision", "kimi-k25"]
+
+
+class Images:
+    """Prompts of each model, and what an engine answers that computes one at a time, in one chunk."""
+
+    def __init__(self, root: Path) -> None:
+        self.models = SeeingModels(root)
+        self.prompts = cache(self._prompts)
+        self.answer = cache(self._answer)
+
+    def _prompts(self, name: str) -> list[Seen]:
+        seen = self.models.seen
+        first = seen(name, [5, (2, 3), 4], 1)
+        other = first.with_images_of(seen(name, [5, (2, 3), 4], 11))
+        return [
+            first,
+            other,  # the same tokens, another image
+            seen(name, [3, (3, 3), 2, (1, 4), 6], 2),
+            seen(name, [(5, 6), 3], 3),
+            seen(name, [17], 4),
+            first.then([7, 8, 9], seen(name, [2, (2, 2), 3], 5)),
+            other.then([7, 8, 9], seen(name, [2, (2, 2), 3], 5)),
+            seen(name, [1, (1, 1), 1, (3, 3), 2], 6),
+            seen(name, [9, (2, 3), 1], 1),  # the first one's image behind another text
+        ]
+
+    def tight(self, name: str) -> MediaSection:
+        """Room for the largest image and no more; one image a step."""
+        spec = spec_of(self.models.folder(name))
+        limits = media_limits(spec, "float64", MAX_LEN, MediaSection())
+        assert limits is not None
+        assert spec.vision is not None
+        least = most_tokens(spec.vision.media) * limits.row_bytes
+        return MediaSection(mm_cache_bytes=str(least), max_encode_patches=1)
+
+    def _answer(self, name: str, number: int, choice: int, params: TokenParams) -> Answer:
+        engine, _ = make_engine(self.models.folder(name), caching=False, max_num_seqs=1)
+        answers = run(engine, [[self.submit(name, 1, number, params, choice)]])
+        engine.close()
+        return answers[1]
+
+    def submit(
+        self, name: str, sequence: int, number: int, params: TokenParams, choice: int = 0, **more: Any
+    ) -> Submit:
+        seen = self.prompts(name)[number]
+        return submit(sequence, seen.ids, params, request=number, choice=choice, media=seen.media, **more)
+
+    def batch(self, name: str, params: TokenParams, first: int = 0) -> list[Submit]:
+        return [self.submit(name, first + n, n, params) for n in range(len(self.prompts(name)))]
+
+    def check(self, name: str, answers: dict[int, Answer], params: TokenParams, first: int = 0) -> None:
+        for number in range(len(self.prompts(name))):
+            expected = self.answer(name, number, 0, params)
+            assert answers[first + number].ends == expected.ends
+            assert answers[first + number].tokens == expected.tokens, number
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
+    return Images(tmp_path_factory.mktemp("images"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_the_reference_s(name: str, images: Images) -> None:
+    for number, seen in enumerate(images.prompts(name)):
+        expected = images.models.greedy(name, seen, GREEDY.max_tokens)
+        assert images.answer(name, number, 0, GREEDY).tokens == expected, number
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("depth", "chunk", "tight"), [(1, 0, False), (1, 1, True), (2, 5, False), (2, 7, True)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_hits(
+    name: str, depth: int, chunk: int, tight: bool, params: TokenParams, images: Images
+) -> None:
+    """In two rounds: in the second one prefixes are cached, and embeddings."""
+    media = images.tight(name) if tight else MediaSection()
+    engine, runner = make_engine(
+        images.models.folder(name), depth=depth, chunk=chunk, media=media, graphs=replaying(0)
+    )
+    for first in (0, 100):
+        batch = images.batch(name, params, first)
+        answers = run(engine, [[one] for one in batch] if first else [batch])
+        images.check(name, answers, params, first)
+        assert answers[first + 1].num_cached < len(images.prompts(name)[1].ids) - 4 or first
+    stats = engine.stats()
+    engine.close()
+    assert answers[100].num_cached > 0
+    assert answers[100].num_cached == answers[101].num_cached
+    assert stats.image_hits > 0
+    ops = [op for plan in runner.plans for op in plan.ops]
+    encoded = sum(isinstance(op, Encode) for op in ops)
+    assert encoded == stats.images_encoded >= 7
+    assert (sum(isinstance(op, DropMedia) for op in ops) > 0) == tight
+    if chunk:
+        binds = [(op.slot, op.start, op.count) for op in ops if isinstance(op, BindMedia)]
+        assert len(binds) > encoded
+    if depth == 2:
+        assert runner.deepest == 2
+
+
+def test_the_same_tokens_with_other_images_share_what_is_before_them(images: Images) -> None:
+    name = "qwen3-5-moe-vision"
+    engine, _ = make_engine(images.models.folder(name))
+    one, other = (images.submit(name, n, n, GREEDY) for n in (0, 1))
+    first = run(engine, [[one]])[0]
+    second = run(engine, [[other]])[1]
+    again = run(engine, [[images.submit(name, 2, 0, GREEDY)]])[2]
+    engine.close()
+    assert one.prompt_ids == other.prompt_ids
+    assert (second.num_cached, again.num_cached) == (0, 16)  # the image begins in the first block
+    assert first.tokens == again.tokens != second.tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_preempted_begin_again(name: str, images: Images) -> None:
+    engine, _ = make_engine(
+        images.models.folder(name), depth=2, chunk=5, blocks=16, max_num_seqs=4, media=images.tight(name)
+    )
+    filler = submit(999, [3] * 30, TokenParams(temperature=0.0, max_tokens=60), request=999, priority=-1)
+    answers = run(engine, [[filler], *([one] for one in images.batch(name, GREEDY))])
+    stats = engine.stats()
+    engine.close()
+    images.check(name, answers, GREEDY)
+    assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_choices_share_the_prompt(caching: bool, images: Images) -> None:
+    name = "qwen3-vl"
+    engine, _ = make_engine(images.models.folder(name), depth=2, caching=caching)
+    group = [images.submit(name, 10 + choice, 2, SEEDED, choice) for choice in range(3)]
+    answers = run(engine, [group])
+    stats = engine.stats()
+    engine.close()
+    for choice in range(3):
+        assert answers[10 + choice].tokens == images.answer(name, 2, choice, SEEDED).tokens
+    assert stats.images_encoded == 2
+    assert len({tuple(answer.tokens) for answer in answers.values()}) > 1
+
+
+def test_prompt_logprobs(images: Images) -> None:
+    """Of all positions, those of images too, whatever the chunks."""
+    name = "qwen3-vl"
+    params = TokenParams(temperature=0.0, max_tokens=2, prompt_logprobs=2)
+    expected = images.answer(name, 2, 0, params)
+    engine, _ = make_engine(images.models.folder(name), depth=2, chunk=4, media=images.tight(name))
+    answers = run(engine, [[images.submit(name, 1, 2, params)]])
+    engine.close()
+    assert [ids for ids, _, _ in answers[1].prompt_logprobs] == [
+        ids for ids, _, _ in expected.prompt_logprobs
+    ]
+    assert len(expected.prompt_logprobs) == len(images.prompts(name)[2].ids) - 1
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
+def test_drafts_by_ngrams(name: str, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    speculation = SpeculationSection(
+        speculative_method="ngram", num_speculative_tokens=2, speculative_adaptive=False, ngram_min_length=1
+    )
+    engine, _ = make_engine(
+        images.models.folder(name), depth=2, chunk=7, speculation=speculation, graphs=replaying(2)
+    )
+    answers = run(engine, [images.batch(name, GREEDY)])
+    stats = engine.stats()
+    engine.close()
+    images.check(name, answers, GREEDY)
+    assert sum(stats.drafts)
+
+
+def test_embeddings_see_images(images: Images) -> None:
+    name = "qwen3-vl"
+    made = []
+    for chunk in (0, 5):
+        engine, _ = make_engine(images.models.folder(name), chunk=chunk)
+        one = TokenParams(max_tokens=1)
+        group = [
+            images.submit(name, 10 * n + place, n, one, pooling=pooling)
+            for n in range(2)
+            for place, pooling in enumerate(["last", "mean"])
+        ]
+        answers = run(engine, [[one] for one in group])
+        made.append([answer.embedding for answer in answers.values()])
+        engine.close()
+    assert made[0] == made[1]
+    assert len(set(made[0])) == 4
+
+
+@pytest.mark.parametrize("overlap", ["off", "all"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (Layout(tensor=2), "qwen3-vl"),
+        (Layout(tensor=2), "qwen3-5-moe-vision"),
+        (Layout(data=2, expert=True), "qwen3-vl-moe"),
+    ],
+    ids=["tp2", "tp2-hybrid", "dp2ep2"],
+)
+def test_over_ranks(layout: Layout, name: str, overlap: str, images: Images) -> None:
+    """An image cut by chunks, and by micro-batches."""
+    turns = [[one] for one in images.batch(name, GREEDY)]
+    arrivals = [turns] if layout.data == 1 else [turns[::2], turns[1::2]]
+    replicas = on_layout(
+        layout, images.models.folder(name), arrivals, overlap=overlap, depth=2, chunk=16, max_num_seqs=12
+    )
+    answers = {number: one for replica in replicas for number, one in replica.answers.items()}
+    images.check(name, answers, GREEDY)
+    if overlap == "all":
+        assert sum(replica.overlapped for replica in replicas)

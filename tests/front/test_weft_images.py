@@ -1,0 +1,104 @@
+"""A whole server with a model that sees images: the same tokens over HTTP as in Python, cached by content."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support.pictures import image_file, image_part
+from tests.support.seen import SeeingModels
+from tests.support.servers import Running, Servers
+from tests.support.text_folders import IMAGE_TEMPLATE, write_small_tokenizer
+from tests.support.vision_models import END, PLACEHOLDER, START
+from weft import LLM
+from weft.config.families import load_spec
+from weft.config.media_section import MediaSection
+from weft.media.local import LocalPictures, placed
+from weft.text.messages import ImagePart
+from weft.types.sampling import SamplingParams
+
+A, B = image_file((40, 28), seed=1), image_file((40, 28), seed=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = Path(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
+    tokens = {"<|image_pad|>": PLACEHOLDER, "<|vision_start|>": START, "<|vision_end|>": END}
+    write_small_tokenizer(made, tokens, IMAGE_TEMPLATE)
+    return made
+
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float64",
+    "device": "cpu",
+    "block_size": 4,
+    "kv_cache_memory": "16M",
+    "max_num_seqs": 8,
+    "max_model_len": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def server(servers: Servers, folder: Path) -> Running:
+    flags = [part for name, value in SETTINGS.items() for part in ("--" + name.replace("_", "-"), str(value))]
+    return servers.weft("--model", str(folder), "--served-model-name", "seeing", "--threads", "1", *flags)
+
+
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "text", "text": "ab"}, *parts]}]
+
+
+def test_one_answer_however_an_image_comes(server: Running, folder: Path) -> None:
+    with LLM(model=str(folder), **SETTINGS) as llm:
+        (whole,) = llm.chat(asked(image_part(A), image_part(B)), GREEDY, use_tqdm=False)
+        pictures = [{"type": "image", "image": Image.open(io.BytesIO(file))} for file in (A, B)]
+        (opened,) = llm.chat(asked(*pictures), GREEDY, use_tqdm=False)
+        (other,) = llm.chat(asked(image_part(B), image_part(A)), GREEDY, use_tqdm=False)
+        vision = load_spec(str(folder)).vision
+        assert vision is not None
+        local = LocalPictures(vision.media, MediaSection())
+        items = local.items([ImagePart(Image.open(io.BytesIO(file)), "x") for file in (A, B)])
+        ids = whole.prompt_token_ids
+        starts = [i for i, token in enumerate(ids) if token == PLACEHOLDER and ids[i - 1] == START]
+        prompt = {"prompt_token_ids": ids, "media": placed(items, starts)}
+        (direct,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    wanted = whole.outputs[0].token_ids
+    assert opened.prompt_token_ids == ids == other.prompt_token_ids
+    assert ids.count(PLACEHOLDER) == sum(item.count for item in items)
+    assert opened.outputs[0].token_ids == direct.outputs[0].token_ids == wanted
+    body = {
+        "model": "seeing",
+        "temperature": 0,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    answers = []
+    for files in ((A, B), (A, B), (B, A), (A, A)):
+        given = {**body, "messages": asked(*map(image_part, files))}
+        answers.append(server.http.post("/v1/chat/completions", json=given).json())
+    assert [answer["prompt_token_ids"] for answer in answers[:3]] == [list(ids)] * 3
+    tokens = [answer["choices"][0]["token_ids"] for answer in answers]
+    assert tokens[:3] == [list(wanted), list(wanted), list(other.outputs[0].token_ids)]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    first = ids.index(PLACEHOLDER)
+    last = ids.index(END) + 1
+    assert cached[0] == 0
+    assert cached[1] > last + 4  # all but the last block
+    assert cached[2] <= first  # equal tokens of another image
+    assert first < cached[3] <= last + 4  # the first image is the same, the second one is not
+
+
+def test_a_tenant_of_its_own_shares_nothing(server: Running) -> None:
+    body = {"model": "seeing", "max_tokens": 2, "messages": asked(image_part(A))}
+    cached = []
+    for salt in ("one", "one", "two"):
+        answer = server.http.post("/v1/chat/completions", json={**body, "cache_salt": salt}).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0

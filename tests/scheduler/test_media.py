@@ -1,0 +1,338 @@
+"""Images in the scheduler: nothing is computed of an image whose embedding is not held, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from tests.scheduler.fake_runner import BAD_SEED, VOCAB, kv_config, submit
+from tests.scheduler.harness import Rig
+from weft.common.errors import InvalidRequest
+from weft.config.resolved import MediaLimits
+from weft.scheduler.media import MediaBook
+from weft.types.media import MediaItem
+from weft.types.messages import Submit
+from weft.types.plan import BindMedia, DropMedia, Encode, StepPlan
+
+PAD = 0
+SIZES = [(1, 2), (2, 2), (2, 3), (3, 3), (2, 5)]
+
+
+def limits(**changes: object) -> MediaLimits:
+    given = MediaLimits(
+        patch=1, merge=1, row_bytes=1, cache_bytes=64, encode_patches=64, most_items=4, sections=True
+    )
+    return msgspec.structs.replace(given, **changes)
+
+
+def image(name: int, start: int = 0) -> MediaItem:
+    """One of a few images; ``name`` is what is in it."""
+    rows, columns = SIZES[name % len(SIZES)]
+    return MediaItem(
+        key=name.to_bytes(16, "little"),
+        start=start,
+        count=rows * columns,
+        grid=(1, rows, columns),
+        pixels=bytes([name + 1]) * (rows * columns * 3),
+    )
+
+
+def prompt(*parts: int | list[int]) -> tuple[list[int], tuple[MediaItem, ...]]:
+    """Tokens and images; a part is the name of an image, or a list of tokens."""
+    tokens: list[int] = []
+    items = []
+    for part in parts:
+        if isinstance(part, int):
+            items.append(image(part, len(tokens)))
+            tokens += [PAD] * items[-1].count
+        else:
+            tokens += part
+    return tokens, tuple(items)
+
+
+def ask(number: int, *parts: int | list[int], **more: object) -> Submit:
+    tokens, media = prompt(*parts)
+    return submit(number, tokens, media=media, **more)  # type: ignore[arg-type]
+
+
+def ops(plan: StepPlan, *kinds: type) -> list[object]:
+    return [op for op in plan.ops if isinstance(op, kinds)]
+
+
+def book_of(rig: Rig) -> MediaBook:
+    return rig.scheduler._state.media
+
+
+def check_book(rig: Rig) -> None:
+    """The book and the ranks agree, and only sequences in slots use anything."""
+    book = book_of(rig)
+    assert book.nbytes == sum(held.nbytes for held in book._held.values())
+    assert rig.kv.media is not None
+    assert book.nbytes <= rig.kv.media.cache_bytes
+    running = {sequence.id for sequence in rig.scheduler._state.running}
+    assert set(book._uses) <= running
+    for sequence, uses in book._uses.items():
+        for key, held in uses.items():
+            assert book._held[key] is held
+            assert sequence in held.uses
+    assert sum(len(held.uses) for held in book._held.values()) == sum(map(len, book._uses.values()))
+    if not book._ops:
+        assert set(rig.runner.images) == {held.media for held in book._held.values()}
+
+
+def drain(rig: Rig) -> None:
+    rig.drain()
+    rig.check_told()
+    rig.check_idle()
+    check_book(rig)
+    assert not book_of(rig)._uses
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunk", [0, 1, 5])
+def test_an_image_is_encoded_once_whatever_the_chunks(depth: int, chunk: int) -> None:
+    rig = Rig(kv_config(media=limits()), depth, long_prefill_token_threshold=chunk)
+    rig.submit(ask(0, [3, 4], 4, [5], 1, [6, 7, 8]))
+    drain(rig)
+    stats = rig.scheduler.stats()
+    assert (rig.runner.encoded, stats.images_encoded, stats.image_hits) == (2, 2, 0)
+    assert stats.embedding_bytes == 14
+
+
+def test_a_chunk_ends_before_an_image_that_the_step_cannot_encode() -> None:
+    rig = Rig(kv_config(media=limits(encode_patches=10)), 1)
+    rig.submit(ask(0, [3, 4], 4, 1, [5, 6]))
+    drain(rig)
+    plans = [plan for plan in rig.plans if plan.prefill.rows]
+    assert [plan.prefill.count.tolist() for plan in plans] == [[12], [6]]
+    assert [len(ops(plan, Encode)) for plan in plans] == [1, 1]
+
+
+def test_one_image_alone_may_be_more_than_a_step_encodes() -> None:
+    rig = Rig(kv_config(media=limits(encode_patches=1)), 1)
+    rig.submit(ask(0, [3], 4, 1))
+    drain(rig)
+    assert rig.runner.encoded == 2
+
+
+def test_the_same_image_is_found_and_another_one_in_its_place_is_not_shared() -> None:
+    """Without a prefix to share, only the embedding is found; with equal ids and another image, nothing."""
+    rig = Rig(kv_config(media=limits()), 1)
+    rig.submit(ask(0, [3], 4, [5, 6, 7, 8]))
+    drain(rig)
+    rig.submit(ask(1, [9], 4, [5, 6, 7, 8]))
+    drain(rig)
+    assert (rig.runner.encoded, rig.scheduler.stats().image_hits) == (1, 1)
+    rig.submit(ask(2, [3], 9, [5, 6, 7, 8]))  # as large as the first one
+    drain(rig)
+    assert rig.told[2].num_cached == 0
+    assert rig.told[2].tokens != rig.told[0].tokens
+    rig.submit(ask(3, [3], 4, [5, 6, 7, 8]))
+    drain(rig)
+    assert rig.told[3].num_cached == 12
+    assert rig.told[3].tokens == rig.told[0].tokens
+
+
+def test_a_prefix_may_end_within_an_image() -> None:
+    """Two blocks of it are cached; the rest of its rows is read from an embedding."""
+    rig = Rig(kv_config(media=limits()), 1)
+    rig.submit(ask(0, [3], 4, [5], max_tokens=1))
+    drain(rig)
+    rig.submit(ask(1, [3], 4, [6, 7], max_tokens=1))
+    drain(rig)
+    assert rig.told[1].num_cached == 8
+    binds = ops(rig.plans[-1], BindMedia)
+    assert [(op.start, op.count) for op in binds] == [(1, 10)]  # type: ignore[attr-defined]
+    assert rig.runner.encoded == 1
+
+
+def test_the_same_tokens_and_images_in_other_places() -> None:
+    """Of two images that touch, where one ends and the other begins is in the hash."""
+    rig = Rig(kv_config(media=limits()), 1)
+    rig.submit(ask(0, 1, 4, [5, 6], max_tokens=1))
+    drain(rig)
+    rig.submit(ask(1, 4, 1, [5, 6], max_tokens=1))
+    drain(rig)
+    assert rig.told[1].num_cached == 0
+    assert rig.runner.encoded == 2
+
+
+def test_the_least_recently_used_goes() -> None:
+    rig = Rig(kv_config(caching=False, media=limits(cache_bytes=20)), 1)
+    for number, name in enumerate([4, 3, 4, 1, 2]):  # 10, 9, 10 again, 4, 6 bytes
+        rig.submit(ask(number, [3], name, [5]))
+        drain(rig)
+    forgotten = [op for plan in rig.plans for op in ops(plan, DropMedia)]
+    assert [op.media for op in forgotten] == [2]  # type: ignore[attr-defined]
+    assert rig.scheduler.stats().image_hits == 1
+
+
+def test_who_comes_first_gets_room_that_later_ones_use() -> None:
+    """A later sequence is in the middle of its image when an urgent one needs the room."""
+    rig = Rig(kv_config(media=limits(cache_bytes=10)), 1, long_prefill_token_threshold=2)
+    rig.submit(ask(0, 4, [5, 6], max_tokens=2))
+    rig.step()
+    rig.submit(ask(1, [4, 5], 3, priority=-1, max_tokens=2))
+    drain(rig)
+    assert rig.runner.encoded == 3
+    assert rig.runner.forgotten == 2
+
+
+def test_two_rows_of_a_plan_share_an_image_and_it_stays() -> None:
+    rig = Rig(kv_config(media=limits(cache_bytes=12)), 2)
+    for number in range(3):
+        rig.submit(ask(number, [number], 4, [5]))
+    rig.submit(ask(3, [9], 3))
+    drain(rig)
+    assert rig.runner.encoded == 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_read_what_their_leader_encoded(depth: int) -> None:
+    rig = Rig(kv_config(caching=False, media=limits()), depth)
+    for choice in range(3):
+        rig.submit(ask(choice, [3], 4, [5], 2, [7], request=1, choice=choice))
+    drain(rig)
+    assert rig.runner.encoded == 2
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_lost_ranks_encode_again(depth: int) -> None:
+    rig = Rig(kv_config(media=limits()), depth, max_num_batched_tokens=12)
+    rig.submit(ask(0, [3, 4], 4, [5, 6, 7], 3, [8]))
+    rig.step()
+    rig.lose()
+    check_book(rig)
+    assert rig.scheduler.stats().embedding_bytes == 0
+    drain(rig)
+    assert rig.runner.encoded == 2 + depth
+
+
+def test_of_a_sequence_that_failed_nobody_finds_the_image() -> None:
+    rig = Rig(kv_config(media=limits()), 1)
+    rig.submit(ask(0, [3], 4, [5], seed=BAD_SEED))
+    drain(rig)
+    rig.submit(ask(1, [3], 4, [5]))
+    drain(rig)
+    assert rig.runner.encoded == 2
+
+
+def test_pixels_stay_until_the_end_and_not_longer() -> None:
+    rig = Rig(kv_config(media=limits()), 1)
+    rig.submit(ask(0, [3], 4, [5]))
+    rig.step()
+    assert rig.scheduler._state.live[0].media[0].pixels
+    rig.finish(0)
+    drain(rig)
+
+
+WRONG = [
+    ({"key": b"short"}, "16 bytes"),
+    ({"count": 9}, "not that of its tokens"),
+    ({"grid": (1, 5, 0)}, "not that of its tokens"),
+    ({"start": 9}, "outside of the prompt"),
+    ({"start": -1}, "outside of the prompt"),
+    ({"pixels": b""}, "not those of its grid"),
+    ({"pixels": bytes(31)}, "not those of its grid"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), WRONG)
+def test_what_cannot_be_is_refused(change: dict[str, object], why: str) -> None:
+    rig = Rig(kv_config(media=limits()), 1)
+    one = ask(0, [3], 4, [5])
+    wrong = msgspec.structs.replace(one, media=(msgspec.structs.replace(one.media[0], **change),))
+    with pytest.raises(InvalidRequest, match=why):
+        rig.scheduler.add(wrong, 0.0)
+    assert not rig.scheduler._state.live
+
+
+def test_limits_are_told() -> None:
+    rig = Rig(kv_config(media=limits(most_items=2, cache_bytes=9)), 1)
+    with pytest.raises(InvalidRequest, match="has 3 images; at most 2"):
+        rig.scheduler.add(ask(0, 1, [3], 1, [3], 1), 0.0)
+    with pytest.raises(InvalidRequest, match="an image of 5 x 2 pixels is too large"):
+        rig.scheduler.add(ask(0, [3], 4), 0.0)
+    one = ask(0, 1, [3, 3, 3, 3], 2)
+    touching = msgspec.structs.replace(one.media[1], start=2)
+    with pytest.raises(InvalidRequest, match="outside of the prompt"):
+        rig.scheduler.add(msgspec.structs.replace(one, media=(one.media[0], touching)), 0.0)
+    without = Rig(kv_config(), 1)
+    with pytest.raises(InvalidRequest, match="takes no images"):
+        without.scheduler.add(ask(0, [3], 4), 0.0)
+
+
+def random_ask(rng: random.Random, number: int, request: int, choice: int, parts: list) -> Submit:
+    return ask(
+        number,
+        *parts,
+        request=request,
+        choice=choice,
+        seed=rng.choice([1, 1, 1, 2, BAD_SEED]),
+        priority=rng.choice([0, 0, 0, 1]),
+        salt=rng.choice(["", "", "x"]),
+        max_tokens=rng.randint(1, 12),
+        prompt_logprobs=rng.choice([-1, -1, 1]),
+    )
+
+
+def random_parts(rng: random.Random) -> list[int | list[int]]:
+    """Few images and few texts, so that prompts are often alike but for an image."""
+    parts: list[int | list[int]] = []
+    length = 0
+    for _ in range(rng.randint(1, 6)):
+        part = rng.choice([rng.randrange(7), rng.randrange(7), [1, 2, 3], [PAD] * 4, [rng.randrange(VOCAB)]])
+        more = image(part).count if isinstance(part, int) else len(part)
+        if length + more <= 36 and sum(isinstance(p, int) for p in parts) < 4:
+            parts.append(part)
+            length += more
+    return parts or [[1]]
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 120), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_loads(depth: int, seeds: range) -> None:
+    """Small pools, little room, ends from outside, lost ranks, drafts, recurrent states."""
+    preempted = hits = cached = encoded = forgotten = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        kv = kv_config(
+            blocks=rng.choice([12, 18, 64]),
+            window=rng.choice([None, None, 6]),
+            slots=rng.choice([4, 12]),
+            caching=rng.random() < 0.7,
+            states=rng.choice([0, 0, 5]),
+            copies=rng.choice([1, 1, 3]),
+            media=limits(cache_bytes=rng.choice([10, 14, 40]), encode_patches=rng.choice([1, 8, 40])),
+        )
+        rig = Rig(
+            kv,
+            depth,
+            step_policy=rng.choice(["mixed", "exclusive"]),
+            long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
+            max_num_seqs=rng.choice([2, 8]),
+        )
+        earlier = [random_parts(rng)]
+        for request in range(25):
+            parts = rng.choice(earlier)[: rng.randint(1, 6)] if rng.random() < 0.5 else random_parts(rng)
+            earlier.append(parts)
+            for choice in range(rng.choice([1, 1, 2])):
+                rig.submit(random_ask(rng, len(rig.told), request, choice, parts))
+            for _ in range(rng.randint(0, 5)):
+                rig.step()
+                rig.audit()
+                check_book(rig)
+            if rng.random() < 0.1:
+                rig.finish(rng.randrange(len(rig.told)))
+            if rng.random() < 0.05:
+                rig.lose()
+        drain(rig)
+        stats = rig.scheduler.stats()
+        preempted += stats.preemptions
+        hits += stats.image_hits
+        cached += stats.prefix_hits
+        encoded += rig.runner.encoded
+        forgotten += rig.runner.forgotten
+    assert min(preempted, hits, cached, encoded, forgotten) > 0

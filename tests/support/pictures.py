@@ -1,0 +1,44 @@
+"""Images for tests, as files and as URLs, and what a model makes of them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from weft.config.media import MediaFacts
+
+PLACEHOLDER = 258
+FACTS = MediaFacts(
+    kind="area",
+    patch=16,
+    temporal=2,
+    merge=2,
+    min_pixels=32 * 32,
+    max_pixels=256 * 256,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    placeholder=PLACEHOLDER,
+    start=PLACEHOLDER + 1,
+    end=PLACEHOLDER + 2,
+)
+
+
+def image_file(size: tuple[int, int] = (64, 48), format: str = "PNG", seed: int = 1, **options: Any) -> bytes:
+    """A file of (width, height) ``size``; ``seed`` says what is in it."""
+    noise = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, format, **options)
+    return file.getvalue()
+
+
+def data_url(file: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def image_part(file: bytes, **more: Any) -> dict[str, Any]:
+    """A part of a chat message."""
+    return {"type": "image_url", "image_url": {"url": data_url(file), **more}}

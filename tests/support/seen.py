@@ -1,0 +1,95 @@
+"""Prompts with images as clients of an engine have them, and what the reference model says to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from tests.support.vision_models import PLACEHOLDER, Prompt, make_prompt, save_tiny, types_of
+from weft.config.families import load_spec
+from weft.types.media import MediaItem
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A prompt with images."""
+
+    prompt: Prompt
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt.ids
+
+    @property
+    def media(self) -> tuple[MediaItem, ...]:
+        """With keys and pixels."""
+        pairs = zip(self.prompt.items, self.prompt.images, strict=True)
+        return tuple(_with_pixels(item, image) for item, image in pairs)
+
+    def with_images_of(self, other: Seen) -> Seen:
+        """The same tokens, and the images of ``other``, which are of the same sizes."""
+        assert [i.count for i in self.prompt.items] == [i.count for i in other.prompt.items]
+        return Seen(replace(self.prompt, images=other.prompt.images))
+
+    def then(self, ids: Sequence[int], more: Seen) -> Seen:
+        """The next turn: ``ids`` were the answer, then ``more`` was said."""
+        before = [*self.ids, *ids]
+        moved = [msgspec.structs.replace(i, start=i.start + len(before)) for i in more.prompt.items]
+        return Seen(
+            Prompt(
+                [*before, *more.ids],
+                [*self.prompt.images, *more.prompt.images],
+                [*self.prompt.items, *moved],
+            )
+        )
+
+
+def _with_pixels(item: MediaItem, image: torch.Tensor) -> MediaItem:
+    pixels = image.numpy().tobytes()
+    key = blake2b(pixels + repr(item.grid).encode(), digest_size=16).digest()
+    return msgspec.structs.replace(item, key=key, pixels=pixels)
+
+
+class SeeingModels:
+    """Tiny checkpoints of ``tests.support.vision_models.CASES``, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made = cache(self._make)
+
+    def _make(self, name: str) -> tuple[Path, Any]:
+        from tests.models.conftest import _randomize
+
+        folder = self._root / name
+        reference = save_tiny(name, folder, partial(_randomize, seed=0))
+        whole = type(reference)(reference.config).double().eval()
+        whole.load_state_dict(reference.state_dict())
+        whole.config._experts_implementation = "eager"
+        return folder, whole
+
+    def folder(self, name: str) -> Path:
+        return self._made(name)[0]
+
+    def seen(self, name: str, parts: Sequence[int | tuple[int, int]], seed: int) -> Seen:
+        """As ``make_prompt``: so many tokens of text, or an image of so many rows and columns of tokens."""
+        return Seen(make_prompt(parts, load_spec(str(self.folder(name))), seed))
+
+    @torch.no_grad()
+    def greedy(self, name: str, seen: Seen, most: int) -> list[int]:
+        """What the reference answers, in float64, each token computed from the whole prompt anew."""
+        _, reference = self._made(name)
+        ids = list(seen.ids)
+        more = seen.prompt.inputs(load_spec(str(self.folder(name))), torch.float64)
+        for _ in range(most):
+            types = {"mm_token_type_ids": types_of(ids)} if name != "kimi-k25" else {}
+            logits = reference(torch.tensor([ids]), use_cache=False, **more, **types).logits
+            logits[0, -1, PLACEHOLDER] = -torch.inf  # it would look for one more image
+            ids.append(int(logits[0, -1].argmax()))
+        return ids[len(seen.ids) :]

@@ -1,0 +1,279 @@
+"""Tiny models that see images, made by ``transformers``, and prompts with images for them and for Weft."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.delta_models import CASES as DELTA_CASES
+from tests.support.latent_models import CASES as LATENT_CASES
+from weft.attention.base import MediaRows
+from weft.config.spec import ModelSpec
+from weft.models.base import Model
+from weft.models.vision import Embedding, Tower
+from weft.models.vision.base import colour_table, patches
+from weft.types.media import SPAN, MediaItem, rope_positions, spans_of
+
+Tensor = torch.Tensor
+
+PLACEHOLDER, VIDEO, START, END = 120, 121, 122, 123
+_IDS = {
+    "image_token_id": PLACEHOLDER,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+_TEXT: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_MROPE = {
+    "rope_type": "default",
+    "rope_theta": 5000.0,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
+}
+_ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_QWEN_TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_heads": 2,
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 36,
+}
+_KIMI_TOWER: dict[str, Any] = {
+    "patch_size": 4,
+    "pos_emb_height": 5,
+    "pos_emb_width": 5,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+}
+_QWEN_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 256, "longest_edge": 3200},
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+_KIMI_PROCESSOR: dict[str, Any] = {
+    "media_proc_cfg": {
+        "in_patch_limit": 200,
+        "patch_size": 4,
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.5, 0.6, 0.7],
+        "merge_kernel_size": 2,
+        "patch_limit_on_one_side": 20,
+    }
+}
+
+
+def _qwen(levels: list[int], **text: Any) -> dict[str, Any]:
+    return {
+        "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": _MROPE, **text},
+        "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": levels},
+        **_IDS,
+    }
+
+
+def _five(name: str) -> dict[str, Any]:
+    text = {key: value for key, value in {**_TEXT, **DELTA_CASES[name][1]}.items() if value is not None}
+    rope = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return {"text_config": {**text, "rope_parameters": rope}, "vision_config": _QWEN_TOWER, **_IDS}
+
+
+#: name -> (transformers' name of the family, its configuration)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-vl": ("Qwen3VL", _qwen([0, 2])),
+    # As many levels as layers: the last one is added to the rows that are wanted alone.
+    "qwen3-vl-levels": ("Qwen3VL", {**_qwen([0, 1, 2]), "tie_word_embeddings": True}),
+    "qwen3-vl-moe": ("Qwen3VLMoe", _qwen([1], **_ROUTED, mlp_only_layers=[1])),
+    "qwen3-5-vision": ("Qwen3_5", _five("qwen3-5")),
+    "qwen3-5-moe-vision": ("Qwen3_5Moe", _five("qwen3-5-moe")),
+    "kimi-k25": (
+        "Kimi_K25",
+        {
+            "text_config": {**_TEXT, **LATENT_CASES["deepseek-v3"][1], "model_type": "deepseek_v3"},
+            "vision_config": _KIMI_TOWER,
+            "projection_hidden_size": 32,
+            "projection_layer_norm_eps": 1e-4,
+            "tie_word_embeddings": False,
+            **_IDS,
+        },
+    ),
+}
+
+
+def processor_of(family: str) -> dict[str, Any]:
+    """What is in preprocessor_config.json."""
+    return _KIMI_PROCESSOR if family == "Kimi_K25" else _QWEN_PROCESSOR
+
+
+def save_tiny(name: str, folder: Path, randomize: Any) -> Any:
+    """Saves a random checkpoint in its published layout; returns the reference model.
+
+    randomize: sets the weights of a model, see tests/models/conftest.py.
+    """
+    family, settings = CASES[name]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    reference = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    randomize(reference)
+    reference.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_of(family)))
+    if family == "Kimi_K25":
+        _publish(folder)
+    return reference
+
+
+def _publish(folder: Path) -> None:
+    """Names that transformers 5.23 loads as published, and saves otherwise."""
+    (single,) = folder.glob("*.safetensors")
+    tensors = {}
+    for name, tensor in load_file(single).items():
+        name = name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        name = name.replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+        tensors[name.removeprefix("model.")] = tensor
+    save_file(tensors, single, metadata={"format": "pt"})
+
+
+def random_image(height: int, width: int, seed: int, frames: int = 1) -> Tensor:
+    """uint8 [frames, height, width, 3]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (frames, height, width, 3), dtype=torch.uint8, generator=generator)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text and images, in order."""
+
+    ids: list[int]
+    images: list[Tensor]
+    items: list[MediaItem]
+
+    def spans(self, spec: ModelSpec) -> np.ndarray:
+        assert spec.vision is not None
+        return spans_of(self.items, spec.vision.media.merge)
+
+    def embedded(self, tower: Tower) -> list[Embedding]:
+        """What the tower makes of each image."""
+        with torch.inference_mode():
+            device = next(tower.parameters()).device
+            return [tower.embed(image.to(device)) for image in self.images]
+
+    def inputs(self, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+        """What the reference takes beside ids: pixels are made here, see test_vision.py."""
+        if not self.images:
+            return {}
+        assert spec.vision is not None
+        media = spec.vision.media
+        colours = colour_table(media, torch.float32, torch.device("cpu"))
+        pixels = torch.cat([patches(image, media, colours) for image in self.images])
+        if media.kind == "patches":
+            pixels = pixels.view(len(pixels), 3, media.patch, media.patch)
+        grids = torch.tensor([item.grid for item in self.items])
+        return {"pixel_values": pixels.to(dtype), "image_grid_thw": grids}
+
+
+def make_prompt(parts: Seq[int | tuple[int, int]], spec: ModelSpec, seed: int) -> Prompt:
+    """parts: so many tokens of text, or an image of so many rows and columns of tokens."""
+    assert spec.vision is not None
+    media = spec.vision.media
+    random_ids = random.Random(seed)
+    ids: list[int] = []
+    images: list[Tensor] = []
+    items: list[MediaItem] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += [random_ids.randrange(PLACEHOLDER) for _ in range(part)]
+            continue
+        rows, columns = part[0] * media.merge, part[1] * media.merge
+        image = random_image(rows * media.patch, columns * media.patch, seed + len(items))
+        count = part[0] * part[1]
+        ids.append(START)
+        items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns)))
+        images.append(image)
+        ids += [PLACEHOLDER] * count + [END]
+    return Prompt(ids, images, items)
+
+
+def types_of(ids: Seq[int]) -> Tensor:
+    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image."""
+    return torch.tensor([[int(token == PLACEHOLDER) for token in ids]])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank knows of a prompt's images."""
+
+    spans: np.ndarray
+    """As ``spans_of`` makes them."""
+    embedded: list[Embedding]
+
+    @classmethod
+    def of(cls, prompt: Prompt, model: Model) -> Seen:
+        assert model.vision is not None
+        return cls(prompt.spans(model.spec), prompt.embedded(model.vision))
+
+    def rows(self, begin: int, end: int) -> tuple[list[int], list[Tensor], list[Tensor]]:
+        """Of positions ``begin`` .. ``end - 1``: those of images, counted from ``begin``; main; levels."""
+        places: list[int] = []
+        main, levels = [], []
+        for (start, count, *_), embedding in zip(self.spans.tolist(), self.embedded, strict=True):
+            low, high = max(start, begin), min(start + count, end)
+            if low < high:
+                places += range(low - begin, high - begin)
+                main.append(embedding.main[low - start : high - start])
+                if embedding.levels is not None:
+                    levels.append(embedding.levels[:, low - start : high - start])
+        return places, main, levels
+
+
+def media_of(rows: Seq[tuple[Any, int]]) -> MediaRows | None:
+    """The rows of a step, (sequence, count) each, that stand for images. ``sequence.seen``: Seen or None."""
+    places: list[int] = []
+    main: list[Tensor] = []
+    levels: list[Tensor] = []
+    begin = 0
+    for sequence, count in rows:
+        if sequence.seen is not None:
+            found = sequence.seen.rows(sequence.computed, sequence.computed + count)
+            places += [begin + place for place in found[0]]
+            main += found[1]
+            levels += found[2]
+        begin += count
+    if not places:
+        return None
+    joined = torch.cat(levels, dim=1) if levels else None
+    return MediaRows(rows=torch.tensor(places, device=main[0].device), main=torch.cat(main), levels=joined)
+
+
+def rope_positions_of(rows: Seq[tuple[Any, int]]) -> Tensor | None:
+    """int64 [3, T] of the tokens of a step; None where no sequence of it has images."""
+    if not any(sequence.seen is not None for sequence, _ in rows):
+        return None
+    made = []
+    for sequence, count in rows:
+        spans = np.zeros((0, SPAN), np.int32) if sequence.seen is None else sequence.seen.spans
+        made.append(rope_positions(spans, np.arange(sequence.computed, sequence.computed + count)))
+    return torch.from_numpy(np.concatenate(made, axis=1))

@@ -1,0 +1,168 @@
+"""Vision towers of checkpoints that have one: ``vision_config``, and what images become (``media.py``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.config.families.facts import MOST_PARTS, Facts
+from weft.config.families.media import area_facts, patches_facts
+from weft.config.spec import ModelSpec, VisionSpec
+
+#: Fields of towers that would change what they compute, with the values that are implemented.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "in_channels": (None, 3),
+    "pos_emb_type": (None, "divided_fixed"),
+    "video_attn_type": (None, "spatial_temporal"),
+    "merge_type": (None, "sd2_tpool"),
+    "mm_projector_type": (None, "patchmerger"),
+    "projector_hidden_act": (None, "gelu"),
+}
+
+
+def read_tower(facts: Facts, folder: Path, spec: ModelSpec) -> VisionSpec | None:
+    """The tower beside the text model ``spec``; None for architectures that have none.
+
+    Raises ConfigError for a tower that is not implemented, and where the files about images are missing.
+    """
+    read = _TOWERS.get(spec.architecture)
+    if read is None:
+        return None
+    vision = facts.get("vision_config")
+    if not isinstance(vision, dict):
+        raise facts.fail("vision_config", f"must be an object, not {vision!r}")
+    inner = Facts(vision, file="config.json (vision_config)")
+    for name, known in _ONLY.items():
+        if inner.get(name) not in known:
+            raise inner.fail(name, f"= {inner.get(name)!r} is not supported")
+    return read(facts, inner, folder, spec)
+
+
+def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
+    """Of Qwen3-VL, and without levels of Qwen3.5."""
+    five = spec.architecture.startswith("Qwen3_5")
+    levels = () if five else _levels(vision)
+    patch = _side(vision, "patch_size", 16)
+    table = vision.integer("num_position_embeddings", 2304)
+    first = 248053 if five else 151652  # of the special tokens, where config.json leaves them out
+    output = vision.integer("out_hidden_size", 3584)
+    if output != spec.hidden:
+        raise vision.fail("out_hidden_size", f"is {output}, but the text model's hidden_size {spec.hidden}")
+    return VisionSpec(
+        kind="qwen3_vl",
+        hidden=_divided(vision, "hidden_size", 1152, heads := vision.integer("num_heads", 16)),
+        layers=_layers(vision, "depth", levels),
+        heads=heads,
+        intermediate=vision.integer("intermediate_size", 4304),
+        activation=_activation(vision),
+        output=output,
+        side=math.isqrt(table),
+        levels=levels,
+        theta=_theta(vision),
+        media=area_facts(
+            folder,
+            patch=patch,
+            temporal=_side(vision, "temporal_patch_size", 2),
+            merge=vision.integer("spatial_merge_size", 2),
+            placeholder=facts.integer("image_token_id", first + 3),
+            video=facts.integer("video_token_id", first + 4),
+            start=facts.integer("vision_start_token_id", first),
+            end=facts.integer("vision_end_token_id", first + 1),
+        ),
+    )
+
+
+def _kimi(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionSpec:
+    """Of Kimi K2.5, with the names of the reference library or those of its own code."""
+
+    def size(name: str, other: str, default: int) -> int:
+        return vision.integer(other if other in vision else name, default)
+
+    heads = size("num_attention_heads", "vt_num_attention_heads", 16)
+    hidden = "vt_hidden_size" if "vt_hidden_size" in vision else "hidden_size"
+    side = size("pos_emb_height", "init_pos_emb_height", 64)
+    if size("pos_emb_width", "init_pos_emb_width", 64) != side:
+        raise vision.fail("pos_emb_width", "must equal pos_emb_height")
+    eps = vision.optional_number("projector_ln_eps")
+    placeholder = "media_placeholder_token_id" if "media_placeholder_token_id" in facts else "image_token_id"
+    return VisionSpec(
+        kind="moonvit",
+        hidden=_divided(vision, hidden, 1152, heads),
+        layers=size("num_hidden_layers", "vt_num_hidden_layers", 27),
+        heads=heads,
+        intermediate=size("intermediate_size", "vt_intermediate_size", 4304),
+        activation=_activation(vision),
+        output=spec.hidden,
+        side=side,
+        frames=size("pos_emb_time", "init_pos_emb_time", 4),
+        theta=_theta(vision),
+        norm_eps=facts.number("projection_layer_norm_eps", 1e-5) if eps is None else eps,
+        media=patches_facts(
+            folder,
+            patch=_side(vision, "patch_size", 14),
+            merge=_side(vision, "merge_kernel_size", 2),
+            placeholder=facts.integer(placeholder, 163605),
+            video=facts.optional_integer("video_token_id"),
+            start=facts.integer("vision_start_token_id", 163602),
+            end=facts.integer("vision_end_token_id", 163604),
+        ),
+    )
+
+
+def _levels(vision: Facts) -> tuple[int, ...]:
+    name = "deepstack_visual_indexes"
+    levels = vision.integers(name) if name in vision else (8, 16, 24)
+    if list(levels) != sorted(set(levels)):
+        raise vision.fail(name, f"must be layers in ascending order, not {levels!r}")
+    return levels
+
+
+def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
+    layers = vision.integer(name, 27, high=MOST_PARTS)
+    if levels and not 0 <= levels[0] <= levels[-1] < layers:
+        raise vision.fail("deepstack_visual_indexes", f"{levels!r} are not all among {layers} layers")
+    return layers
+
+
+def _divided(vision: Facts, name: str, default: int, heads: int) -> int:
+    """The hidden size, of heads whose dims are rotated in quarters."""
+    hidden = vision.integer(name, default)
+    if hidden % (4 * heads):
+        raise vision.fail(name, f"{hidden} is not a multiple of 4 times the {heads} heads")
+    return hidden
+
+
+def _side(vision: Facts, name: str, default: int) -> int:
+    """A size that may be stated for each side; both must be alike."""
+    value = vision.get(name)
+    if not isinstance(value, list):
+        return vision.integer(name, default)
+    if not value or value != [value[0]] * len(value):
+        raise vision.fail(name, f"must have equal sides, not {value!r}")
+    return Facts({name: value[0]}, file=vision.file).integer(name)
+
+
+def _activation(vision: Facts) -> str:
+    """The towers' default is not the text models'."""
+    return vision.activation() if vision.get("hidden_act") else "gelu_pytorch_tanh"
+
+
+def _theta(vision: Facts) -> float:
+    parameters = vision.get("rope_parameters")
+    if parameters is None:
+        return 10000.0
+    if not isinstance(parameters, dict) or parameters.get("rope_type", "axial") != "axial":
+        raise vision.fail("rope_parameters", f"{parameters!r} are not supported; there is: axial")
+    return Facts(parameters, file=vision.file).number("rope_theta", 10000.0, above=1.0)
+
+
+_TOWERS: dict[str, Callable[[Facts, Facts, Path, ModelSpec], VisionSpec]] = {
+    "Qwen3VLForConditionalGeneration": _qwen,
+    "Qwen3VLMoeForConditionalGeneration": _qwen,
+    "Qwen3_5ForConditionalGeneration": _qwen,
+    "Qwen3_5MoeForConditionalGeneration": _qwen,
+    "Kimi_K25ForConditionalGeneration": _kimi,
+    "KimiK25ForConditionalGeneration": _kimi,
+}

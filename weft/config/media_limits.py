@@ -1,0 +1,53 @@
+"""What a group keeps and takes of images, from its model and settings."""
+
+from __future__ import annotations
+
+from weft.common.errors import ConfigError
+from weft.config.flags import parse_size
+from weft.config.media import MediaFacts
+from weft.config.memory import show_bytes
+from weft.config.resolved import MediaLimits
+from weft.config.sections import MediaSection
+from weft.config.spec import DTYPE_BYTES, ModelSpec
+
+DEFAULT_BYTES = 512 << 20
+
+
+def media_limits(
+    spec: ModelSpec, dtype: str, max_model_len: int, section: MediaSection
+) -> MediaLimits | None:
+    """None for a model that takes no images.
+
+    Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image.
+    """
+    vision = spec.vision
+    if vision is None:
+        return None
+    media = vision.media
+    row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
+    largest = min(most_tokens(media), max_model_len) * row_bytes
+    asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
+    if asked is not None and asked < largest:
+        raise ConfigError(
+            f"--mm-cache-bytes {section.mm_cache_bytes} does not hold the embedding of the largest image: "
+            f"set it to at least {show_bytes(largest)}, or lower --max-model-len",
+            param="--mm-cache-bytes",
+        )
+    return MediaLimits(
+        patch=media.patch,
+        merge=media.merge,
+        frames=max(media.temporal, vision.frames),
+        row_bytes=row_bytes,
+        cache_bytes=max(DEFAULT_BYTES, largest) if asked is None else asked,
+        encode_patches=section.max_encode_patches,
+        most_items=section.limit_mm_per_prompt,
+        sections=spec.rope.sections is not None,
+    )
+
+
+def most_tokens(media: MediaFacts) -> int:
+    """Of the largest image, but for very long ones, which may have some more."""
+    if media.kind == "area":
+        return media.max_pixels // (media.patch * media.merge) ** 2
+    side = -(-media.max_side // media.merge)
+    return min(side * side, -(-media.max_patches // media.merge**2) + side)

@@ -1,0 +1,104 @@
+"""Pixels of an image, with Pillow, as the reference processors make them: turned, RGB on white, resized.
+
+The one module that imports Pillow, when it is first used: it is an extra (``weft[vision]``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from weft.media.errors import BadMedia
+from weft.media.headers import ImageHeader
+from weft.media.words import Target
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+KEY_BYTES = 16
+
+
+def can_decode() -> bool:
+    """Whether Pillow is installed. Imports nothing."""
+    return importlib.util.find_spec("PIL") is not None
+
+
+def missing() -> BadMedia:
+    """The error of a server without Pillow."""
+    return BadMedia("cannot be read by this server, which lacks Pillow: install weft[vision]", "no_vision")
+
+
+def load() -> None:
+    """Imports Pillow and its readers of the formats that are read. Raises BadMedia without it."""
+    try:
+        from PIL import BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+    except ImportError:
+        raise missing() from None
+    del BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+
+def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
+    """uint8 [canvas height, canvas width, 3] of a file, whose pixels were counted before. Raises BadMedia."""
+    load()
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # the header was compared to the server's limit
+    try:
+        with Image.open(io.BytesIO(data), formats=[header.format]) as image:
+            if image.size != (header.width, header.height):
+                raise BadMedia("is damaged: it gives two sizes")
+            image.load()
+            return finished(upright(image, header.orientation), target)
+    except BadMedia:
+        raise
+    except MemoryError:
+        raise BadMedia("takes more memory to decode than this server allows; send a smaller one") from None
+    except Exception:  # readers of damaged files raise anything
+        raise BadMedia("cannot be decoded: the file is damaged or cut off") from None
+
+
+def upright(image: Image, orientation: int) -> Image:
+    """``image`` as EXIF says that it is to be shown."""
+    from PIL.Image import Transpose
+
+    turn = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }.get(orientation)
+    return image if turn is None else image.transpose(turn)
+
+
+def finished(image: Image, target: Target) -> bytes:
+    """The pixels that a model wants of an upright image: transparent parts are white."""
+    from PIL import Image as images
+
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        clear = image.convert("RGBA")
+        white = images.new("RGBA", clear.size, (255, 255, 255, 255))
+        image = images.alpha_composite(white, clear)
+        del clear, white
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    image = image.resize((target.width, target.height), resample=images.Resampling(target.resample))
+    height, width = target.canvas
+    if (width, height) != image.size:
+        canvas = images.new("RGB", (width, height))
+        canvas.paste(image, (0, 0))
+        image = canvas
+    return image.tobytes()
+
+
+def key_of(pixels: bytes | memoryview, target: Target) -> bytes:
+    """What an image is known by in caches: its pixels, their shape, and what a model makes of them."""
+    found = blake2b(digest_size=KEY_BYTES)
+    for part in (target.fingerprint, repr(target.canvas).encode()):
+        found.update(len(part).to_bytes(8, "little") + part)
+    found.update(pixels)
+    return found.digest()

@@ -1,0 +1,123 @@
+"""A front's media workers: files are fetched and decoded in processes of their own, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from weft.common.errors import DeadlineExceeded, WeftError
+from weft.common.workers import WorkerDied, WorkerPool
+from weft.config.media_section import MediaSection
+from weft.media.decode import can_decode, missing
+from weft.media.errors import UNREACHABLE, BadMedia
+from weft.media.memory import Lease, MediaMemory
+from weft.media.pictures import Picture, Wanted
+from weft.media.words import Decode, Fetch, WorkerRules, packed, result_of
+from weft.types.media import MediaItem
+
+T = TypeVar("T")
+
+COMMAND: Sequence[str] = (sys.executable, "-m", "weft.media.worker")
+FETCHERS = 8
+"""Processes that fetch. Each waits for one server at a time, which may be slow."""
+SLACK = 512 << 20
+"""Bytes that a worker may map beside what its image takes."""
+BYTES_A_PIXEL = 24
+"""Of a transparent image: decoded, turned, on white, without its transparency; and the file."""
+LATE_S = 5.0
+"""Seconds after a worker's own deadline in which it must say so; then it is ended."""
+
+
+class MediaService:
+    """Used from one event loop. ``close`` ends it. Processes start when there is work for them."""
+
+    def __init__(self, section: MediaSection) -> None:
+        self._section = section
+        self.memory = MediaMemory(section.media_memory)
+        pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * section.max_image_bytes
+        self._decoders = self._pool(section.media_workers, pixels)
+        self._fetchers = self._pool(FETCHERS, SLACK + 4 * section.max_image_bytes)
+
+    def _pool(self, most: int, memory: int) -> WorkerPool:
+        section = self._section
+        rules = WorkerRules(
+            most_bytes=section.max_image_bytes,
+            memory=memory,
+            seconds=section.media_timeout,
+            allowed=section.allowed_media_domains,
+        )
+        return WorkerPool(COMMAND, msgspec.msgpack.encode(rules), most, section.media_timeout + LATE_S)
+
+    async def fetch(self, wanted: Sequence[Wanted], lease: Lease) -> dict[str, memoryview]:
+        """Files by their URLs, which count as ``lease``. Raises WeftError, naming the part."""
+        files = await _all(self._fetch(one, lease) for one in wanted)
+        return {one.url: file for one, file in zip(wanted, files, strict=True)}
+
+    async def _fetch(self, wanted: Wanted, lease: Lease) -> memoryview:
+        lease.take(self._section.max_image_bytes)
+        _, file = await self._call(self._fetchers, wanted.where, packed(Fetch(url=wanted.url)))
+        lease.give(self._section.max_image_bytes - len(file))
+        return file
+
+    async def decode(
+        self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
+    ) -> tuple[MediaItem, ...]:
+        """The pixels, which count as ``lease``. Raises WeftError, naming the part."""
+        if not can_decode():
+            raise missing().at(pictures[0].where)
+        lease.take(sum(picture.nbytes for picture in pictures))
+        return tuple(await _all(self._decode(picture, files) for picture in pictures))
+
+    async def _decode(self, picture: Picture, files: Mapping[str, memoryview]) -> MediaItem:
+        task = packed(Decode(header=picture.header, target=picture.target))
+        data = files[picture.url] if picture.url else picture.data
+        key, pixels = await self._call(self._decoders, picture.where, task, data)
+        if len(pixels) != picture.nbytes:
+            raise _failed(picture.where)
+        return MediaItem(
+            key=key,
+            start=picture.start,
+            count=picture.count,
+            grid=picture.grid,
+            pixels=cast(bytes, pixels),  # a copy of megabytes would hold the event loop up
+        )
+
+    async def _call(
+        self, pool: WorkerPool, where: str, *payload: bytes | memoryview
+    ) -> tuple[bytes, memoryview]:
+        try:
+            return result_of(await pool.call(*payload))
+        except BadMedia as error:
+            raise error.at(where) from None
+        except DeadlineExceeded:
+            late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
+            raise late.at(where) from None
+        except (WorkerDied, ValueError, msgspec.DecodeError):
+            raise _failed(where) from None
+
+    @property
+    def processes(self) -> int:
+        """How many live."""
+        return self._decoders.processes + self._fetchers.processes
+
+    async def close(self) -> None:
+        """Ends every process; who waits gets Unavailable."""
+        await asyncio.gather(self._decoders.close(), self._fetchers.close())
+
+
+def _failed(where: str) -> WeftError:
+    return WeftError(f"{where}: the server failed on this image", param=where, code="image_failed")
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results, in order. The first error ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

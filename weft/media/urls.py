@@ -1,0 +1,183 @@
+"""URLs of images: ``data:`` URLs, which bring the bytes, and http(s), where the server's owner allows it.
+
+Nothing is repaired: what two programs could read in two ways (userinfo, backslashes, numbers as hosts) is
+refused, so that the host which is checked is the host that is asked.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Sequence
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
+from typing import Literal
+from urllib.parse import urljoin
+
+import msgspec
+
+from weft.media.errors import REFUSED, TOO_LARGE, BadMedia
+
+MAX_URL = 8192
+"""Characters of an http(s) URL."""
+_MAX_HEAD = 512
+"""Characters of a ``data:`` URL before its bytes."""
+_SPACE = b" \t\r\n"
+_HEAD = re.compile(r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\"]{0,100})?){0,8})", re.IGNORECASE)
+_WEB = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
+_NETLOC = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9.\-]+)(?::(\d{1,5}))?", re.IGNORECASE)
+_LABEL = re.compile(r"(?!-)[a-z0-9\-]{1,63}(?<!-)")
+_PORTS = {"http": 80, "https": 443}
+
+
+class WebAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked http(s) URL, in parts."""
+
+    scheme: Literal["http", "https"]
+    host: str
+    """A name or an address, in lower case; IPv6 without brackets."""
+    port: int
+    target: str
+    """Path and query, as they go into the request line."""
+
+    @property
+    def netloc(self) -> str:
+        """As the ``Host`` header has it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
+
+
+def is_web(url: str) -> bool:
+    """Whether it names something to be fetched, rather than bring it."""
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def inline(url: str, most: int) -> bytes:
+    """The bytes that a ``data:`` URL brings, ``most`` of them. Raises BadMedia."""
+    if url[:5].lower() != "data:":
+        raise BadMedia(
+            "must be a data: URL with its bytes in base64, or an http(s) URL where this server allows them; "
+            "files of the server are never read",
+            REFUSED,
+        )
+    at = url.find(",", 0, _MAX_HEAD)
+    found = None if at < 0 else _HEAD.fullmatch(url[:at])
+    if found is None:
+        raise BadMedia("is in a data: URL of another form than data:image/png;base64,...")
+    if not found[1].lower().endswith(";base64"):
+        raise BadMedia("must be in base64 in its data: URL (data:image/png;base64,...)")
+    return from_base64(url[at + 1 :], most)
+
+
+def from_base64(text: str, most: int) -> bytes:
+    """The bytes, ``most`` of them. Raises BadMedia."""
+    if len(text) > most // 2 * 3 + 4096:  # more than line breaks add
+        raise too_large(most)
+    try:
+        data = text.encode("ascii")
+    except UnicodeEncodeError:
+        raise BadMedia("is not valid base64") from None
+    try:
+        made = binascii.a2b_base64(data, strict_mode=True)
+    except binascii.Error:
+        made = _tolerant(data)
+    if len(made) > most:
+        raise too_large(most)
+    if not made:
+        raise BadMedia("has no bytes")
+    return made
+
+
+def _tolerant(data: bytes) -> bytes:
+    """Of base64 in lines, or without its padding."""
+    data = data.translate(None, _SPACE).rstrip(b"=")
+    try:
+        return binascii.a2b_base64(data + b"=" * (-len(data) % 4), strict_mode=True)
+    except binascii.Error:
+        raise BadMedia("is not valid base64") from None
+
+
+def too_large(most: int) -> BadMedia:
+    """The error of an image of more than ``most`` bytes."""
+    return BadMedia(f"has more than {most} bytes (--max-image-bytes); send a smaller one", TOO_LARGE)
+
+
+def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
+    """An http(s) URL, checked: its form, and its host against the domains that are allowed.
+
+    Raises BadMedia. Whether the host's addresses are public is seen when they are known (``fetch``).
+    """
+    if not allowed:
+        raise BadMedia(
+            "is an http(s) URL, and this server fetches none (--allowed-media-domains); send a data: URL",
+            REFUSED,
+        )
+    if len(url) > MAX_URL:
+        raise BadMedia(f"has a URL of more than {MAX_URL} characters", REFUSED)
+    if not url.isascii() or not url.isprintable() or any(c in url for c in ' \\"<>^`{|}'):
+        raise BadMedia("has a URL with characters that must be percent-encoded", REFUSED)
+    whole = _WEB.fullmatch(url.partition("#")[0])
+    if whole is None:
+        raise BadMedia("has a URL of another form than https://host/path", REFUSED)
+    if "@" in whole[2]:
+        raise BadMedia("has a URL with a user name or password, which are not sent", REFUSED)
+    place = _NETLOC.fullmatch(whole[2])
+    if place is None:
+        raise BadMedia("has a URL whose host is no name and no address", REFUSED)
+    scheme: Literal["http", "https"] = "https" if whole[1].lower() == "https" else "http"
+    port = int(place[2]) if place[2] else _PORTS[scheme]
+    host = _host(place[1].lower())
+    if not 1 <= port <= 65535 or not _permits(allowed, host, port, port == _PORTS[scheme]):
+        raise BadMedia(
+            "has a URL of a host that this server does not fetch from (--allowed-media-domains)", REFUSED
+        )
+    target = whole[3] if whole[3].startswith("/") else "/" + whole[3]
+    return WebAddress(scheme=scheme, host=host, port=port, target=target)
+
+
+def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebAddress:
+    """Where ``start`` sends its client, checked like any other URL. Raises BadMedia."""
+    url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
+    if not is_web(url):
+        raise BadMedia("is redirected to something that is no http(s) URL", REFUSED)
+    found = web_address(url, allowed)
+    if start.scheme == "https" and found.scheme == "http":
+        raise BadMedia("is redirected from https to http", REFUSED)
+    return found
+
+
+def _host(text: str) -> str:
+    """Raises BadMedia for what is neither a name nor an address in its usual form (127.1, 0x7f.1,
+    1234567).
+    """
+    wrong = BadMedia("has a URL whose host is no name and no address in its usual form", REFUSED)
+    if text.startswith("["):
+        try:
+            return str(IPv6Address(text[1:-1]))
+        except AddressValueError:
+            raise wrong from None
+    labels = text.split(".")
+    if len(text) > 253 or not all(map(_LABEL.fullmatch, labels)):
+        raise wrong
+    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):  # resolvers read it as a number, in several bases
+        try:
+            return str(IPv4Address(text))
+        except AddressValueError:
+            raise wrong from None
+    return text
+
+
+def _permits(allowed: Sequence[str], host: str, port: int, usual: bool) -> bool:
+    """Whether one of the entries names the host: itself, ``*.`` with a domain above it, or ``*``.
+
+    An entry without a port allows the scheme's own.
+    """
+    shown = f"[{host}]" if ":" in host else host
+    for entry in allowed:
+        domain, colon, number = entry.lower().rpartition(":")
+        if not colon or not number.isdecimal() or number == "" or entry.endswith("]"):
+            domain, number = entry.lower(), ""
+        if not (usual if number == "" else int(number) == port):
+            continue
+        if domain == "*" or domain == shown or (domain[:2] == "*." and shown.endswith(domain[1:])):
+            return True
+    return False

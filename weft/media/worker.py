@@ -1,0 +1,115 @@
+"""A process that fetches or decodes images for a front: ``python -m weft.media.worker DESCRIPTOR``.
+
+Like other workers it takes payloads from the socket that it inherits and answers each, until the socket's
+other end is closed. It trusts no byte of them: its memory is bounded, and when it dies it
+fails the one image that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from weft.common import signals
+from weft.common.allocator import keep_heap_small, trim_heap
+from weft.common.log import get_logger
+from weft.common.workers import HEADER, receive
+from weft.media.decode import can_decode, key_of, load, pixels_of
+from weft.media.errors import UNREACHABLE, BadMedia
+from weft.media.fetch import Fetcher
+from weft.media.words import Decode, Done, WorkerRules, packed, task_of
+
+log = get_logger(__name__)
+
+NICENESS = 5
+"""Steps of the engine go first where cores are short."""
+FILES = 64
+"""Descriptors that may be open."""
+GRACE_S = 1.0
+"""Seconds after a fetch's own deadline in which it is interrupted, wherever it waits."""
+
+
+def main(make: Callable[..., Fetcher] = Fetcher) -> None:
+    """``make``: what fetches."""
+    signals.ignore()  # the front ends its workers: they live as long as its socket
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    with (
+        contextlib.suppress(ConnectionError),  # the front is gone
+        socket.socket(fileno=int(sys.argv[1])) as link,
+        link.makefile("rwb") as stream,
+    ):
+        keep_heap_small()
+        rules = msgspec.msgpack.decode(receive(stream), type=WorkerRules)
+        if can_decode():
+            load()
+        confine(rules.memory)
+        fetcher = make(rules.allowed, rules.most_bytes, rules.seconds)
+        while payload := receive(stream):
+            answer = answer_to(payload, fetcher, rules)
+            del payload
+            stream.write(HEADER.pack(sum(map(len, answer))))
+            for part in answer:
+                stream.write(part)
+            stream.flush()
+            del answer
+            trim_heap()
+
+
+def confine(memory: int) -> None:
+    """Bounds what this process can take from now on: ``memory`` more bytes, few descriptors; no core."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        present = int(file.read().split()[0]) * resource.getpagesize()
+    limits = {
+        resource.RLIMIT_AS: present + memory,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: FILES,
+    }
+    for limit, value in limits.items():
+        _, hard = resource.getrlimit(limit)
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (least, least))
+
+
+def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
+    """The answer to one task, in pieces; what is wrong with an image is an answer, too."""
+    try:
+        task, data = task_of(payload)
+        if isinstance(task, Decode):
+            pixels = pixels_of(data, task.header, task.target)
+            return packed(Done(key=key_of(pixels, task.target))), pixels
+        with _interrupted(rules.seconds + GRACE_S):
+            return packed(Done()), fetcher.fetch(task.url)
+    except BadMedia as error:
+        return (packed(Done(reason=error.reason, code=error.code)),)
+    except MemoryError:
+        return (packed(Done(reason="takes more memory than this server allows", code="image_too_large")),)
+    except TimeoutError:
+        return (packed(Done(reason="took too long to fetch", code=UNREACHABLE)),)
+
+
+@contextlib.contextmanager
+def _interrupted(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in this block when it has run for so long. In the main thread."""
+
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+if __name__ == "__main__":
+    main()

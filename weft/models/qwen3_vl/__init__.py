@@ -1,0 +1,1 @@
+"""Qwen3-VL, dense and with routed experts."""

@@ -1,0 +1,79 @@
+"""What towers are made of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from weft.layers.build import Build, Layer
+from weft.layers.linear import Linear
+from weft.ops import torch_ops
+
+Tensor = torch.Tensor
+
+
+class LayerNorm(Layer):
+    """Mean 0 and deviation 1 over the last dim, then weight and bias. Source: Ba et al., arXiv 1607.06450."""
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.weight = build.weight(size)
+        self.bias = build.weight(size)
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+
+
+class MLP(Layer):
+    """Two matrices with biases, and an activation between them."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, activation: str, build: Build) -> None:
+        super().__init__()
+        self.up = Linear(inputs, inner, build, bias=True)
+        self.down = Linear(inner, outputs, build, bias=True)
+        self._activation = torch_ops.ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self._activation(self.up(x)))
+        return result
+
+
+class PatchAttention(Layer):
+    """Attention of patches to all patches of their group."""
+
+    def __init__(self, hidden: int, heads: int, build: Build) -> None:
+        super().__init__()
+        self.qkv = Linear(hidden, 3 * hidden, build, bias=True)
+        self.out = Linear(hidden, hidden, build, bias=True)
+        self._heads = heads
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: int) -> Tensor:
+        """x: [N, hidden], ``groups`` equal groups one after another; angles: cos and sin, [N, dim / 2]."""
+        tokens, hidden = x.shape
+        qkv = self.qkv(x).view(tokens, 3 * self._heads, -1)
+        turned, v = qkv.split((2 * self._heads, self._heads), dim=1)
+        q, k = torch_ops.rotate(turned, *angles).split(self._heads, dim=1)  # at once: fewer operators
+        shape = (groups, tokens // groups, self._heads, -1)
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in (q, k, v))
+        made = F.scaled_dot_product_attention(q, k, v)
+        result: Tensor = self.out(made.transpose(1, 2).reshape(tokens, hidden))
+        return result
+
+
+class PatchBlock(Layer):
+    """Attention and two matrices, each on a normalized copy of the stream."""
+
+    def __init__(
+        self, hidden: int, heads: int, intermediate: int, activation: str, eps: float, build: Build
+    ) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(hidden, eps, build)
+        self.attention = PatchAttention(hidden, heads, build)
+        self.mlp_norm = LayerNorm(hidden, eps, build)
+        self.mlp = MLP(hidden, intermediate, hidden, activation, build)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: int) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), angles, groups)
+        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        return result

@@ -1,0 +1,99 @@
+"""Towers: published weight names."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+
+from weft.common.log import get_logger
+from weft.config.spec import ModelSpec, VisionSpec
+from weft.models.weights import WeightMap
+
+_log = get_logger(__name__)
+
+
+def add_qwen_tower(made: WeightMap, spec: ModelSpec, theirs: str = "model.visual") -> None:
+    """Qwen3-VL's and Qwen3.5's tower below ``theirs``; without effect where it is not loaded."""
+    vision = spec.vision
+    if vision is None:
+        _ignore(made, f"{theirs}.")
+        return
+    _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
+    made.add(f"{theirs}.pos_embed.weight", "vision.positions")
+    for layer in range(vision.layers):
+        names = f"{theirs}.blocks.{layer}"
+        ours = f"vision.blocks.{layer}"
+        _add_both(made, f"{names}.norm1", f"{ours}.attention_norm")
+        _add_both(made, f"{names}.attn.qkv", f"{ours}.attention.qkv")
+        _add_both(made, f"{names}.attn.proj", f"{ours}.attention.out")
+        _add_both(made, f"{names}.norm2", f"{ours}.mlp_norm")
+        _add_both(made, f"{names}.mlp.linear_fc1", f"{ours}.mlp.up")
+        _add_both(made, f"{names}.mlp.linear_fc2", f"{ours}.mlp.down")
+    mergers = {f"{theirs}.merger": "vision.merger"}
+    mergers |= {
+        f"{theirs}.deepstack_merger_list.{n}": f"vision.levels.{n}" for n in range(len(vision.levels))
+    }
+    for names, ours in mergers.items():
+        _add_both(made, f"{names}.norm", f"{ours}.norm")
+        _add_both(made, f"{names}.linear_fc1", f"{ours}.mlp.up")
+        _add_both(made, f"{names}.linear_fc2", f"{ours}.mlp.down")
+
+
+def add_moon_tower(made: WeightMap, spec: ModelSpec) -> None:
+    """MoonViT and its projector, by the names of published checkpoints; likewise.
+
+    There a head's rotated pairs are neighbours in queries and keys; here they are its two halves.
+    """
+    vision = spec.vision
+    if vision is None:
+        _ignore(made, "vision_tower.")
+        _ignore(made, "mm_projector.")
+        return
+    theirs = "vision_tower"
+    _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
+    made.add(
+        f"{theirs}.patch_embed.pos_emb.weight",
+        "vision.positions",
+        read=partial(torch.flatten, start_dim=0, end_dim=1),
+    )
+    made.ignored.append(re.compile(r"\.pos_emb\.time_weight$"))  # sines and cosines, which are computed
+    for layer in range(vision.layers):
+        names = f"{theirs}.encoder.blocks.{layer}"
+        ours = f"vision.blocks.{layer}"
+        _add_both(made, f"{names}.norm0", f"{ours}.attention_norm")
+        for kind in ("weight", "bias"):
+            made.add(f"{names}.wqkv.{kind}", f"{ours}.attention.qkv.{kind}", read=_Halves(vision))
+        _add_both(made, f"{names}.wo", f"{ours}.attention.out")
+        _add_both(made, f"{names}.norm1", f"{ours}.mlp_norm")
+        _add_both(made, f"{names}.mlp.fc0", f"{ours}.mlp.up")
+        _add_both(made, f"{names}.mlp.fc1", f"{ours}.mlp.down")
+    _add_both(made, f"{theirs}.encoder.final_layernorm", "vision.norm")
+    _add_both(made, "mm_projector.pre_norm", "vision.merger_norm")
+    _add_both(made, "mm_projector.proj.0", "vision.merger.up")
+    _add_both(made, "mm_projector.proj.2", "vision.merger.down")
+
+
+class _Halves:
+    """Rows of queries, keys and values; of queries and keys the pairs of each head apart."""
+
+    def __init__(self, vision: VisionSpec) -> None:
+        self._heads = vision.heads
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        pairs = values.shape[0] // 3 // self._heads // 2
+        rows = values.unflatten(0, (3, self._heads, pairs, 2))
+        halves = rows[:2].transpose(2, 3).flatten(0, 3)
+        return torch.cat([halves, rows[2].flatten(0, 2)])
+
+
+def _add_both(made: WeightMap, theirs: str, ours: str, *, flat: bool = False) -> None:
+    """Weight and bias. flat: the weight is that of a convolution whose steps are as long as it is."""
+    made.add(f"{theirs}.weight", f"{ours}.weight", read=partial(torch.flatten, start_dim=1) if flat else None)
+    made.add(f"{theirs}.bias", f"{ours}.bias")
+
+
+def _ignore(made: WeightMap, prefix: str) -> None:
+    _log.info("text alone is served: %s of this checkpoint is not loaded", prefix.rstrip("."))
+    made.ignored.append(re.compile(f"^{re.escape(prefix)}"))
