@@ -246,7 +246,7 @@ def test_a_dead_engine_says_so_for_good(settings: dict[str, Any], monkeypatch: p
             llm.generate("a", GREEDY, use_tqdm=False)
 
 
-def _broken(core: EngineCore) -> None:
+def _broken(core: EngineCore, *_: Any) -> None:
     raise RuntimeError("device lost")
 
 
