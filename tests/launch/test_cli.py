@@ -88,7 +88,7 @@ def test_version() -> None:
 def test_help_lists_every_flag_with_its_default(command: str) -> None:
     text = " ".join(run(command, "--help").stdout.split())
     for setting in SETTINGS.values():
-        if setting.section not in ("transfer", "front") or command == "serve":
+        if setting.section in options.ENGINE or command == "serve":
             assert setting.flag in text, setting.flag
     assert "[0..1048576; default: 0]" in text
 
