@@ -52,23 +52,29 @@ def test_what_a_strict_template_refuses_is_joined(tokenizer: Tokenizer) -> None:
     assert rendered == "user: one\n<system-reminder>\ntwo\n</system-reminder>\nthreeassistant: four five"
 
 
-def test_a_turn_of_many_pieces_is_joined_once() -> None:
-    """What a piece costs does not depend on how many came before it."""
+def cost_of_pieces(count: int) -> float:
+    """CPU seconds of turns of so many pieces: the least of three."""
     seconds = []
-    for count in (10_000, 80_000):
+    for _ in range(3):
         turns = Turns(system_inside=False, join_users=True)
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(count):
             turns.system("s" * 64)
         for _ in range(count):
             turns.thinks("t" * 64)
             turns.says("w" * 64)
         system, assistant = turns.messages
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
         assert system["content"] == "\n\n".join(["s" * 64] * count)
         assert assistant["content"] == "w" * 64 * count
         assert assistant["reasoning_content"] == "t" * 64 * count
-    assert seconds[1] < 30 * seconds[0], "eight times as much"
+    return min(seconds)
+
+
+def test_a_turn_of_many_pieces_is_joined_once() -> None:
+    """What a piece costs does not depend on how many came before it: eight times as many cost about so much
+    more, and not 64 times."""
+    assert cost_of_pieces(80_000) < 30 * cost_of_pieces(10_000)
 
 
 def test_an_effort_is_a_wish(tokenizer: Tokenizer) -> None:
