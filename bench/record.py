@@ -18,8 +18,8 @@ PREFIX: tuple[str, ...] = ()
 
 
 def command(module: str) -> str:
-    """What was typed to run ``module``: python -m module and its arguments."""
-    return shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]])
+    """What was typed to run ``module``: python -m module and its arguments, the home folder as ~."""
+    return shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")
 
 
 def write(path: Path, module: str, title: str, table: str, numbers: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def main() -> None:
     table = record.markdown(rows)
     print(table)
     if args.json is not None:
-        title = f"Output tokens with a JSON schema and without: {args.model}"
+        title = f"Output tokens with a JSON schema and without: {Path(args.model).name}"
         record.write(args.json, "bench.structured", title, table, {"rows": rows})
 
 

@@ -8,16 +8,20 @@ and nothing else; the next payload starts a new one. Processes start when there 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import io
 import itertools
+import os
 import socket
 import struct
 import subprocess
-from collections.abc import Sequence
-from typing import IO, NamedTuple
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO, NamedTuple, TypeAlias
 
 from weft.common import signals
+from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import DeadlineExceeded, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
 
@@ -152,8 +156,37 @@ def _failure(error: BaseException) -> WeftError:
     return WorkerDied("the server failed to read this request")
 
 
-def receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
-    """In a worker: the next payload; empty when there is none any more."""
+Answer: TypeAlias = Callable[[bytes], Sequence[bytes | bytearray | memoryview]]
+"""What a worker does: the answer to one payload, in pieces."""
+
+
+def serve(prepare: Callable[[bytes], Answer], niceness: int) -> None:
+    """The whole of a worker's process: answers payloads until the pool closes the socket that it inherited.
+
+    ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
+    are short.
+    """
+    signals.ignore()  # the pool ends its workers: they live as long as its socket
+    with contextlib.suppress(OSError):
+        os.nice(niceness)
+    with (
+        contextlib.suppress(ConnectionError),  # the pool is gone
+        socket.socket(fileno=int(sys.argv[1])) as link,
+        link.makefile("rwb") as stream,
+    ):
+        keep_heap_small()
+        answer_to = prepare(_receive(stream))
+        while payload := _receive(stream):
+            answer = answer_to(payload)
+            del payload
+            stream.writelines((HEADER.pack(sum(map(len, answer))), *answer))
+            stream.flush()
+            del answer
+            trim_heap()
+
+
+def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
+    """The next payload; empty when there is none any more."""
     header = stream.read(HEADER.size)
     return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
 

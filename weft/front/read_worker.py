@@ -7,20 +7,14 @@ known of its images, another one, and its body.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import sys
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import msgspec
 
-from weft.common import signals
-from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
-from weft.common.workers import HEADER, receive
+from weft.common.workers import Answer, serve
 from weft.front.kinds import KINDS, MADE
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
@@ -81,26 +75,13 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
 
 
 def main() -> None:
-    signals.ignore()  # the front ends its workers: they live as long as its socket
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-    with (
-        contextlib.suppress(ConnectionError),  # the front is gone
-        socket.socket(fileno=int(sys.argv[1])) as link,
-        link.makefile("rwb") as stream,
-    ):
-        keep_heap_small()
-        setup = msgspec.msgpack.decode(receive(stream), type=Setup)
+    def prepare(greeting: bytes) -> Answer:
+        setup = msgspec.msgpack.decode(greeting, type=Setup)
         reader = setup.reader(setup.text.load())
         encoder = msgspec.msgpack.Encoder()
-        while payload := receive(stream):
-            answer = encoder.encode(answer_to(reader, payload))
-            del payload
-            stream.write(HEADER.pack(len(answer)))
-            stream.write(answer)
-            stream.flush()
-            del answer
-            trim_heap()
+        return lambda payload: (encoder.encode(answer_to(reader, payload)),)
+
+    serve(prepare, NICENESS)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,14 @@ fails the one image that it had.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import signal
-import socket
-import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
 
-from weft.common import signals
-from weft.common.allocator import keep_heap_small, trim_heap
 from weft.common.log import get_logger
-from weft.common.workers import HEADER, receive
+from weft.common.workers import Answer, serve
 from weft.media.decode import can_decode, key_of, load, pixels_of
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.fetch import Fetcher
@@ -29,7 +24,7 @@ from weft.media.words import Decode, Done, WorkerRules, packed, task_of
 log = get_logger(__name__)
 
 NICENESS = 10
-"""Steps of the engine, and other requests, go first where cores are short."""
+"""More than that of workers that read requests."""
 FILES = 64
 """Descriptors that may be open."""
 GRACE_S = 1.0
@@ -38,29 +33,16 @@ GRACE_S = 1.0
 
 def main(make: Callable[..., Fetcher] = Fetcher) -> None:
     """``make``: what fetches."""
-    signals.ignore()  # the front ends its workers: they live as long as its socket
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-    with (
-        contextlib.suppress(ConnectionError),  # the front is gone
-        socket.socket(fileno=int(sys.argv[1])) as link,
-        link.makefile("rwb") as stream,
-    ):
-        keep_heap_small()
-        rules = msgspec.msgpack.decode(receive(stream), type=WorkerRules)
+
+    def prepare(greeting: bytes) -> Answer:
+        rules = msgspec.msgpack.decode(greeting, type=WorkerRules)
         if can_decode():
             load()
         confine(rules.memory)
         fetcher = make(rules.allowed, rules.most_bytes, rules.seconds)
-        while payload := receive(stream):
-            answer = answer_to(payload, fetcher, rules)
-            del payload
-            stream.write(HEADER.pack(sum(map(len, answer))))
-            for part in answer:
-                stream.write(part)
-            stream.flush()
-            del answer
-            trim_heap()
+        return lambda payload: answer_to(payload, fetcher, rules)
+
+    serve(prepare, NICENESS)
 
 
 def confine(memory: int) -> None:
