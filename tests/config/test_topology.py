@@ -70,7 +70,7 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
         ("groups: []", "topology.yaml must be a mapping with a list of groups"),
         ("[1]", "topology.yaml must be a mapping with a list of groups"),
         ("groups: [decode]", r"groups\[0\] must be a mapping"),
-        ("groups: [{role: decoder}]", r"groups\[0\]: role must be one of decode, prefill, unified"),
+        ("groups: [{role: decoder}]", r"groups\[0\]: role must be one of decode, encode, prefill, unified"),
         ("groups: [{count: 0}]", r"groups\[0\]: count must be an integer of at least 1"),
         ("groups: [{count: true}]", r"groups\[0\]: count must be an integer"),
         ("groups: [{name: A b}]", r"groups\[0\]: name must be up to 24 of a-z"),

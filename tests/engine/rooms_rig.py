@@ -187,7 +187,7 @@ class Side:
         self.events: list[TokenEvent] = []
         self.alive = True
         self.rooms = HeadRooms(
-            role,
+            role == "prefill",
             self.ranks,
             self.channel,
             incarnation=self.peer.incarnation,

@@ -66,7 +66,7 @@ class Head:
     def __init__(self, folder: Path) -> None:
         self.scheduler = FakeScheduler()
         self.channel = ZmqRooms(f"ipc://{folder}/head", 7)
-        self.rooms = HeadRooms("prefill", FakeRanks(), self.channel, incarnation=7, clock=SystemClock())
+        self.rooms = HeadRooms(True, FakeRanks(), self.channel, incarnation=7, clock=SystemClock())
         self.poller = zmq.Poller()
         for socket in self.rooms.sockets:
             self.poller.register(socket, zmq.POLLIN)

@@ -163,7 +163,7 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
     for name in fields:
-        if name not in ("type", "comm", "aborted", "version", "endpoint"):
+        if name not in ("type", "comm", "aborted", "version", "endpoint", "embeddings"):
             with pytest.raises(f.FrameError):
                 decode(msgspec.msgpack.encode({key: fields[key] for key in fields if key != name}))
 

@@ -35,6 +35,18 @@ class MediaSection(Section, frozen=True, kw_only=True):
             extra={"size": True},
         ),
     ] = None
+    mm_host_cache_bytes: Annotated[
+        str | None,
+        Meta(
+            description="Host memory of each rank, e.g. 4G, for embeddings that no longer fit into "
+            "--mm-cache-bytes. None by default.",
+            extra={"size": True},
+        ),
+    ] = None
+    max_encode_items: Annotated[
+        int,
+        Meta(ge=1, le=4096, description="Images that a step of a group with the role encode takes together."),
+    ] = 32
     max_encode_patches: Annotated[
         int,
         Meta(

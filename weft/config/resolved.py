@@ -65,6 +65,14 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Images of a prompt."""
     sections: bool = False
     """Whether positions are rotated by frame, row and column."""
+    tower: bool = True
+    """Whether images are encoded here; else their embeddings come by rooms."""
+    takes: bool = False
+    """Whether embeddings may come by rooms."""
+    host_bytes: int = 0
+    """Of the second tier: host memory of a rank for embeddings that left the first one."""
+    encode_items: int = 32
+    """Images that a step of a group that only encodes takes together."""
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -250,12 +250,30 @@ class TransferSection(Section, frozen=True, kw_only=True):
     """Prefill and decode in different groups, caches moved between them."""
 
     role: Annotated[
-        Literal["unified", "prefill", "decode"],
+        Literal["unified", "prefill", "decode", "encode"],
         Meta(
-            description="What a group does: everything; prefill, and hand its caches over; or decode what "
-            "others have prefilled. `weft serve --prefill P --decode D` sets it, and topology files do."
+            description="What a group does: everything; prefill, and hand its caches over; decode what "
+            "others have prefilled; or encode images for others. `weft serve --prefill P --decode D "
+            "--encode E` sets it, and topology files do."
         ),
     ] = "unified"
+    encode: Annotated[
+        int, Meta(ge=0, le=1024, description="Groups that encode images, for `weft serve`.")
+    ] = 0
+    take_embeddings: Annotated[
+        bool,
+        Meta(
+            description="Take the embeddings of images from groups with the role encode. Set by topologies "
+            "that have such groups; with --language-model-only no image is encoded here."
+        ),
+    ] = False
+    shard_embeddings: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="on: each rank of a group receives its share of an embedding's rows, and the ranks "
+            "exchange them; off: each receives all of them. auto: on where a group has several ranks."
+        ),
+    ] = "auto"
     prefill: Annotated[
         int, Meta(ge=0, le=1024, description="Groups that prefill, for `weft serve`; needs --decode.")
     ] = 0

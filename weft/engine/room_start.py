@@ -39,4 +39,4 @@ def make_rooms(
         raise
     if not config.domain:
         channel.folder = folder
-    return HeadRooms(role, ranks, channel, incarnation=incarnation, clock=clock)
+    return HeadRooms(role == "prefill", ranks, channel, incarnation=incarnation, clock=clock)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -94,7 +94,7 @@ class HeadRooms:
 
     def __init__(
         self,
-        role: Literal["prefill", "decode"],
+        sends: bool,
         ranks: RoomRanks,
         channel: RoomChannel,
         *,
@@ -103,11 +103,12 @@ class HeadRooms:
         patience: Patience = Patience(),
         peers: Peers | None = None,
     ) -> None:
-        """``incarnation``: of this head's process, as its Welcome has it."""
-        self._sends = role == "prefill"
+        """``sends``: whether it sends caches; else it receives them. ``incarnation``: of this head's process,
+        as its Welcome has it."""
+        self._sends = sends
         self._ranks, self._channel, self._clock = ranks, channel, clock
         self._machine: SendingRooms | ReceivingRooms
-        if role == "prefill":
+        if sends:
             self._machine = SendingRooms(len(ranks.ranks), "copy", patience, incarnation)
         else:
             self._machine = ReceivingRooms(ranks.dims, "copy", patience)

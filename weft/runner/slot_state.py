@@ -21,13 +21,11 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     BindMedia,
-    DropMedia,
-    Encode,
     Export,
     FreeSlot,
     LoadState,
+    OfNoSlot,
     Op,
-    Rebalance,
     SaveState,
     Segment,
 )
@@ -89,7 +87,7 @@ class SlotState:
         if isinstance(op, AppendEach):
             self._append_each(op)
             return
-        if isinstance(op, Rebalance | Encode | DropMedia):  # of no slot
+        if isinstance(op, OfNoSlot):  # of no slot
             return
         if not 0 <= op.slot < self.num_slots:
             raise EngineDead(f"step names slot {op.slot}, the table has {self.num_slots}")

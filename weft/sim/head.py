@@ -181,7 +181,7 @@ class HeadProcess:
         self._channel = SimChannel(cluster.rooms.network, self)
         peers = SimPeers(cluster.rooms.network, self)
         self.engine.rooms = HeadRooms(
-            role,
+            role == "prefill",
             group.rooms,
             self._channel,
             incarnation=self.incarnation,

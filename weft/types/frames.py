@@ -22,7 +22,7 @@ int32 bytes. Never pickle.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -32,8 +32,12 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 7
+VERSION = 8
 """Version of these frames. A rank with another version is refused, with an error that names both."""
+
+Cache: TypeAlias = Literal["kv", "embeddings"]
+"""What a room moves: caches of sequences, or embeddings of images. A rank has transfers of its own for
+each."""
 
 
 class FrameError(EngineDead):
@@ -99,6 +103,8 @@ class Ready(_Frame, frozen=True, kw_only=True):
     rank: int
     endpoint: Endpoint | None = None
     """Where it takes bytes of other groups, in a group with a role."""
+    embeddings: Endpoint | None = None
+    """Where it takes embeddings of other groups."""
 
 
 class Form(_Frame, frozen=True, kw_only=True):
@@ -168,6 +174,7 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
     blocks: tuple[Blocks, ...]
     """Where the sequence lies in this group's own caches, as far as it has blocks by the plans before."""
     num_cached: int
+    cache: Cache = "kv"
 
 
 class ExpectRoom(_Frame, frozen=True, kw_only=True):
@@ -175,12 +182,14 @@ class ExpectRoom(_Frame, frozen=True, kw_only=True):
 
     offer: Admitted
     bound: Bound
+    cache: Cache = "kv"
 
 
 class StopRoom(_Frame, frozen=True, kw_only=True):
     """Head to rank: forget a room, and touch nothing of it. Answered with RoomStopped."""
 
     key: RoomKey
+    cache: Cache = "kv"
 
 
 class RoomReport(_Frame, frozen=True, kw_only=True):
@@ -190,6 +199,7 @@ class RoomReport(_Frame, frozen=True, kw_only=True):
     key: RoomKey
     outcome: TransferOutcome
     error: ErrorInfo | None = None
+    cache: Cache = "kv"
 
 
 class RoomStopped(_Frame, frozen=True, kw_only=True):
@@ -197,6 +207,7 @@ class RoomStopped(_Frame, frozen=True, kw_only=True):
 
     rank: int
     key: RoomKey
+    cache: Cache = "kv"
 
 
 class Abort(_Frame, frozen=True, kw_only=True):

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from weft.types.rooms import RoomTicket
+
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One image of a prompt (or one frame group of a video), resized as the model wants it."""
@@ -22,6 +24,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """Frame groups, rows and columns of patches, before neighbours are merged."""
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
+    room: RoomTicket | None = None
+    """Where another group encodes it: the transfer of its embedding."""
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:

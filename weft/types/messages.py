@@ -18,7 +18,7 @@ from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 5
+VERSION = 6
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -31,13 +31,15 @@ peer with an older version:
         and PrefixIndex; prefill_rows, prefill_tokens, decode_rows, constrained_steps, mask_seconds,
         grammars_compiled and grammar_errors of HeadStats
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
+    6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
+        embedding_transfers of HeadStats
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of the sequences with which fronts see whether heads make tokens."""
 
 
-Role: TypeAlias = Literal["unified", "prefill", "decode"]
+Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
 Pooling: TypeAlias = Literal["", "last", "mean"]
 
 
@@ -75,6 +77,13 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     not transfer caches."""
     rooms: str = ""
     """The address where it takes messages of rooms; "" when it does not."""
+    tower: bool = False
+    """Whether it encodes images."""
+    embeddings: str = ""
+    """The address where it takes messages of rooms of embeddings, as one that sends or receives them; "" when
+    it does neither."""
+    tower_fingerprint: str = ""
+    """Of what encodes images: tower, weights, dtype. Embeddings go between heads with equal ones only."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
@@ -334,6 +343,8 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     communication_hidden_seconds: float = 0.0
     """Seconds of ``communication_seconds`` during which the same rank computed."""
     transfers: TransferStats | None = None
+    embedding_transfers: TransferStats | None = None
+    """Of a head that sends or takes embeddings of images: the transfers of these."""
     images_encoded: int = 0
     image_hits: int = 0
     """Images of prompts whose embedding was there already."""

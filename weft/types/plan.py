@@ -179,6 +179,36 @@ class BindMedia(_Op, frozen=True, kw_only=True):
     count: int
 
 
+class SendMedia(_Op, frozen=True, kw_only=True):
+    """The embedding of ``count`` rows in ``blocks`` may leave for the room ``key``: it is there once the
+    plan's other ops are carried out."""
+
+    key: RoomKey
+    blocks: bytes
+    """int32: blocks of the pool of embeddings, of 64 rows each, in order."""
+    count: int
+
+
+class GatherMedia(_Op, frozen=True, kw_only=True):
+    """Each rank has received its share of an embedding's ``count`` rows, in ``blocks``: all ranks exchange
+    theirs, so that each has all. Before the plan's rows, at the same point of the collectives on every
+    rank."""
+
+    blocks: bytes
+    count: int
+
+
+class MoveMedia(_Op, frozen=True, kw_only=True):
+    """Copies an embedding between the blocks of the device's pool and those of the host's, over all levels.
+
+    ``up``: from host to device. What it is copied from may be overwritten by later ops.
+    """
+
+    blocks: bytes
+    host: bytes
+    up: bool
+
+
 class Rebalance(_Op, frozen=True, kw_only=True):
     """Every rank of the domain counts what its experts had to do, and all move experts by the sums alike.
 
@@ -197,8 +227,14 @@ Op: TypeAlias = (
     | Encode
     | DropMedia
     | BindMedia
+    | SendMedia
+    | GatherMedia
+    | MoveMedia
     | Rebalance
 )
+
+
+OfNoSlot: TypeAlias = Encode | DropMedia | SendMedia | GatherMedia | MoveMedia | Rebalance
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -121,7 +121,7 @@ class TensorDims(_Part, frozen=True):
 class KindDims(_Part, frozen=True):
     """One cache kind on each rank of a group."""
 
-    kind: Literal["full", "window", "latent", "compressed", "state"]
+    kind: Literal["full", "window", "latent", "compressed", "state", "embedding"]
     layers: tuple[int, ...]
     block_size: Annotated[int, Meta(ge=1, lt=1 << 24)]
     """Positions of a block."""
