@@ -25,7 +25,7 @@ from weft.config.flags import parse_size
 from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group, sharers
 from weft.config.hosts import check_hosts
-from weft.config.media_limits import media_limits
+from weft.config.media_limits import embedding_bytes, media_limits
 from weft.config.media_section import check_media
 from weft.config.memory import (
     GIB,
@@ -99,7 +99,8 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     copies = 1 + speculation.drafts
     rooms = transfer.role != "unified"
     parts = (model, cache, scheduler, copies)
-    num_bytes = cache_bytes(spec, dtype, device, *parts, config.parallel, host, rooms)
+    images = embedding_bytes(spec, dtype, model.max_model_len, config.media, host=device == "cpu")
+    num_bytes = cache_bytes(spec, dtype, device, *parts, config.parallel, host, rooms, images)
     kv = divide_cache(local, dtype, num_bytes, *parts, rooms)
     kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
     return EngineConfig(
@@ -339,11 +340,13 @@ def cache_bytes(
     parallel: ParallelSection = ParallelSection(),
     host: HostShare = HostShare(),
     rooms: bool = False,
+    images: int = 0,
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
     use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
     ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
+    ``images``: bytes of a rank's embeddings.
 
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
@@ -363,7 +366,7 @@ def cache_bytes(
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         available //= _sharers(parallel, device, host)
-        share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
+        share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
@@ -373,11 +376,11 @@ def cache_bytes(
             param="--kv-cache-memory",
         )
     budget = int(total * cache.gpu_memory_utilization) // _sharers(parallel, device, host)
-    left = budget - weights - activation_bytes(spec, dtype, scheduler)
+    left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
-            f"the weights take {show_bytes(weights)} and the largest step "
+            f"the weights take {show_bytes(weights)}, and the largest step and images "
             f"{show_bytes(budget - weights - left)}: raise it, or lower "
             "--max-num-batched-tokens or --max-num-seqs",
             param="--gpu-memory-utilization",
