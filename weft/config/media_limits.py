@@ -15,9 +15,16 @@ DEFAULT_BYTES = 512 << 20
 
 
 def media_limits(
-    spec: ModelSpec, dtype: str, max_model_len: int, section: MediaSection
+    spec: ModelSpec,
+    dtype: str,
+    max_model_len: int,
+    section: MediaSection,
+    *,
+    tower: bool = True,
+    takes: bool = False,
 ) -> MediaLimits | None:
-    """None for a model that takes no images.
+    """None for a model that takes no images. ``tower``: whether they are encoded here; ``takes``: whether
+    embeddings come from other groups.
 
     Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image, which takes
     whole blocks, or --mm-host-cache-bytes not a block.
@@ -52,6 +59,8 @@ def media_limits(
         encode_patches=section.max_encode_patches,
         most_items=section.limit_mm_per_prompt,
         sections=spec.rope.sections is not None,
+        tower=tower,
+        takes=takes,
         host_bytes=host or 0,
         encode_items=section.max_encode_items,
         levels=len(vision.levels),
@@ -60,7 +69,7 @@ def media_limits(
 
 
 def embedding_bytes(
-    spec: ModelSpec, dtype: str, max_model_len: int | str, section: MediaSection, *, host: bool
+    spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
 ) -> int:
     """About the memory that a rank's pools of embeddings take, to divide the rest: of its device and, with
     ``host``, of the second tier, too."""

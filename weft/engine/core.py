@@ -31,7 +31,7 @@ import zmq
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
-from weft.config.fingerprint import fingerprint
+from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
@@ -101,7 +101,8 @@ class EngineCore:
         """
         self.config = config
         self._clock = clock or SystemClock()
-        self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
+        self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
+        self._tower = tower_fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
         self.scheduler = Scheduler(
             self.runner.kv,
@@ -403,6 +404,8 @@ class EngineCore:
             role=self.config.transfer.role,
             fingerprint=self._fingerprint,
             rooms="" if self.rooms is None else self.rooms.address,
+            tower=kv.media is not None and kv.media.tower,
+            tower_fingerprint=self._tower,
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
