@@ -213,18 +213,26 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     _check_roles(topology)
     topology = _over_hosts(topology)
     here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
-    made: list[EngineConfig] = []
-    for number, (name, config) in enumerate(topology.groups):
+    found: dict[int, EngineConfig] = {}
+    # First those that encode: of a model without a tower they say what is wrong.
+    order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
+    for number in order:
+        name, config = topology.groups[number]
         share = HostShare(ranks=sum(here), first=sum(here[:number]))
         try:
-            made.append(
-                resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
+            found[number] = resolve(
+                msgspec.structs.replace(config, front=topology.front), group=name, host=share
             )
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
+    made = [found[number] for number in range(len(here))]
     _check_alike(made)
     _check_cores(made)
     return tuple(made)
+
+
+def _role(group: GroupSettings) -> Role:
+    return group.config.transfer.role
 
 
 def _over_hosts(topology: Topology) -> Topology:
@@ -287,13 +295,13 @@ def _takes_images(group: EngineConfig) -> bool:
 
 
 def _check_roles(topology: Topology) -> None:
-    roles = {group.config.transfer.role for group in topology.groups}
+    roles: set[str] = {_role(group) for group in topology.groups}
     if roles == {"encode"}:
         raise ConfigError(
             "the groups serve nothing: those with role encode need others that compute what they encode for: "
             "one that is unified, or some with the roles prefill and decode"
         )
-    if not serves(set(roles)):
+    if not serves(roles):
         lacks = "decode" if "prefill" in roles else "prefill"
         has = "prefill" if lacks == "decode" else "decode"
         raise ConfigError(
