@@ -36,7 +36,11 @@ def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None
     set_threads(config.runner.threads)
     path = hub.resolve_model_path(config.model.model, config.model.revision)
     dtype = "auto" if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval()
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(
+        path,
+        dtype=dtype,
+        experts_implementation="eager",  # others have no float64; models without experts do not mind
+    ).eval()
     device = "cuda" if config.runner.device != "cpu" and torch.cuda.is_available() else "cpu"
     loaded = loaded.to(device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
