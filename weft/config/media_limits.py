@@ -14,9 +14,16 @@ DEFAULT_BYTES = 512 << 20
 
 
 def media_limits(
-    spec: ModelSpec, dtype: str, max_model_len: int, section: MediaSection
+    spec: ModelSpec,
+    dtype: str,
+    max_model_len: int,
+    section: MediaSection,
+    *,
+    tower: bool = True,
+    takes: bool = False,
 ) -> MediaLimits | None:
-    """None for a model that takes no images.
+    """None for a model that takes no images. ``tower``: whether they are encoded here; ``takes``: whether
+    embeddings come from other groups.
 
     Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image.
     """
@@ -42,6 +49,10 @@ def media_limits(
         encode_patches=section.max_encode_patches,
         most_items=section.limit_mm_per_prompt,
         sections=spec.rope.sections is not None,
+        tower=tower,
+        takes=takes,
+        host_bytes=0 if section.mm_host_cache_bytes is None else parse_size(section.mm_host_cache_bytes) or 0,
+        encode_items=section.max_encode_items,
     )
 
 

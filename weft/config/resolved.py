@@ -153,6 +153,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File of outputs that heads play, without a model; see ``weft.engine.scripted``."""
 
     @property
+    def loaded(self) -> ModelSpec:
+        """The model as ranks load it: without a tower where no images are encoded."""
+        media = self.kv.media
+        return self.spec if media is None or media.tower else msgspec.structs.replace(self.spec, vision=None)
+
+    @property
     def ranks_beside(self) -> int:
         """Ranks of one host at most, those of other groups included."""
         return self.host.ranks or self.parallel.ranks_here

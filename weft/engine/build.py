@@ -126,7 +126,7 @@ def load(
     device = device_of(config)
     check_rooms(config)
     dtype = DTYPES[config.dtype]
-    spec = config.spec
+    spec = config.loaded
     local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
@@ -220,7 +220,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     """
     cache = config.cache
     scheduler = config.scheduler
-    spec = local_spec(config.spec, config.parallel.layout)
+    spec = local_spec(config.loaded, config.parallel.layout)
     room = free - int(total * (1 - cache.gpu_memory_utilization))
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
         room -= LATER

@@ -119,10 +119,8 @@ class Runner:
         self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
         self._rooms, self.embeddings = rooms, embeddings
-        """What moves embeddings between groups; None in a group that neither sends nor takes any."""
-        self._exports: Exports | None = None
-        if rooms is not None:
-            self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
+        layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
+        self._exports = None if rooms is None else Exports(kv, layers, name, rooms.transfer)
         blocks = None if rooms is None else rooms.memory
         self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
