@@ -23,7 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -39,7 +39,9 @@ from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_start import make_rooms
+from weft.engine.room_start import make_embeddings, make_rooms
+from weft.engine.rooms import HeadRooms
+from weft.engine.sources import sources_of
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
@@ -56,25 +58,6 @@ REMEMBERED_BYTES = 64 << 20
 """Of earlier prompts, where misses of the prefix cache are explained."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
-
-
-class AwaitedSource(Protocol):
-    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
-
-    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
-    """
-
-    @property
-    def sockets(self) -> Sequence[Any]:
-        """zmq sockets or descriptors that are readable once there is something to ``take``."""
-
-    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Tells the scheduler what came since the last call. Does not wait."""
-
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Carries out what the scheduler asks for: called whenever it was given something, and behind each
-        step that was launched or committed. Does not wait; cheap when there is nothing.
-        """
 
 
 class EngineCore:
@@ -114,7 +97,6 @@ class EngineCore:
             config.cache.session_retention,
         )
         self.domain = domain or self.runner.domain
-        """Where other replicas have a part in every step."""
         self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
@@ -123,12 +105,14 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
+        self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
+        """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
         if self.rooms is not None and self._spans is not None:
             self.rooms.tally.ended = self._spans.room_ended
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
-        self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
+        self.sources = sources_of(self.grammars, self.rooms, self.embeddings)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -179,6 +163,10 @@ class EngineCore:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
+        if self.embeddings is not None:
+            for item in submit.media:
+                if item.room is not None:
+                    self.embeddings.open(item.room)
         return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
@@ -218,7 +206,11 @@ class EngineCore:
     @property
     def transferring(self) -> bool:
         """Whether other groups may still take what this one has computed."""
-        return self.rooms is not None and self.rooms.moving
+        return any(rooms.moving for rooms in self._all_rooms)
+
+    @property
+    def _all_rooms(self) -> list[HeadRooms]:
+        return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
 
     def sleep(self, seconds: float) -> None:
         """Waits until something may have come from outside, or for ``seconds``."""
@@ -272,8 +264,8 @@ class EngineCore:
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
                 log.info("%d sequences are computed again, %d are given up", again, len(given_up))
-                if self.rooms is not None:
-                    self.rooms.regain()
+                for rooms in self._all_rooms:
+                    rooms.regain()
                 return self._told(given_up + self._asked())
             return self._told(self._asked())
         events: list[TokenEvent] = []
@@ -291,8 +283,8 @@ class EngineCore:
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
         self.scheduler.lose()
-        if self.rooms is not None:
-            self.rooms.lose()
+        for rooms in self._all_rooms:
+            rooms.lose()
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
@@ -384,6 +376,7 @@ class EngineCore:
             encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
+            embedding_transfers=None if self.embeddings is None else self.embeddings.stats(None),
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
@@ -404,6 +397,7 @@ class EngineCore:
             role=self.config.transfer.role,
             fingerprint=self._fingerprint,
             rooms="" if self.rooms is None else self.rooms.address,
+            embeddings="" if self.embeddings is None else self.embeddings.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
         )
@@ -422,8 +416,8 @@ class EngineCore:
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
         self.grammars.close()
-        if self.rooms is not None:
-            self.rooms.close()
+        for rooms in self._all_rooms:
+            rooms.close()
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])
