@@ -58,8 +58,8 @@ Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
 
 
 def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
-    """A command that has the options of every evaluation, and writes what ``function`` returns. ``model``: what
-    is measured where none is named, if not the default of other commands."""
+    """A command that has the options of every evaluation, and writes what ``function`` returns. ``model``:
+    what is measured where none is named, if not the default of other commands."""
 
     @functools.wraps(function)
     def command(
@@ -75,11 +75,9 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
     ) -> int:
         check(url, reference, json_file, api_key)
         name = model_name or given.get("model")
-        config = (
-            Config()
-            if url
-            else options.build(given, model_name or (None if name or given.get("config") else model))
-        )
+        if not (name or given.get("config")):
+            model_name = model
+        config = Config() if url else options.build(given, model_name)
         if not url:
             log.configure(config.front.log_level)
         started = time.monotonic()
