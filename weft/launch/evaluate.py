@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
@@ -49,13 +49,17 @@ class Asked:
         return self.concurrency, self.max_tokens, self.api_key
 
 
-Report = dict[str, Any]
+Report: TypeAlias = dict[str, Any]
 """Totals first; ``problems`` has every problem with what was answered."""
 
 
-def measured(function: Callable[[Asked], tuple[Report, list[str]]]) -> Callable[..., int]:
-    """A command that has the options of every evaluation, and writes what ``function`` returns: the report,
-    and lines for the terminal."""
+Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
+"""Returns the report, and lines for the terminal."""
+
+
+def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
+    """A command that has the options of every evaluation, and writes what ``function`` returns. ``model``:
+    what is measured where none is named, if not the default of other commands."""
 
     @functools.wraps(function)
     def command(
@@ -71,6 +75,8 @@ def measured(function: Callable[[Asked], tuple[Report, list[str]]]) -> Callable[
     ) -> int:
         check(url, reference, json_file, api_key)
         name = model_name or given.get("model")
+        if not (name or given.get("config")):
+            model_name = model
         config = Config() if url else options.build(given, model_name)
         if not url:
             log.configure(config.front.log_level)
@@ -201,7 +207,7 @@ def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 
 @evaluate.command("ocr-mini", cls=options.Command, short_help="Lines drawn into images, read exactly.")
-@measured
+@functools.partial(measured, model="spool-vision")
 def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
     """Ask what is written in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
 
