@@ -18,21 +18,26 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     BindMedia,
-    DropMedia,
     Encode,
     FreeSlot,
+    GatherMedia,
     LoadState,
+    MoveMedia,
     SaveState,
     Segment,
+    SendMedia,
     StepPlan,
     TokenMasks,
     column,
 )
+from weft.types.rooms import RoomKey
 from weft.types.sampling import TokenParams
 
 ints = st.integers(-(1 << 31), (1 << 31) - 1)
 small = st.integers(0, 1 << 20)
 columns = st.lists(ints, max_size=5).map(column)
+ids = st.binary(max_size=9)
+keys = st.builds(RoomKey, small, small, small)
 params = st.builds(
     TokenParams,
     temperature=st.floats(0, 100),
@@ -61,9 +66,11 @@ ops = st.one_of(
     st.builds(AppendEach, kind=small, slots=columns, blocks=columns),
     st.builds(SaveState, slot=small, kind=small, block=small, back=small),
     st.builds(LoadState, slot=small, kind=small, block=small),
-    st.builds(Encode, media=small, grid=st.tuples(small, small, small), pixels=st.binary(max_size=9)),
-    st.builds(DropMedia, media=small),
-    st.builds(BindMedia, slot=small, media=small, start=small, count=small),
+    st.builds(Encode, blocks=ids, count=small, grid=st.tuples(small, small, small), pixels=ids),
+    st.builds(BindMedia, slot=small, start=small, count=small, blocks=ids),
+    st.builds(SendMedia, key=keys, blocks=ids, count=small),
+    st.builds(GatherMedia, blocks=ids, count=small),
+    st.builds(MoveMedia, blocks=ids, host=ids, up=st.booleans()),
 )
 
 
@@ -98,12 +105,12 @@ def same(one: Any, other: Any) -> bool:
 
 def test_pixels_may_be_a_view() -> None:
     view: Any = memoryview(b"pixels of an image")
-    op = Encode(media=1, grid=(1, 2, 3), pixels=view)
+    op = Encode(blocks=bytes(4), count=1, grid=(1, 2, 3), pixels=view)
     back = f.decode_to_rank(
         f.encode(f.StepFrame(step=1, epoch=0, plan=StepPlan(step=1, ops=(op,)), digest=0))
     )
     assert isinstance(back, f.StepFrame)
-    assert back.plan.ops == (Encode(media=1, grid=(1, 2, 3), pixels=bytes(view)),)
+    assert back.plan.ops == (Encode(blocks=bytes(4), count=1, grid=(1, 2, 3), pixels=bytes(view)),)
 
 
 @settings(max_examples=60, deadline=None)

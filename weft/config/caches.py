@@ -10,7 +10,7 @@ from weft.common.errors import ConfigError
 from weft.config import devices
 from weft.config.flags import parse_size
 from weft.config.gpus import sharers
-from weft.config.media_limits import media_limits
+from weft.config.media_limits import embedding_bytes, media_limits
 from weft.config.memory import (
     GIB,
     activation_bytes,
@@ -40,7 +40,10 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     parts = (model, cache, scheduler, copies)
     tower = not model.language_model_only
     loaded = spec if tower else msgspec.structs.replace(spec, vision=None)
-    num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, rooms)
+    images = 0
+    if tower or transfer.take_embeddings:
+        images = embedding_bytes(spec, dtype, model.max_model_len, config.media, host=device == "cpu")
+    num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, rooms, images)
     kv = divide_cache(local_spec(loaded, config.parallel.layout), dtype, num_bytes, *parts, rooms)
     limits = media_limits(
         spec, dtype, kv.max_model_len, config.media, tower=tower, takes=transfer.take_embeddings
@@ -92,11 +95,13 @@ def cache_bytes(
     parallel: ParallelSection = ParallelSection(),
     host: HostShare = HostShare(),
     rooms: bool = False,
+    images: int = 0,
 ) -> int:
     """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
     use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
 
     ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
+    ``images``: bytes of a rank's embeddings.
 
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
@@ -116,7 +121,7 @@ def cache_bytes(
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
         available //= ranks_on_device(parallel, device, host)
-        share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
+        share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
     total = devices.gpu_memory()
@@ -126,11 +131,11 @@ def cache_bytes(
             param="--kv-cache-memory",
         )
     budget = int(total * cache.gpu_memory_utilization) // ranks_on_device(parallel, device, host)
-    left = budget - weights - activation_bytes(spec, dtype, scheduler)
+    left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
             f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
-            f"the weights take {show_bytes(weights)} and the largest step "
+            f"the weights take {show_bytes(weights)}, and the largest step and images "
             f"{show_bytes(budget - weights - left)}: raise it, or lower "
             "--max-num-batched-tokens or --max-num-seqs",
             param="--gpu-memory-utilization",

@@ -226,7 +226,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv
-    images = 0 if kv.media is None else kv.media.cache_bytes
+    images = 0 if kv.media is None else kv.media.pool_bytes
     room = max(room - activation_bytes(spec, config.dtype, scheduler) - images, 0)
     pools = pools_for(
         spec,

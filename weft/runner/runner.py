@@ -127,7 +127,7 @@ class Runner:
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._media = MediaStore(model.vision, kv.media, device)
+        self._media = MediaStore(model.vision, kv.media, device, dtype)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None

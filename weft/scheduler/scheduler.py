@@ -399,9 +399,9 @@ class Scheduler:
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),
             transfers=self._rooms.stats(),
-            images_encoded=state.media.encoded,
-            image_hits=state.media.hits,
-            embedding_bytes=state.media.nbytes,
+            images_encoded=state.media.cache.encoded,
+            image_hits=state.media.cache.hits,
+            embedding_bytes=state.media.cache.nbytes,
         )
 
     # ----
