@@ -30,7 +30,7 @@ from weft.types.plan import (
     TokenMasks,
     column,
 )
-from weft.types.rooms import RoomKey
+from weft.types.rooms import Endpoint, RoomKey
 from weft.types.sampling import TokenParams
 
 ints = st.integers(-(1 << 31), (1 << 31) - 1)
@@ -124,6 +124,8 @@ def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
 
 
 ERROR = EngineDead("no").info()
+ENDPOINT = Endpoint("shm", "/x", 1)
+KEY = RoomKey(1, 2, 3)
 TO_RANK: list[f.ToRank] = [
     f.RankWelcome(heartbeats="ipc://x", incarnation="1f"),
     f.Refused(error=ERROR),
@@ -139,6 +141,9 @@ TO_HEAD: list[f.ToHead] = [
     f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, epoch=-1, settings={"a": "1"}),
     f.Loaded(rank=1, blocks=(5, 7)),
     f.Ready(rank=1),
+    f.Ready(rank=1, endpoint=ENDPOINT, embeddings=ENDPOINT),
+    f.RoomReport(rank=1, key=KEY, outcome=f.TransferOutcome.failed, error=ERROR, cache="embeddings"),
+    f.RoomStopped(rank=1, key=KEY, cache="embeddings"),
     f.Formed(rank=1, epoch=0),
     f.Outcome(rank=1, epoch=0, step=4, checksum=5),
     f.Failed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
@@ -169,8 +174,9 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
         decode(msgspec.msgpack.encode({**fields, "surprise": 1}))
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
+    optional = {"type", "comm", "aborted", "version", "endpoint", "embeddings", "cache"}
     for name in fields:
-        if name not in ("type", "comm", "aborted", "version", "endpoint", "embeddings"):
+        if name not in optional | ({"error"} if isinstance(frame, f.RoomReport) else set()):
             with pytest.raises(f.FrameError):
                 decode(msgspec.msgpack.encode({key: fields[key] for key in fields if key != name}))
 

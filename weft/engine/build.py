@@ -17,7 +17,7 @@ from weft.config.gpus import head_rank, sharers
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
-from weft.engine.rank_rooms import check_rooms, open_rooms
+from weft.engine.rank_rooms import check_rooms, open_embeddings, open_rooms
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
@@ -88,6 +88,7 @@ class LoadedModel:
         meets = mesh is not None and mesh.connects
         device = device_of(config)
         kv = kv or self.kv
+        rank = head_rank(config) if mesh is None else mesh.rank
         return Runner(
             self.model,
             self.backends,
@@ -103,7 +104,8 @@ class LoadedModel:
             speculation=config.speculation,
             launcher=mesh.launcher if mesh is not None and meets else None,
             processed=config.runner.logprobs_mode == "processed_logprobs",
-            rooms=open_rooms(config, kv, head_rank(config) if mesh is None else mesh.rank),
+            rooms=open_rooms(config, kv, rank),
+            embeddings=open_embeddings(config, rank),
         )
 
 

@@ -39,7 +39,8 @@ from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_start import make_rooms
+from weft.engine.room_start import EmbeddingSource, make_embeddings, make_rooms
+from weft.engine.rooms import HeadRooms
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
@@ -123,12 +124,16 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
+        self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
+        """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
         if self.rooms is not None and self._spans is not None:
             self.rooms.tally.ended = self._spans.room_ended
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
         self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
+        if self.embeddings is not None:
+            self.sources.append(EmbeddingSource(self.embeddings))
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -179,6 +184,10 @@ class EngineCore:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
+        if self.embeddings is not None:
+            for item in submit.media:
+                if item.room is not None:
+                    self.embeddings.open(item.room)
         return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
@@ -218,7 +227,11 @@ class EngineCore:
     @property
     def transferring(self) -> bool:
         """Whether other groups may still take what this one has computed."""
-        return self.rooms is not None and self.rooms.moving
+        return any(rooms.moving for rooms in self._all_rooms)
+
+    @property
+    def _all_rooms(self) -> list[HeadRooms]:
+        return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
 
     def sleep(self, seconds: float) -> None:
         """Waits until something may have come from outside, or for ``seconds``."""
@@ -272,8 +285,8 @@ class EngineCore:
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
                 log.info("%d sequences are computed again, %d are given up", again, len(given_up))
-                if self.rooms is not None:
-                    self.rooms.regain()
+                for rooms in self._all_rooms:
+                    rooms.regain()
                 return self._told(given_up + self._asked())
             return self._told(self._asked())
         events: list[TokenEvent] = []
@@ -291,8 +304,8 @@ class EngineCore:
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
         self.scheduler.lose()
-        if self.rooms is not None:
-            self.rooms.lose()
+        for rooms in self._all_rooms:
+            rooms.lose()
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
@@ -384,6 +397,7 @@ class EngineCore:
             encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
+            embedding_transfers=None if self.embeddings is None else self.embeddings.stats(None),
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
@@ -406,6 +420,7 @@ class EngineCore:
             rooms="" if self.rooms is None else self.rooms.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
+            embeddings="" if self.embeddings is None else self.embeddings.address,
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
@@ -422,8 +437,8 @@ class EngineCore:
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
         self.grammars.close()
-        if self.rooms is not None:
-            self.rooms.close()
+        for rooms in self._all_rooms:
+            rooms.close()
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])

@@ -105,18 +105,21 @@ class Runner:
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
         rooms: RankRooms | None = None,
+        embeddings: RankRooms | None = None,
         processed: bool = False,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
         ``processed``: see ``Sampler``.
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
-        runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
+        runs the model's collectives; the runner closes it, and ``rooms`` and ``embeddings``, in whose memory
+        its caches lie, and images.
         """
         self.kv = kv
         self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
-        self._rooms = rooms
+        self._rooms, self.embeddings = rooms, embeddings
+        """What moves embeddings between groups; None in a group that neither sends nor takes any."""
         self._exports: Exports | None = None
         if rooms is not None:
             self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
@@ -239,8 +242,9 @@ class Runner:
     def close(self) -> None:
         """Ends the device thread, the launcher's and the trace."""
         self._queue.close()
-        if self._rooms is not None:
-            self._rooms.close()
+        for rooms in (self._rooms, self.embeddings):
+            if rooms is not None:
+                rooms.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # their communicators end when they are gone

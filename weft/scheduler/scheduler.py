@@ -85,6 +85,8 @@ class Scheduler:
         self._rooms = SchedulerRooms(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
+        self.embeddings: None = None
+        """Takes part in rooms of embeddings, where these are taken."""
 
     # ---- sequences
 
