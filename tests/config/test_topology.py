@@ -14,7 +14,15 @@ from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.topology import face, on_host, read_topology, resolve_groups, serves, short_form
+from weft.config.topology import (
+    Topology,
+    face,
+    on_host,
+    read_topology,
+    resolve_groups,
+    serves,
+    short_form,
+)
 from weft.engine.ranks import threads_each
 from weft.parallel.remote import host_settings
 
@@ -81,6 +89,7 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
         ("groups: [{count: 2, count: 3}]", "'count' is given twice"),
         ("groups: [{port: 1}]", r"groups\[0\]: 'port' is the server's: write it under front"),
         ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' has no place in a topology: list groups"),
+        ("groups: [{encode: 1}]", r"groups\[0\]: 'encode' has no place in a topology: list groups"),
         ("groups: [{node-rank: 1}]", "'node-rank' has no place in a topology: start each host with"),
         ("role: decode\ngroups: [{}]", "role is a group's: write it under groups"),
         ("grups: [{}]\ngroups: [{}]", "unknown key 'grups'. Did you mean groups"),
@@ -106,6 +115,14 @@ def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> Non
         (
             "groups: [{role: decode}]",
             "role decode need at least one with role prefill",
+        ),
+        (
+            "groups: [{role: encode, count: 2}]",
+            "role encode need others that compute what they encode for",
+        ),
+        (
+            "groups: [{role: encode}, {role: prefill}]",
+            "role prefill need at least one with role decode",
         ),
         (
             "groups: [{}, {dtype: float64}]",
@@ -193,7 +210,70 @@ def test_the_short_form() -> None:
         assert short_form(from_keywords(settings)) is None
 
 
+def _images(found: Topology) -> dict[str, tuple[bool, bool]]:
+    """Group -> whether it loads a tower, and whether it takes embeddings."""
+    return {
+        name: (not config.model.language_model_only, config.transfer.take_embeddings)
+        for name, config in found.groups
+    }
+
+
+def test_only_groups_that_encode_load_the_tower(written: Any) -> None:
+    found = read_topology(
+        written("groups: [{role: encode, count: 2}, {role: prefill}, {role: decode}, {role: unified}]")
+    )
+    assert _images(found) == {
+        "encode0": (True, False),
+        "encode1": (True, False),
+        "prefill0": (False, True),
+        "decode0": (False, False),
+        "unified0": (False, True),
+    }
+    none = read_topology(written("groups: [{role: prefill}, {role: decode}]"))
+    assert _images(none) == {"prefill0": (True, False), "decode0": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("text", "towers"),
+    [
+        ("groups: [{role: encode}, {language-model-only: false}]", {"encode0", "unified0"}),
+        ("language-model-only: false\ngroups: [{role: encode}, {}]", {"encode0", "unified0"}),
+        ("language-model-only: true\ngroups: [{role: encode}, {}]", {"encode0"}),
+        ("groups: [{role: encode, language-model-only: true}, {}]", set()),  # which is refused later
+    ],
+)
+def test_a_file_can_keep_towers_of_others(written: Any, text: str, towers: set[str]) -> None:
+    found = _images(read_topology(written(text)))
+    assert {name for name, (tower, _) in found.items() if tower} == towers
+    assert found["unified0"][1]
+
+
+def test_the_short_form_with_groups_that_encode() -> None:
+    found = short_form(from_keywords({"prefill": 1, "decode": 1, "encode": 2}))
+    assert found is not None
+    assert _images(found) == {
+        "prefill0": (False, True),
+        "decode0": (False, False),
+        "encode0": (True, False),
+        "encode1": (True, False),
+    }
+    assert {config.transfer.encode for _, config in found.groups} == {0}
+    found = short_form(from_keywords({"encode": 1}))
+    assert found is not None
+    assert _images(found) == {"unified0": (False, True), "encode0": (True, False)}
+    assert short_form(from_keywords({"encode": 1, "prefill": 1})) is None  # which is refused later
+
+
+def test_a_model_without_a_tower_has_nothing_to_encode(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"group encode0: .*vision"):
+        resolved(written("groups: [{role: encode}, {}]"))
+
+
 def test_which_roles_serve() -> None:
+    assert serves({"unified", "encode"})
+    assert serves({"prefill", "decode", "encode"})
+    assert not serves({"encode"})
+    assert not serves({"encode", "prefill"})
     assert serves({"unified"})
     assert serves({"prefill", "decode"})
     assert not serves({"prefill"})

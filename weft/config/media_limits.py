@@ -69,7 +69,7 @@ def media_limits(
 
 
 def embedding_bytes(
-    spec: ModelSpec, dtype: str, max_model_len: int | str, section: MediaSection, *, host: bool
+    spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
 ) -> int:
     """About the memory that a rank's pools of embeddings take, to divide the rest: of its device and, with
     ``host``, of the second tier, too."""

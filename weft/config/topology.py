@@ -8,6 +8,9 @@ A topology is a YAML file, or the short form ``weft serve --prefill P --decode D
       - {role: prefill, tp: 2}   # any flag of an engine, for this group
       - {role: decode, count: 2} # decode0 and decode1
 
+Where groups encode images (the role encode), those that compute prompts take the embeddings from them, and
+none but them loads the vision tower unless the file says so (``language-model-only: false``).
+
 All of it is checked, and every group resolved, before anything starts.
 """
 
@@ -38,9 +41,11 @@ ROLES: tuple[str, ...] = get_args(Role)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 _OWN_KEYS = ("role", "count", "name")
 """Keys of a group that are no flags, and its role."""
-_NOT_IN_FILES = ("prefill", "decode", "node_rank")
+_NOT_IN_FILES = ("prefill", "decode", "encode", "node_rank")
 _OF_ALL = tuple(
-    name for name in TransferSection.__struct_fields__ if name not in ("role", "decode_watermark")
+    name
+    for name in TransferSection.__struct_fields__
+    if name not in ("role", "decode_watermark", "take_embeddings", "shard_embeddings")
 )
 """Flags that the groups of a server have alike: what fronts, or both ends of a transfer, go by."""
 _ONE_MODEL = tuple(
@@ -65,26 +70,27 @@ class Topology(NamedTuple):
 
 
 def short_form(config: Config) -> Topology | None:
-    """The topology of ``weft serve --prefill P --decode D``; None where not both are given: ``resolve``
-    refuses one without the other.
+    """The topology of ``weft serve --prefill P --decode D --encode E``; None for one group, and where only
+    one of P and D is given: ``resolve`` refuses that. With E alone one unified group computes.
 
     Raises ConfigError when ``--role`` is given.
     """
     section = config.transfer
     if section.role != "unified":
         raise ConfigError(
-            f"--role {section.role} is one group's: use --prefill P --decode D for that many groups of each "
-            "role, or a topology file (weft up FILE)",
+            f"--role {section.role} is one group's: use --prefill P --decode D --encode E for that many "
+            "groups of each role, or a topology file (weft up FILE)",
             param="--role",
         )
-    if not (section.prefill and section.decode):
+    if bool(section.prefill) != bool(section.decode) or not (section.prefill or section.encode):
         return None
+    numbers = {"prefill": section.prefill, "decode": section.decode, "unified": int(not section.prefill)}
     groups: list[GroupSettings] = []
-    for role in ("prefill", "decode"):
-        groups += [
-            GroupSettings(f"{role}{number}", _with_role(config, role))
-            for number in range(getattr(section, role))
-        ]
+    for role, count in (*numbers.items(), ("encode", section.encode)):
+        one = _with_role(config, role)
+        if section.encode:
+            one = _with_images(one, tower=role == "encode")
+        groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
 
@@ -103,8 +109,9 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     defaults = parse_values(common, name, "FILE")
     groups: list[GroupSettings] = []
     numbers = dict.fromkeys(ROLES, 0)
+    encodes = any(isinstance(entry, dict) and entry.get("role") == "encode" for entry in loaded["groups"])
     for number, entry in enumerate(loaded["groups"]):
-        groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers)
+        groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers, encodes)
     if len(groups) > MOST_GROUPS:
         raise ConfigError(f"{name}: {len(groups)} groups are more than {MOST_GROUPS}")
     names = [group.name for group in groups]
@@ -114,9 +121,10 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
 
 
 def _groups(
-    entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int]
+    entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int], encodes: bool
 ) -> list[GroupSettings]:
-    """Those of one entry. ``numbers``: how many of each role came before."""
+    """Those of one entry. ``numbers``: how many of each role came before. ``encodes``: whether there are some
+    with the role encode."""
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be a mapping, e.g. {{role: decode, count: 2}}")
     role = SETTINGS["role"].parse(entry.get("role", "unified"), f"{where}: role")
@@ -125,8 +133,11 @@ def _groups(
         raise ConfigError(f"{where}: count must be an integer of at least 1 and at most {MOST_GROUPS}")
     settings = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
     _check_fields(settings, where, _OWN_KEYS)
-    values = {**defaults, **parse_values(settings, where, "FILE")}
-    config = _with_role(from_values(values), role)
+    own = parse_values(settings, where, "FILE")
+    config = _with_role(from_values({**defaults, **own}), role)
+    if encodes:
+        said = own if role == "encode" else {**defaults, **own}
+        config = _with_images(config, tower=not said.get("language_model_only", role != "encode"))
     name = entry.get("name")
     if name is None:
         first = numbers[role]
@@ -167,8 +178,18 @@ def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
 
 
 def _with_role(config: Config, role: str) -> Config:
-    transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0)
+    transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0, encode=0)
     return msgspec.structs.replace(config, transfer=transfer)
+
+
+def _with_images(config: Config, tower: bool) -> Config:
+    """A group of a server with some that encode images. ``tower``: whether it encodes some itself."""
+    takes = config.transfer.role in ("prefill", "unified")
+    return msgspec.structs.replace(
+        config,
+        transfer=msgspec.structs.replace(config.transfer, take_embeddings=takes),
+        model=msgspec.structs.replace(config.model, language_model_only=not tower),
+    )
 
 
 # -- from settings to configurations
@@ -192,6 +213,12 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
             )
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
+        if made[-1].transfer.role == "encode" and made[-1].spec.vision is None:
+            raise ConfigError(
+                f"group {name}: {config.model.model!r} has no vision tower, so there is nothing to encode: "
+                "leave the groups with the role encode out",
+                param="--encode",
+            )
     _check_alike(made)
     _check_cores(made)
     return tuple(made)
@@ -231,20 +258,38 @@ def serves(roles: set[str], fallback: str = "none") -> bool:
 
 
 def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
-    """What fronts go by: the first group that ends sequences, with the limits that hold for all."""
-    first = next(group for group in groups if group.transfer.role != "prefill")
+    """What fronts go by: the first group that ends sequences, with the limits that hold for all. It takes
+    images (``spec.vision``) where one that computes prompts can have them encoded.
+    """
+    first = next(group for group in groups if group.transfer.role not in ("prefill", "encode"))
+    replace = msgspec.structs.replace
+    images = [group.spec.vision for group in groups if _takes_images(group)]
+    first = replace(first, spec=replace(first.spec, vision=images[0] if images else None))
     if len(groups) == 1:
         return first
-    replace = msgspec.structs.replace
+    tokens = [group for group in groups if group.transfer.role != "encode"]
     timeout = max(group.parallel.rank_timeout for group in groups)
-    together = all(group.parallel.enable_expert_parallel for group in groups)
-    length = min(group.kv.max_model_len for group in groups)
+    together = all(group.parallel.enable_expert_parallel for group in tokens)
+    length = min(group.kv.max_model_len for group in tokens)
     parallel = replace(first.parallel, rank_timeout=timeout, enable_expert_parallel=together)
     return replace(first, parallel=parallel, kv=replace(first.kv, max_model_len=length))
 
 
+def _takes_images(group: EngineConfig) -> bool:
+    """Whether it computes prompts with images: encoded there, or by others."""
+    media = group.kv.media
+    return (
+        group.transfer.role in ("prefill", "unified") and media is not None and (media.tower or media.takes)
+    )
+
+
 def _check_roles(topology: Topology) -> None:
     roles = {group.config.transfer.role for group in topology.groups}
+    if roles == {"encode"}:
+        raise ConfigError(
+            "the groups serve nothing: those with role encode need others that compute what they encode for: "
+            "one that is unified, or some with the roles prefill and decode"
+        )
     if not serves(set(roles)):
         lacks = "decode" if "prefill" in roles else "prefill"
         has = "prefill" if lacks == "decode" else "decode"
@@ -255,9 +300,9 @@ def _check_roles(topology: Topology) -> None:
 
 
 def _check_alike(groups: list[EngineConfig]) -> None:
-    """Every group can take over the sequences of every other."""
-    first = groups[0]
-    for other in groups[1:]:
+    """Every group can take over the sequences of every other, or encodes their images."""
+    first = next(group for group in groups if group.transfer.role != "encode")
+    for other in groups:
         for flag, one, two in _facts(first, other):
             if one != two:
                 raise ConfigError(
@@ -265,7 +310,7 @@ def _check_alike(groups: list[EngineConfig]) -> None:
                     f"{first.group} and {two} in {other.group}",
                     param=flag,
                 )
-        if first.spec != other.spec:
+        if _model(first, other) != _model(other, first):
             raise ConfigError(
                 f"groups {first.group} and {other.group} can never work together: their models or caches "
                 "differ",
@@ -273,16 +318,27 @@ def _check_alike(groups: list[EngineConfig]) -> None:
             )
 
 
+def _model(one: EngineConfig, other: EngineConfig) -> object:
+    """What of its model must be that of ``other``'s: of one that encodes images, how it does."""
+    return one.spec.vision if "encode" in (one.transfer.role, other.transfer.role) else one.spec
+
+
 def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, object]]:
     """(flag, value of the one, value of the other)."""
     found: list[tuple[str, object, object]] = []
+    takes = one.transfer.take_embeddings or other.transfer.take_embeddings
+    apart = takes or "encode" in (one.transfer.role, other.transfer.role)
     for sections, names in (
         ((one.model, other.model), _ONE_MODEL),
         ((one.transfer, other.transfer), _OF_ALL),
     ):
         for name in names:
+            if name == "language_model_only" and apart:
+                continue
             found.append((SETTINGS[name].flag, getattr(sections[0], name), getattr(sections[1], name)))
     found.append(("--dtype", one.dtype, other.dtype))
+    if other.transfer.role == "encode":  # it has no caches
+        return found
     found.append(("--kv-cache-dtype", one.cache.kv_cache_dtype, other.cache.kv_cache_dtype))
     methods = one.speculation.speculative_method, other.speculation.speculative_method
     if "mtp" in methods:  # the module has a cache of its own; n-grams have none

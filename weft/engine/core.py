@@ -23,7 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -39,8 +39,9 @@ from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_start import EmbeddingSource, make_embeddings, make_rooms
+from weft.engine.room_start import make_embeddings, make_rooms
 from weft.engine.rooms import HeadRooms
+from weft.engine.sources import sources_of
 from weft.engine.start import start_executor
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
@@ -57,25 +58,6 @@ REMEMBERED_BYTES = 64 << 20
 """Of earlier prompts, where misses of the prefix cache are explained."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
-
-
-class AwaitedSource(Protocol):
-    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
-
-    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
-    """
-
-    @property
-    def sockets(self) -> Sequence[Any]:
-        """zmq sockets or descriptors that are readable once there is something to ``take``."""
-
-    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Tells the scheduler what came since the last call. Does not wait."""
-
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Carries out what the scheduler asks for: called whenever it was given something, and behind each
-        step that was launched or committed. Does not wait; cheap when there is nothing.
-        """
 
 
 class EngineCore:
@@ -115,7 +97,6 @@ class EngineCore:
             config.cache.session_retention,
         )
         self.domain = domain or self.runner.domain
-        """Where other replicas have a part in every step."""
         self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
@@ -131,9 +112,7 @@ class EngineCore:
             self.rooms.tally.ended = self._spans.room_ended
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
-        self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
-        if self.embeddings is not None:
-            self.sources.append(EmbeddingSource(self.embeddings))
+        self.sources = sources_of(self.grammars, self.rooms, self.embeddings)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -418,9 +397,9 @@ class EngineCore:
             role=self.config.transfer.role,
             fingerprint=self._fingerprint,
             rooms="" if self.rooms is None else self.rooms.address,
+            embeddings="" if self.embeddings is None else self.embeddings.address,
             tower=kv.media is not None and kv.media.tower,
             tower_fingerprint=self._tower,
-            embeddings="" if self.embeddings is None else self.embeddings.address,
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:

@@ -31,7 +31,6 @@ from weft.transports.shm import ShmTransport
 from weft.transports.sockets import SocketTransport
 from weft.transports.tcp import TcpTransport
 from weft.transports.worker import RankTransfer
-from weft.types.media import BLOCK_ROWS
 from weft.types.rooms import GroupDims
 
 LOOPBACK = "127.0.0.1"
@@ -87,22 +86,20 @@ def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
 
 def embeddings_of(config: EngineConfig) -> Literal["sends", "takes"] | None:
     """What a group does with embeddings of images between groups."""
-    if config.spec.vision is None:
+    if config.kv.media is None:
         return None
     if config.transfer.role == "encode":
         return "sends"
-    return "takes" if config.transfer.take_embeddings else None
+    return "takes" if config.kv.media.takes else None
 
 
 def embedding_dims_of(config: EngineConfig) -> GroupDims:
     """The group's pool of embeddings as rooms describe it. Of a model that takes images."""
-    vision, limits = config.spec.vision, config.kv.media
-    assert vision is not None
+    limits = config.kv.media
     assert limits is not None
     shards = embeddings_of(config) == "takes" and config.transfer.shard_embeddings != "off"
-    levels, ranks = 1 + len(vision.levels), config.parallel.layout.tensor
-    blocks = limits.cache_bytes // (BLOCK_ROWS * limits.row_bytes)
-    return embedding_dims(levels, vision.output, blocks, ranks, config.dtype, shards)
+    levels, ranks = 1 + limits.levels, config.parallel.layout.tensor
+    return embedding_dims(levels, limits.width, limits.blocks, ranks, config.dtype, shards)
 
 
 def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 from weft.common.clock import Clock
 from weft.common.errors import EngineDead
@@ -16,15 +14,7 @@ from weft.engine.group import GroupExecutor
 from weft.engine.group_rooms import GroupRooms
 from weft.engine.rank_rooms import embeddings_of
 from weft.engine.room_channel import ZmqRooms
-from weft.engine.rooms import HeadRooms, RoomScheduler
-from weft.types.messages import TokenEvent
-
-
-class MediaScheduler(Protocol):
-    """A scheduler whose group sends or takes embeddings."""
-
-    @property
-    def embeddings(self) -> RoomScheduler | None: ...
+from weft.engine.rooms import HeadRooms
 
 
 def make_rooms(
@@ -72,29 +62,3 @@ def _made(
     if not config.domain:
         channel.folder = folder
     return HeadRooms(sends, ranks, channel, incarnation=incarnation, clock=clock)
-
-
-class EmbeddingSource:
-    """The ``AwaitedSource`` of rooms of embeddings: these speak to a part of the scheduler."""
-
-    def __init__(self, rooms: HeadRooms) -> None:
-        self._rooms = rooms
-
-    @property
-    def sockets(self) -> Sequence[Any]:
-        """To sleep on."""
-        return self._rooms.sockets
-
-    def take(self, scheduler: MediaScheduler) -> list[TokenEvent]:
-        """See ``HeadRooms.take``."""
-        return self._rooms.take(_part(scheduler))
-
-    def asked(self, scheduler: MediaScheduler) -> list[TokenEvent]:
-        """See ``HeadRooms.asked``."""
-        return self._rooms.asked(_part(scheduler))
-
-
-def _part(scheduler: MediaScheduler) -> RoomScheduler:
-    if scheduler.embeddings is None:
-        raise EngineDead("the scheduler of a group that moves embeddings takes no part in that")
-    return scheduler.embeddings

@@ -202,7 +202,7 @@ _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 #: Of the links to all heads. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
-    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.late_events),
+    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.fleet.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
     "streams_paused": (
         "Times that a stream gave its slots back, as its client did not read.",
@@ -214,6 +214,10 @@ _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
         "Sequences prefilled by a head whose role is to decode, as none that prefills was up.",
         lambda c: c.local_prefills,
     ),
+    "front_image_encodes": (
+        "Images of sequences sent to heads that encode them for others, each attempt anew.",
+        lambda c: c.fleet.encodes,
+    ),
 }
 _DECISIONS = (
     "Choices of a head among several by what they have cached: all had told that (exact), some (degraded), "
@@ -222,8 +226,8 @@ _DECISIONS = (
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
     "engines_without_partner": (
-        "Heads that live and only prefill, or only decode, and none that lives works with them.",
-        lambda c: c.unpaired,
+        "Heads that live and only prefill, decode or encode, and none that lives works with them.",
+        lambda c: c.fleet.table.unpaired,
     ),
 }
 
@@ -240,7 +244,7 @@ class _LinkCollector(Collector):
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
             yield self._counter(name, text, [((), of_link(self._links))])
-        decisions = [((knew,), float(n)) for knew, n in self._links.routing_decisions.items()]
+        decisions = [((knew,), float(n)) for knew, n in self._links.fleet.router.decisions.items()]
         yield self._counter("routing_decisions", _DECISIONS, decisions, "knew")
 
     def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:

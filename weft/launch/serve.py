@@ -1,4 +1,6 @@
-"""``weft serve``: one group, or with ``--prefill`` and ``--decode`` several, behind one port."""
+"""``weft serve``: one group, or with ``--prefill``, ``--decode`` and ``--encode`` several, behind one
+port.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def serve(model_name: str | None, **given: Any) -> int:
 
     MODEL is a folder, a hub name or a bundled model (see `weft models`); without it the default bundled model
     is served. With --prefill P --decode D as many groups compute prompts and, with the caches of these,
-    outputs; each has the other flags. `weft up` starts groups that differ.
+    outputs; with --encode E as many encode images for them, or for the one group. Each has the other flags.
+    `weft up` starts groups that differ.
     """
     from weft.config.resolve import resolve
     from weft.config.scripted import resolve_scripted

@@ -12,9 +12,12 @@ from __future__ import annotations
 import torch
 
 from weft.common.errors import EngineDead
+from weft.config.resolved import MediaLimits
 from weft.config.sharding import balanced_share
+from weft.models.base import Model
 from weft.parallel.comm import Comm
-from weft.runner.exports import Transfer
+from weft.runner.exports import RankRooms, Transfer
+from weft.runner.media import MediaStore
 from weft.types.media import BLOCK_ROWS
 from weft.types.plan import SendMedia
 from weft.types.rooms import Blocks
@@ -75,3 +78,27 @@ class Shares:
     def warm_up(self, pool: Tensor) -> None:
         """The first collective of an epoch makes connections and buffers: it is one that moves nothing."""
         self.gather(pool, torch.zeros(1, dtype=torch.int64, device=pool.device), 1)
+
+
+def media_store(
+    model: Model,
+    limits: MediaLimits | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    rooms: RankRooms | None,
+) -> MediaStore:
+    """The embeddings of a rank, in the memory of ``rooms`` where these move them between groups.
+
+    Where the group takes shares of rows, its ranks exchange some whenever they have formed: the first
+    collective of an epoch makes connections and buffers, and no request is to wait for that.
+    """
+    if rooms is None:
+        return MediaStore(model.vision, limits, device, dtype)
+    ((memory,),) = rooms.memory
+    gather = None
+    if rooms.transfer.dims.kinds[0].shards:
+        shares = Shares(model.mesh.tp)
+        model.mesh.formed.append(lambda: shares.warm_up(memory.flatten(1, 2)))
+        gather = shares.gather
+    send = Departures(rooms.transfer, len(memory)).send
+    return MediaStore(model.vision, limits, device, dtype, memory=memory, send=send, gather=gather)

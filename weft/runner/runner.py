@@ -39,7 +39,7 @@ from weft.runner.graphs import (
     context_buckets,
 )
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.media import MediaStore
+from weft.runner.media_rooms import media_store
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooled, Pooler
@@ -119,10 +119,8 @@ class Runner:
         self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
         self._rooms, self.embeddings = rooms, embeddings
-        """What moves embeddings between groups; None in a group that neither sends nor takes any."""
-        self._exports: Exports | None = None
-        if rooms is not None:
-            self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
+        layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
+        self._exports = None if rooms is None else Exports(kv, layers, name, rooms.transfer)
         blocks = None if rooms is None else rooms.memory
         self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
@@ -130,7 +128,7 @@ class Runner:
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._media = MediaStore(model.vision, kv.media, device, dtype)
+        self._media = media_store(model, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None

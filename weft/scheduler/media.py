@@ -37,7 +37,7 @@ def patches_of(item: MediaItem) -> int:
 def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, pixels: bool) -> None:
     """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens. ``pixels``:
     whether they have to be there."""
-    if limits is None:
+    if limits is None or (pixels and not (limits.tower or limits.takes)):
         raise InvalidRequest("this model takes no images: leave them out", param="media")
     if len(media) > limits.most_items:
         raise InvalidRequest(
@@ -57,7 +57,8 @@ def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits |
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
         end = item.start + item.count
         size = rows * columns * limits.patch**2 * 3
-        if len(item.pixels) > MOST_PIXELS or limits.blocks_of(item.count) > limits.blocks:
+        too_large = limits.blocks_of(item.count) > limits.blocks and (limits.tower or limits.takes)
+        if len(item.pixels) > MOST_PIXELS or too_large:
             raise InvalidRequest(
                 f"an image of {columns * limits.patch} x {rows * limits.patch} pixels is too large: use a "
                 "smaller one (or raise --mm-cache-bytes, which has to hold its embedding)",
