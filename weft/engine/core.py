@@ -101,8 +101,8 @@ class EngineCore:
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
         """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
-        if self.rooms is not None and self._spans is not None:
-            self.rooms.tally.ended = self._spans.room_ended
+        if self._spans is not None:
+            self._spans.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
         self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self.runner.bell)
