@@ -51,7 +51,10 @@ BROKEN = Unavailable("planted").info()
 class Rank:
     """A rank's pool of embeddings, transport and thread."""
 
-    def __init__(self, kind: str, folder: Path, number: int, dims: GroupDims, incarnation: int) -> None:
+    def __init__(
+        self, kind: str, folder: Path, number: int, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
+        """``small``: writes and windows of some rows."""
         (tensor,) = dims.kinds[0].tensors
         shape = [size for _, size in tensor.dims]
         self.memory = SharedMemory(int(np.prod(shape)) * 4)
@@ -64,10 +67,13 @@ class Rank:
         else:
             self.transport = TcpTransport("127.0.0.1", number, incarnation, SECRET)
             self.transport.register([self.memory.tensor])
-        self.sent_bytes = 0
+        if small:
+            self.transport.write_bytes, self.transport.window_bytes = 10 * ROW, 25 * ROW
+        self.sent_bytes = self.writes = 0
         write = self.transport.write
 
         def counted(one: Write) -> None:
+            self.writes += 1
             self.sent_bytes += sum(part.nbytes for part in one.parts)
             write(one)
 
@@ -91,9 +97,11 @@ class Rank:
 class Group:
     """``RoomRanks``: the head's own rank, and others that hear of frames."""
 
-    def __init__(self, kind: str, folder: Path, dims: GroupDims, incarnation: int) -> None:
+    def __init__(
+        self, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
         self.members = [
-            Rank(kind, folder, number, dims, incarnation + number) for number in range(dims.ranks)
+            Rank(kind, folder, number, dims, incarnation + number, small) for number in range(dims.ranks)
         ]
         own = self.members[0]
         self.rooms = GroupRooms(
@@ -106,6 +114,8 @@ class Group:
         )
         self.deaf: set[int] = set()
         """Ranks whose process has ended."""
+        self.late: list[tuple[int, f.RoomToRank]] | None = None
+        """Frames that are kept back, if not None."""
         self.dims, self.ranks = self.rooms.dims, self.rooms.ranks
 
     @property
@@ -122,8 +132,16 @@ class Group:
         frame = f.decode_to_rank(data)
         assert isinstance(frame, f.RoomToRank)
         assert frame.cache == "embeddings"
-        if number not in self.deaf:
+        if self.late is not None:
+            self.late.append((number, frame))
+        elif number not in self.deaf:
             self.members[number].rooms.take(frame, self.members[number].transfer)
+
+    def deliver(self) -> None:
+        """Frames that were kept back."""
+        late, self.late = self.late or [], None
+        for number, frame in late:
+            self._frame(number, f.encode(frame))
 
     def take(self) -> list[RankWord]:
         for number, rank in enumerate(self.members[1:], 1):
@@ -183,8 +201,10 @@ class Scheduler:
 class Head:
     """One end."""
 
-    def __init__(self, sends: bool, kind: str, folder: Path, dims: GroupDims, incarnation: int) -> None:
-        self.group = Group(kind, folder, dims, 100 * incarnation)
+    def __init__(
+        self, sends: bool, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
+        self.group = Group(kind, folder, dims, 100 * incarnation, small)
         channel = ZmqRooms(f"ipc://{folder}/h{incarnation}", incarnation)
         self.scheduler = Scheduler()
         self.rooms = HeadRooms(
@@ -207,11 +227,17 @@ class Pair:
     """A group that encodes, and one that takes embeddings."""
 
     def __init__(
-        self, kind: str, folder: Path, ranks: tuple[int, int] = (1, 1), shards: bool = False, seed: int = 0
+        self,
+        kind: str,
+        folder: Path,
+        ranks: tuple[int, int] = (1, 1),
+        shards: bool = False,
+        small: bool = False,
+        seed: int = 0,
     ) -> None:
         both = (embedding_dims(LEVELS, WIDTH, BLOCKS, n, "float32", shards) for n in ranks)
         self.sender, self.receiver = (
-            Head(number == 0, kind, folder, dims, 7 + number) for number, dims in enumerate(both)
+            Head(number == 0, kind, folder, dims, 7 + number, small) for number, dims in enumerate(both)
         )
         self.shards = shards
         self.rng = np.random.default_rng(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,17 +11,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.embedding_rig import BROKEN, ROW, Pair
+from tests.engine.embedding_rig import BROKEN, ROW, SECONDS, Pair
 from weft.common.errors import Unavailable
 from weft.common.folder import private_folder
 from weft.types import frames as f
 from weft.types import rooms as r
-from weft.types.rooms import RoomTicket
+from weft.types.rooms import GroupDims, RoomTicket
 
 IMAGES = [256, 1, 77, 64, 300, 2, 199, 640]
 """Rows of eight images; those of one or two rows have ranks without a share."""
 ERROR = Unavailable("its client left").info()
 Make = Callable[..., Pair]
+
+
+def with_shards(dims: GroupDims, shards: bool) -> GroupDims:
+    kinds = tuple(msgspec.structs.replace(kind, shards=shards) for kind in dims.kinds)
+    return msgspec.structs.replace(dims, kinds=kinds)
 
 
 @pytest.fixture
@@ -29,9 +35,11 @@ def make() -> Iterator[Make]:
 
     made: list[tuple[Pair, Path]] = []
 
-    def one(kind: str = "shm", ranks: tuple[int, int] = (1, 1), shards: bool = False) -> Pair:
+    def one(
+        kind: str = "shm", ranks: tuple[int, int] = (1, 1), shards: bool = False, small: bool = False
+    ) -> Pair:
         folder = private_folder()
-        made.append((Pair(kind, folder, ranks, shards), folder))
+        made.append((Pair(kind, folder, ranks, shards, small), folder))
         return made[-1][0]
 
     yield one
@@ -89,6 +97,91 @@ def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
         pair.land(key)
         first, second = (rank.sent_bytes for rank in pair.sender.group.members)
         assert first == second == 400 * ROW * (1 if shards else 4) // 2
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
+    """Through a window of 25 rows: as one room with one end, beside others, which take turns with it."""
+    pair = make(kind, (1, 2), False, True)
+    keys = [pair.image(rows) for rows in (640, 30, 200)]
+    for key in keys:
+        pair.open(key)
+        pair.compute(key)
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+        assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
+    (rank,) = pair.sender.group.members
+    assert rank.writes >= 2 * sum((640, 30, 200)) // 10
+    assert rank.transfer.pushes.under_way == 0
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: str, make: Make) -> None:
+    """The head's own rank knows at once, the other one hears of it by a frame that is late."""
+    pair = make(kind, (1, 2), True)
+    keys = [pair.image(rows) for rows in (100, 1, 64)]
+    pair.receiver.group.late = []
+    for key in keys:
+        pair.open(key)
+        pair.compute(key)
+    own, other = pair.receiver.group.members
+    pair.until(lambda: other.transfer.arrivals.parked > 0 and len(own.transfer.arrivals) == 3)
+    later = time.monotonic() + 0.2
+    pair.until(lambda: time.monotonic() > later)
+    assert (other.pool == -1.0).all(), "bytes were taken in before the room was known"
+    assert not any(pair.told(key, "RoomLanded") for key in keys)
+    pair.receiver.group.deliver()
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+    assert other.transfer.arrivals.parked == 0
+
+
+def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> None:
+    """One stands still in the middle of a copy; the other one has all it needs meanwhile."""
+    pair = make("shm", (1, 2), True)
+    key = pair.image(300)
+    slow, quick = pair.receiver.group.members
+    go_on = threading.Event()
+    take = slow.transport.take
+
+    def waits(write: Any) -> Any:
+        assert go_on.wait(SECONDS)
+        return take(write)
+
+    slow.transport.take = waits
+    pair.open(key)
+    pair.compute(key)
+    value, _, blocks = pair.images[key]
+    pair.until(lambda: bool((quick.rows(blocks, 300)[:, 150:] == value[:, 150:]).all()))
+    assert (slow.pool == -1.0).all()
+    assert not pair.told(key, "RoomLanded")
+    go_on.set()
+    pair.land(key)
+    pair.check(key)
+
+
+def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_is_written(
+    make: Make,
+) -> None:
+    """What the sender's ranks were told is not what the receiver's expect."""
+    pair = make("shm", (1, 2), True)
+    key = pair.image(100)
+    send = pair.sender.group.send
+
+    def wrong(frame: f.RoomToRank) -> None:
+        if isinstance(frame, f.PushRoom):
+            bound = msgspec.structs.replace(frame.bound, dims=with_shards(frame.bound.dims, False))
+            frame = msgspec.structs.replace(frame, bound=bound)
+        send(frame)
+
+    pair.sender.group.send = wrong  # type: ignore[method-assign]
+    pair.open(key)
+    pair.compute(key)
+    pair.freed(key)
+    assert "lies outside what this room has" in pair.receiver.scheduler.error(key)
+    assert all((rank.pool == -1.0).all() for rank in pair.receiver.group.members)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -253,11 +346,8 @@ def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None
 
     def wrong(frame: f.RoomToRank) -> None:
         if isinstance(frame, f.ExpectRoom):
-            (kind,) = frame.bound.dims.kinds
-            dims = msgspec.structs.replace(
-                frame.bound.dims, kinds=(msgspec.structs.replace(kind, shards=True),)
-            )
-            frame = msgspec.structs.replace(frame, bound=msgspec.structs.replace(frame.bound, dims=dims))
+            bound = msgspec.structs.replace(frame.bound, dims=with_shards(frame.bound.dims, True))
+            frame = msgspec.structs.replace(frame, bound=bound)
         send(frame)
 
     pair.receiver.group.send = wrong  # type: ignore[method-assign]
