@@ -182,7 +182,8 @@ class Scheduler:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]:
-        return (blocks_of(self.blocks.get(key, [])),)
+        """Of a sender, which has none of an image that is not encoded yet."""
+        return ()
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]:
         self.told.append(event)
@@ -192,7 +193,8 @@ class Scheduler:
                 self.requests.append(r.PostponeRoom(key, 0.05))
             else:
                 start = self.held.get(key, 0)
-                self.requests.append(r.ReserveRoom(key, start, self.room_blocks(key)))
+                blocks = (blocks_of(self.blocks.get(key, [])),)
+                self.requests.append(r.ReserveRoom(key, start, blocks))
         elif isinstance(event, r.RoomLanded | r.RoomFreed):
             self.blocks.pop(key, None)
         return []
