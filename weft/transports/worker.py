@@ -119,8 +119,8 @@ class RankTransfer:
         """Carries out ``Push``: what is computed of the room is pushed, and what will be.
 
         ``num_cached``: so many positions were in this rank's caches when the sequence was admitted, for which
-        ``blocks`` must suffice; () says that there are none yet. They are pushed when they are told as ``computed``, not before: the step that
-        makes sure of all of them may not have run yet.
+        ``blocks`` must suffice; () says that there are none yet. They are pushed when they are told as
+        ``computed``, not before: the step that makes sure of all of them may not have run yet.
         """
         self._put(Began(offer, bound, blocks, num_cached))
 
