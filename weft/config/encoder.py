@@ -60,10 +60,11 @@ def encoder_caches(spec: ModelSpec, dtype: str, config: Config, host: HostShare)
     have = devices.available_memory()
     if have is not None:
         have //= ranks_on_device(config.parallel, "cpu", host)
-    if have is not None and weights + step + limits.cache_bytes > have:
+    kept = limits.pool_bytes + limits.host_bytes
+    if have is not None and weights + step + kept > have:
         raise ConfigError(
             f"--role encode: the tower takes {show_bytes(weights)}, a step {show_bytes(step)} and embeddings "
-            f"{show_bytes(limits.cache_bytes)}; a rank has {show_bytes(have)}: lower --mm-cache-bytes or "
+            f"{show_bytes(kept)}; a rank has {show_bytes(have)}: lower --mm-cache-bytes or "
             "--max-encode-patches",
             param="--mm-cache-bytes",
         )

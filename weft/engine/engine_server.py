@@ -197,4 +197,4 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
     profiler = Profiler(config.runner.profile_dir, process_name(config))
-    EngineServer(core, listener, profiler=profiler).run()
+    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler).run()
