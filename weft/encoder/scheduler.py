@@ -171,9 +171,10 @@ class EncodeScheduler:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """Where a room's embedding is, once it is to be sent; () before."""
+        """Where a room's embedding is, once it is to be sent; before that an empty table."""
         room = self._book.get(key)
-        return () if room is None or room.held is None else (Blocks(first=0, ids=room.held.ids),)
+        held = None if room is None else room.held
+        return (Blocks(first=0, ids=b"" if held is None else held.ids),)
 
     # ---- steps
 
