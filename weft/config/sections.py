@@ -244,6 +244,13 @@ class RunnerSection(Section, frozen=True, kw_only=True):
             "OpenTelemetry spans (OTLP JSON lines); `weft trace` makes one Perfetto file of it."
         ),
     ] = None
+    profile_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder where heads write torch's profiles (Chrome trace JSON) when POST "
+            "/admin/profile asks for one."
+        ),
+    ] = None
 
 
 class TransferSection(Section, frozen=True, kw_only=True):
