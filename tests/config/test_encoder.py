@@ -101,7 +101,7 @@ def test_memory_is_that_of_the_tower(models: SeeingModels, monkeypatch: pytest.M
         devices, "available_memory", lambda: (2 << 20) + tower_bytes(config.spec.vision, "float32")
     )
     assert config_of(folder, role="encode", **sizes).kv == config.kv
-    with pytest.raises(ConfigError, match=r"embeddings 4M; a rank has .*--mm-cache-bytes"):
+    with pytest.raises(ConfigError, match=r"embeddings 41\d\dK; a rank has .*--mm-cache-bytes"):
         config_of(folder, role="encode", **{**sizes, "mm_cache_bytes": "4M"})
     with pytest.raises(ConfigError, match=r"a step .*--max-encode-patches"):
         config_of(folder, role="encode", **{**sizes, "max_encode_patches": 8192})

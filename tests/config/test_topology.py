@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.config.test_resolve import GIB, MIB, checkpoint
+from tests.support.seen import SeeingModels
 from weft.common.errors import ConfigError
 from weft.config import devices, topology
 from weft.config.flags import from_keywords
@@ -38,6 +39,12 @@ def written(tmp_path: Path) -> Any:
         return file
 
     return write
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small checkpoint that takes images."""
+    return str(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
 
 
 def resolved(file: Path) -> dict[str, EngineConfig]:
@@ -261,7 +268,62 @@ def test_the_short_form_with_groups_that_encode() -> None:
     found = short_form(from_keywords({"encode": 1}))
     assert found is not None
     assert _images(found) == {"unified0": (False, True), "encode0": (True, False)}
+    found = short_form(from_keywords({"encode": 1}), towers=True)
+    assert found is not None
+    assert _images(found) == {"unified0": (True, True), "encode0": (True, False)}
     assert short_form(from_keywords({"encode": 1, "prefill": 1})) is None  # which is refused later
+
+
+def test_experts_of_other_groups_are_no_matter_of_one_that_encodes(written: Any) -> None:
+    found = read_topology(
+        written(
+            "enable-expert-parallel: true\ngroups: [{role: encode}, {}, {role: encode, name: own, ep: true}]"
+        )
+    )
+    assert {name: config.parallel.enable_expert_parallel for name, config in found.groups} == {
+        "encode0": False,
+        "unified0": True,
+        "own": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "images"),
+    [
+        ("groups: [{role: encode, tp: 2}, {}]", True),
+        ("groups: [{role: encode}, {role: prefill}, {role: decode}]", True),
+        ("groups: [{role: encode}, {language-model-only: false}]", True),
+        ("groups: [{role: prefill}, {role: decode}]", True),
+        ("groups: [{}]", True),
+        ("language-model-only: true\ngroups: [{role: prefill}, {role: decode}]", False),
+        ("language-model-only: true\ngroups: [{}]", False),
+    ],
+)
+def test_fronts_take_images_where_somebody_encodes_them(
+    seeing: str, written: Any, text: str, images: bool
+) -> None:
+    groups = resolved(written(f"model: {seeing}\ntokenizer: spool-text\nblock-size: 16\n{text}", model=False))
+    shown = face(tuple(groups.values()))
+    assert shown.transfer.role in ("unified", "decode")
+    assert (shown.spec.vision is not None) == images
+    assert shown.kv.max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("groups: [{role: encode}, {dtype: float64}]", "unified0 and encode0 .* --dtype is float64"),
+        ("groups: [{role: encode, language-model-only: true}, {}]", "group encode0: --role encode and"),
+        (
+            "groups: [{role: encode, model: spool-text}, {}]",
+            "group encode0: --role encode: .* no vision tower",
+        ),
+        ("groups: [{role: encode, tokenizer: spool-text}, {tokenizer: null}]", "tokenizer"),
+    ],
+)
+def test_groups_that_cannot_encode_for_others(seeing: str, written: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(written(f"model: {seeing}\nblock-size: 16\n{text}", model=False))
 
 
 def test_a_model_without_a_tower_has_nothing_to_encode(written: Any) -> None:

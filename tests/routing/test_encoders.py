@@ -125,7 +125,7 @@ def test_three_instances_have_a_part_in_a_sequence_with_an_image() -> None:
     assert prefill.room is not None
     assert prefill.room.sends
     assert prefill.prompt_ids == decode.prompt_ids != b""
-    assert one.fleet.encodes == 1
+    assert one.fleet.encodes == {"first": 1, "again": 0}
     loads = dict(zip(("x", "p", "d"), one.loads(), strict=True))
     assert loads["x"] == 1 + 4 / PROMPT_TOKENS  # the image's tokens
     assert loads["p"] == 1 + 40 / PROMPT_TOKENS
@@ -338,6 +338,7 @@ def test_images_of_one_that_is_lost_are_encoded_elsewhere() -> None:
     rooms = {item.room.key for each in (parts, again) for item in each["p"].media if item.room is not None}
     assert len(rooms) == 12  # none is used twice
     assert one.fleet.entries[5].losses == 1
+    assert one.fleet.encodes == {"first": 6, "again": 6}
     one.tokens("p", 5, finish="evicted", attempt=0, error=PeerEnded("gone").info())
     assert (said(one), one.sent()) == ([], [])  # it heard of the same loss
     one.tokens("y", 5, finish="moved")

@@ -32,7 +32,7 @@ def test_every_sequence_gives_its_tokens_and_ends_once_everywhere() -> None:
         seen["paired"] += model.fleet.paired
         seen["failovers"] += model.fleet.failovers
         seen["local prefills"] += model.fleet.local_prefills
-        seen["images sent to be encoded"] += model.fleet.encodes
+        seen["images sent to be encoded"] += sum(model.fleet.encodes.values())
     for what in (
         "moved",
         "ended at prefill",

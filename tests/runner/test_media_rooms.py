@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runner.test_media import LIMITS, CountingTower, encode
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sharding import balanced_share
 from weft.parallel.comm import Comm, Done, LocalComm, Pending
 from weft.runner import media_rooms
+from weft.runner.media import MediaStore
 from weft.runner.media_rooms import Departures, Shares
 from weft.types.media import BLOCK_ROWS
 from weft.types.plan import SendMedia
@@ -54,6 +56,19 @@ def test_what_leaves_has_as_many_blocks_as_its_rows_take(blocks: tuple[int, ...]
     with pytest.raises(EngineDead, match="is sent out of"):
         Departures(told, LEVELS).send(SendMedia(key=KEY, blocks=ids(*blocks), count=count))
     assert told.log == []
+
+
+def test_an_embedding_may_leave_only_once_it_is_there() -> None:
+    """Of a plan that encodes and sends: the transfers hear of it behind the tower, not before."""
+    seen: list[torch.Tensor] = []
+    store = MediaStore(
+        CountingTower(), LIMITS, torch.device("cpu"), send=lambda op: seen.append(store.pool[:, 3:5].clone())
+    )
+    send = SendMedia(key=KEY, blocks=ids(3, 4), count=4)
+    store.apply([encode(9, 2, 2, 3, 4), send])
+    (there,) = seen
+    assert there[0, :, :, 0].unique().tolist() == [9.0]
+    assert torch.equal(there, store.pool[:, 3:5])
 
 
 class Threads:

@@ -42,7 +42,8 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     loaded = spec if tower else msgspec.structs.replace(spec, vision=None)
     images = 0
     if tower or transfer.take_embeddings:
-        images = embedding_bytes(spec, dtype, model.max_model_len, config.media, host=device == "cpu")
+        longest = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+        images = embedding_bytes(spec, dtype, longest, config.media, host=device == "cpu")
     num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, rooms, images)
     kv = divide_cache(local_spec(loaded, config.parallel.layout), dtype, num_bytes, *parts, rooms)
     limits = media_limits(

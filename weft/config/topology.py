@@ -17,7 +17,7 @@ All of it is checked, and every group resolved, before anything starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -31,7 +31,7 @@ from weft.config.flags import SETTINGS, from_values, suggest
 from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import Config, FrontSection, ModelSection, TransferSection
+from weft.config.sections import Config, FrontSection, ModelSection, ParallelSection, TransferSection
 from weft.types.messages import Role
 
 log = get_logger(__name__)
@@ -48,6 +48,8 @@ _OF_ALL = tuple(
     if name not in ("role", "decode_watermark", "take_embeddings", "shard_embeddings")
 )
 """Flags that the groups of a server have alike: what fronts, or both ends of a transfer, go by."""
+_OF_EXPERTS = ("enable_expert_parallel", "redundant_experts", "eplb_interval")
+_NO_EXPERTS = {name: getattr(ParallelSection(), name) for name in _OF_EXPERTS}
 _ONE_MODEL = tuple(
     name
     for name in ModelSection.__struct_fields__
@@ -69,9 +71,10 @@ class Topology(NamedTuple):
     groups: tuple[GroupSettings, ...]
 
 
-def short_form(config: Config) -> Topology | None:
+def short_form(config: Config, towers: bool = False) -> Topology | None:
     """The topology of ``weft serve --prefill P --decode D --encode E``; None for one group, and where only
-    one of P and D is given: ``resolve`` refuses that. With E alone one unified group computes.
+    one of P and D is given: ``resolve`` refuses that. With E alone one unified group computes. ``towers``:
+    groups that compute prompts load the vision tower, too, whatever others encode.
 
     Raises ConfigError when ``--role`` is given.
     """
@@ -89,7 +92,7 @@ def short_form(config: Config) -> Topology | None:
     for role, count in (*numbers.items(), ("encode", section.encode)):
         one = _with_role(config, role)
         if section.encode:
-            one = _with_images(one, tower=role == "encode")
+            one = _with_images(one, tower=role == "encode" or (towers and role != "decode"))
         groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
@@ -137,7 +140,7 @@ def _groups(
     config = _with_role(from_values({**defaults, **own}), role)
     if encodes:
         said = own if role == "encode" else {**defaults, **own}
-        config = _with_images(config, tower=not said.get("language_model_only", role != "encode"))
+        config = _with_images(config, not said.get("language_model_only", role != "encode"), own)
     name = entry.get("name")
     if name is None:
         first = numbers[role]
@@ -182,11 +185,17 @@ def _with_role(config: Config, role: str) -> Config:
     return msgspec.structs.replace(config, transfer=transfer)
 
 
-def _with_images(config: Config, tower: bool) -> Config:
-    """A group of a server with some that encode images. ``tower``: whether it encodes some itself."""
+def _with_images(config: Config, tower: bool, own: Collection[str] = ()) -> Config:
+    """A group of a server with some that encode images. ``tower``: whether it encodes some itself; ``own``:
+    settings that are its own, and not those of all groups."""
     takes = config.transfer.role in ("prefill", "unified")
+    parallel = config.parallel
+    if config.transfer.role == "encode":  # what the others do with experts is not meant for it
+        none = {name: value for name, value in _NO_EXPERTS.items() if name not in own}
+        parallel = msgspec.structs.replace(parallel, **none)
     return msgspec.structs.replace(
         config,
+        parallel=parallel,
         transfer=msgspec.structs.replace(config.transfer, take_embeddings=takes),
         model=msgspec.structs.replace(config.model, language_model_only=not tower),
     )
@@ -204,24 +213,26 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     _check_roles(topology)
     topology = _over_hosts(topology)
     here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
-    made: list[EngineConfig] = []
-    for number, (name, config) in enumerate(topology.groups):
+    found: dict[int, EngineConfig] = {}
+    # First those that encode: of a model without a tower they say what is wrong.
+    order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
+    for number in order:
+        name, config = topology.groups[number]
         share = HostShare(ranks=sum(here), first=sum(here[:number]))
         try:
-            made.append(
-                resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
+            found[number] = resolve(
+                msgspec.structs.replace(config, front=topology.front), group=name, host=share
             )
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
-        if made[-1].transfer.role == "encode" and made[-1].spec.vision is None:
-            raise ConfigError(
-                f"group {name}: {config.model.model!r} has no vision tower, so there is nothing to encode: "
-                "leave the groups with the role encode out",
-                param="--encode",
-            )
+    made = [found[number] for number in range(len(here))]
     _check_alike(made)
     _check_cores(made)
     return tuple(made)
+
+
+def _role(group: GroupSettings) -> Role:
+    return group.config.transfer.role
 
 
 def _over_hosts(topology: Topology) -> Topology:
@@ -284,13 +295,13 @@ def _takes_images(group: EngineConfig) -> bool:
 
 
 def _check_roles(topology: Topology) -> None:
-    roles = {group.config.transfer.role for group in topology.groups}
+    roles: set[str] = {_role(group) for group in topology.groups}
     if roles == {"encode"}:
         raise ConfigError(
             "the groups serve nothing: those with role encode need others that compute what they encode for: "
             "one that is unified, or some with the roles prefill and decode"
         )
-    if not serves(set(roles)):
+    if not serves(roles):
         lacks = "decode" if "prefill" in roles else "prefill"
         has = "prefill" if lacks == "decode" else "decode"
         raise ConfigError(
@@ -319,8 +330,12 @@ def _check_alike(groups: list[EngineConfig]) -> None:
 
 
 def _model(one: EngineConfig, other: EngineConfig) -> object:
-    """What of its model must be that of ``other``'s: of one that encodes images, how it does."""
-    return one.spec.vision if "encode" in (one.transfer.role, other.transfer.role) else one.spec
+    """What of its model must be that of ``other``'s: of one that encodes images, how it does; to one that
+    decodes, nothing of that."""
+    roles = (one.transfer.role, other.transfer.role)
+    if "encode" in roles:
+        return one.spec.vision
+    return msgspec.structs.replace(one.spec, vision=None) if "decode" in roles else one.spec
 
 
 def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, object]]:

@@ -43,19 +43,19 @@ from weft.engine.room_start import make_embeddings, make_rooms
 from weft.engine.rooms import HeadRooms
 from weft.engine.sources import sources_of
 from weft.engine.start import start_executor
+from weft.engine.step_scheduler import make_scheduler
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
-from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
 from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
 
-REMEMBERED_BYTES = 64 << 20
-"""Of earlier prompts, where misses of the prefix cache are explained."""
+STALLED_MS = 50
+"""Of one wait for a step whose end is told."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
 
@@ -87,17 +87,10 @@ class EngineCore:
         self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
         self._tower = tower_fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
-        self.scheduler = Scheduler(
-            self.runner.kv,
-            config.scheduler,
-            config.spec.vocab_size,
-            config.speculation,
-            config.transfer,
-            0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
-            config.cache.session_retention,
-        )
+        self.scheduler = make_scheduler(config, self.runner.kv)
         self.domain = domain or self.runner.domain
-        self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
+        rows = config.transfer.role != "encode"
+        self.overlap = OverlapPolicy(mode_of(config.parallel if rows else None, config.device))
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
@@ -108,15 +101,17 @@ class EngineCore:
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
         """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
-        if self.rooms is not None and self._spans is not None:
-            self.rooms.tally.ended = self._spans.room_ended
+        if self._spans is not None:
+            self._spans.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
-        self.sources = sources_of(self.grammars, self.rooms, self.embeddings)
+        self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self.runner.bell)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
+        self._stalled = False
+        """Whether the last ``step`` could only have waited for the device."""
         self._launching = False
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
@@ -301,10 +296,20 @@ class EngineCore:
                 self._launch(plan, began)
             self._launching = False
             events += self._asked()
+        self._stalled = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            self._commit(events)
+            # Where somebody rings at the end of a step, the loop does not wait for it in here.
+            self._stalled = self.runner.bell is not None and not self.runner.done(self._in_flight[0][0])
+            if self._stalled:
+                self.runner.check()
+            else:
+                self._commit(events)
         elif plan is None and self.scheduler.in_flight:
             raise EngineDead("a step was planned and never launched")
+
+    def wait_ms(self) -> int:
+        """How long a loop that has work may sleep on ``sockets`` before the next ``step``."""
+        return STALLED_MS if self._stalled and not self.runner.done(self._in_flight[0][0]) else 0
 
     def _plan(self, now: float) -> StepPlan | None:
         """The plan of the next step; None when there is nothing to do."""

@@ -41,6 +41,7 @@ from weft.kv.digest import SlotDigest
 from weft.parallel.control import PeerGone
 from weft.parallel.group_comm import CommLost
 from weft.parallel.store import join_store
+from weft.runner.doorbell import Doorbell
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
@@ -120,6 +121,8 @@ class GroupExecutor:
         assert members.pools is not None
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
+        self.bell: Doorbell | None = getattr(self._runner, "bell", None)
+        """Rung whenever a step has ended here; None where whoever steps waits for it."""
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
         self.rooms = self._make_rooms("kv")
         self.embeddings = self._make_rooms("embeddings")
@@ -170,6 +173,11 @@ class GroupExecutor:
     @property
     def varying(self) -> tuple[str, ...]:
         return self._runner.varying
+
+    def done(self, handle: StepHandle) -> bool:
+        """Whether ``read`` would not wait."""
+        steps, before = self.membership.steps, handle.plan.step - self.membership.lag
+        return self._runner.done(handle) and steps.settled(before)
 
     @property
     def domain(self) -> Domain | None:

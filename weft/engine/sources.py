@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.common.errors import EngineDead
 from weft.engine.rooms import HeadRooms, RoomScheduler
+from weft.runner.doorbell import Doorbell
 from weft.types.messages import TokenEvent
 
 if TYPE_CHECKING:
     from weft.engine.grammars import GrammarSource
-    from weft.scheduler.scheduler import Scheduler
+    from weft.engine.step_scheduler import StepScheduler
 
 
 class AwaitedSource(Protocol):
@@ -24,10 +25,10 @@ class AwaitedSource(Protocol):
     def sockets(self) -> Sequence[Any]:
         """zmq sockets or descriptors that are readable once there is something to ``take``."""
 
-    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
+    def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Tells the scheduler what came since the last call. Does not wait."""
 
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
+    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Carries out what the scheduler asks for: called whenever it was given something, and behind each
         step that was launched or committed. Does not wait; cheap when there is nothing.
         """
@@ -66,9 +67,31 @@ def _part(scheduler: MediaScheduler) -> RoomScheduler:
     return scheduler.embeddings
 
 
+class StepEnds:
+    """The ``AwaitedSource`` of steps that nobody waits for otherwise."""
+
+    def __init__(self, bell: Doorbell) -> None:
+        self._bell = bell
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        """To sleep on."""
+        return [self._bell.descriptor]
+
+    def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
+        """The engine looks at its steps by itself."""
+        self._bell.hear()
+        return []
+
+    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
+        """Nothing is asked of a bell."""
+        return []
+
+
 def sources_of(
-    grammars: GrammarSource, rooms: HeadRooms | None, embeddings: HeadRooms | None
+    grammars: GrammarSource, rooms: HeadRooms | None, embeddings: HeadRooms | None, bell: Doorbell | None
 ) -> list[AwaitedSource]:
     """All that a head has."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)
-    return [grammars, *(source for source in (rooms, of_images) if source is not None)]
+    of_steps = None if bell is None else StepEnds(bell)
+    return [grammars, *(source for source in (rooms, of_images, of_steps) if source is not None)]

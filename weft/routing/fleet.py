@@ -68,7 +68,7 @@ class Fleet:
         self.pauses = 0
         self.paired = 0  # sequences that were sent to two instances
         self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
-        self.encodes = 0  # images that were sent to instances that encode
+        self.encodes = {"first": 0, "again": 0}  # images sent to instances that encode, by the attempt
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
         self._unlanded = Unlanded()
@@ -184,7 +184,7 @@ class Fleet:
                 if instance in encoders:
                     instance.begin(sequence, sum(item.count for item in its.media))
                     entry.encoders[instance.name] = None
-                    self.encodes += len(its.media)
+                    self.encodes["again" if entry.attempt else "first"] += len(its.media)
                 entry.places[instance.name] = entry.attempt
                 self._send(instance, understood(its, instance))
             self.failovers += self.open.placed(sequence)

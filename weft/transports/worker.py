@@ -119,8 +119,8 @@ class RankTransfer:
         """Carries out ``Push``: what is computed of the room is pushed, and what will be.
 
         ``num_cached``: so many positions were in this rank's caches when the sequence was admitted, for which
-        ``blocks`` must suffice. They are pushed when they are told as ``computed``, not before: the step that
-        makes sure of all of them may not have run yet.
+        ``blocks`` must suffice; () says that there are none yet. They are pushed when they are told as
+        ``computed``, not before: the step that makes sure of all of them may not have run yet.
         """
         self._put(Began(offer, bound, blocks, num_cached))
 
@@ -256,7 +256,8 @@ class RankTransfer:
 
     def _begin(self, began: Began) -> None:
         offer, bound = began.offer, began.bound
-        own = Side(self.dims, placed(began.blocks, self.dims, bound.start, began.num_cached, grows=True))
+        blocks = began.blocks or (Blocks(first=0, ids=b""),) * len(self.dims.kinds)
+        own = Side(self.dims, placed(blocks, self.dims, bound.start, began.num_cached, grows=True))
         there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
@@ -313,4 +314,4 @@ class RankTransfer:
 def _info(error: Exception) -> ErrorInfo:
     if isinstance(error, WeftError):
         return error.info()
-    return EngineDead("a rank failed to move a sequence's cache").info()
+    return EngineDead("a rank failed in a transfer between groups").info()

@@ -32,7 +32,7 @@ peer with an older version:
         grammars_compiled and grammar_errors of HeadStats
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
-        embedding_transfers of HeadStats
+        embedding_transfers of HeadStats; Profile
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -151,6 +151,12 @@ class WatchPrefixes(_Message, frozen=True, kw_only=True):
     """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
     that has missed a change asks again.
     """
+
+
+class Profile(_Message, frozen=True, kw_only=True):
+    """Front to head: profile the steps of the next ``seconds``; 0 ends a profile. Nothing is answered."""
+
+    seconds: float
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
@@ -396,7 +402,7 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Shutdown
+ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
 ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
