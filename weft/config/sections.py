@@ -52,9 +52,10 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Meta(description="Longest prompt + output in tokens; by default the model's own; auto: what fits."),
     ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "pickle", "dummy"],
+        Literal["auto", "safetensors", "pickle", "partial", "dummy"],
         Meta(
-            description="auto takes safetensors; pickles are refused unless asked for; dummy: random weights."
+            description="auto takes safetensors; pickles are refused unless asked for; partial: safetensors, "
+            "and random weights in layers of which there are none, to see what fits; dummy: random weights."
         ),
     ] = "auto"
     num_hidden_layers_override: Annotated[

@@ -15,6 +15,8 @@ from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from weft.common.errors import InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import Embedded
@@ -83,7 +85,8 @@ class ItemBook:
             )
         if not submit.media:
             raise InvalidRequest("a group that encodes images needs some", param="media")
-        check_media(submit.media, max(i.start + i.count for i in submit.media), self._limits, pixels=True)
+        here = tuple(msgspec.structs.replace(item, room=None) for item in submit.media)
+        check_media(here, max(item.start + item.count for item in here), self._limits, True)
         keys = set()
         for item in submit.media:
             ticket = item.room
