@@ -190,7 +190,7 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
         listener.close()
         raise
     kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
-    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
+    pools = ", ".join(pool.describe(config.dtype) for pool in kinds) or "images alone"
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )
