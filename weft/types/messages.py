@@ -405,9 +405,7 @@ ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
-    """The newest version that both ends understand, given the peer's ``versions`` [oldest, newest]; None if
-    there is none.
-    """
+    """The newest version that both ends understand, if any. ``versions``: the peer's, [oldest, newest]."""
     low, high = versions
     newest = min(VERSION, high)
     return newest if newest >= max(OLDEST, low) else None
