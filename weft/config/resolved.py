@@ -98,6 +98,10 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
         """Device memory of a rank's pool."""
         return (1 + self.blocks) * self.block_rows * self.row_bytes if self.blocks else 0
 
+    def describe(self) -> str:
+        """For the log: ``83 blocks of 64 rows (embeddings, 536.9 MB)``."""
+        return f"{self.blocks} blocks of {self.block_rows} rows (embeddings, {self.pool_bytes / 1e6:.1f} MB)"
+
     def blocks_of(self, count: int) -> int:
         """Blocks that an embedding of ``count`` rows takes."""
         return -(-count // self.block_rows)

@@ -189,8 +189,10 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     except BaseException:
         listener.close()
         raise
-    kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
-    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
+    kv = core.runner.kv  # a GPU's pools are divided when the weights are there
+    pools = ", ".join(pool.describe(config.dtype) for pool in kv.pools)
+    if not pools and kv.media is not None:
+        pools = kv.media.describe()
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )
