@@ -70,6 +70,8 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether images are encoded here; else their embeddings come by rooms."""
     takes: bool = False
     """Whether embeddings may come by rooms."""
+    shards: bool = False
+    """Whether each rank then receives its share of the rows, and ranks exchange them."""
     host_bytes: int = 0
     """Of the second tier: host memory of a rank for embeddings that left the first one."""
     encode_items: int = 32

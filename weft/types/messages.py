@@ -356,6 +356,8 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Images of prompts whose embedding was there already."""
     embedding_bytes: int = 0
     """Now: of the embeddings of images that a rank keeps."""
+    embedding_host_bytes: int = 0
+    """Now: of those that it keeps in the second tier, in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
 
