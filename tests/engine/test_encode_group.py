@@ -21,8 +21,6 @@ from weft.common.errors import InvalidRequest, Overloaded
 from weft.engine.core import EngineCore
 from weft.types import messages as m
 
-pytest.importorskip("weft.scheduler.media_rooms")
-
 FAMILIES = ["qwen3-vl", "qwen3-5-vision", "kimi-k25"]
 #: Prompts with 1, 3 and 8 images.
 MANY: list[list[int | tuple[int, int]]] = [

@@ -189,7 +189,7 @@ class EncodeScheduler:
 
     @property
     def _can_plan(self) -> bool:
-        return self.cache.asks or (not self._blocked and next(self._book.waiting(), None) is not None)
+        return self.cache.asks or (not self._blocked and self._book.waits)
 
     @property
     def awaiting(self) -> bool:
@@ -306,7 +306,7 @@ class EncodeScheduler:
         """The receiver has memory for it, or has it: then nothing is sent, and it need not be encoded."""
         room.bound = True
         if start >= room.item.count and not (room.over or room.sent):
-            room.sent = True
+            self._book.send(room)
             self._requests.append(FinishRoom(key=room.key))
 
     def _landed(self, room: ItemRoom) -> None:
@@ -321,7 +321,7 @@ class EncodeScheduler:
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
         """Its sequence ends. Of an image that cannot be encoded nothing is kept, so that it is tried again
         for whoever else wants it."""
-        room.over = True
+        self._book.fail(room)
         if error.code == ImageFailed.code and room.held is not None:
             self.cache.drop(room.held)
         if room.held is None:
