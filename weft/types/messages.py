@@ -32,7 +32,7 @@ peer with an older version:
         grammars_compiled and grammar_errors of HeadStats
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
-        embedding_transfers of HeadStats; Profile
+        embedding_transfers and embedding_host_bytes of HeadStats; Profile
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -148,9 +148,7 @@ class Goodbye(_Message, frozen=True, kw_only=True):
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
-    """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
-    that has missed a change asks again.
-    """
+    """Front to head: tell what the prefix cache has, now all of it, then what changes. Again on a gap."""
 
 
 class Profile(_Message, frozen=True, kw_only=True):
