@@ -127,9 +127,12 @@ class EncodeFleet:
         return welcome.rooms, welcome.incarnation
 
     def take(self, core: EngineCore, events: list[m.TokenEvent]) -> None:
+        attempts = {event.sequence: self.heard[event.sequence].attempt for event in events}
         for event in events:
             heard = self.heard[event.sequence]
             if core not in heard.parts or heard.parts[core]:
+                continue
+            if heard.attempt != attempts[event.sequence]:  # another event has begun the next one meanwhile
                 continue
             first = event.position if event.position >= 0 else len(heard.tokens)
             for number, token in enumerate(event.token_ids, first):
