@@ -30,6 +30,8 @@ class Heard:
     submit: m.Submit
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    """Logprobs, of each token that came with some."""
     finish: str | None = None
     error: ErrorInfo | None = None
     cached: int = 0
@@ -140,6 +142,8 @@ class EncodeFleet:
                     assert heard.tokens[number] == token
                 else:
                     heard.tokens.append(token)
+            if event.logprobs is not None:
+                heard.values += event.logprobs.arrays()[1].tolist()
             heard.cached = max(heard.cached, event.num_cached)
             if event.finish is None:
                 continue

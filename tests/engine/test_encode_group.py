@@ -178,6 +178,36 @@ def test_small_pools_at_both_ends(
     fleet.check_given_back()
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_bits_with_deterministic(
+    name: str, models: SeeingModels, fleets: Callable[..., EncodeFleet]
+) -> None:
+    """In float32, encoded elsewhere beside others or here alone: equal logprobs."""
+    folder = models.folder(name)
+    exact: dict[str, Any] = {"dtype": "float32", "deterministic": True}
+    submits = [
+        msgspec.structs.replace(one, params=msgspec.structs.replace(one.params, logprobs=2))
+        for one in many(models, name)
+    ]
+    fleet = fleets([encoder(folder, **exact)], taker(folder, **exact))
+    assert all(core.deterministic for core in fleet.cores)
+    for one in submits:
+        fleet.submit(one)
+    fleet.run()
+    alone = EngineCore(config_of(folder, **exact), progress=False)
+    try:
+        for one in submits:
+            found: list[list[float]] = []
+            events = alone.submit(one)
+            while alone.has_work():
+                events += alone.step()
+            for event in events:
+                found += [] if event.logprobs is None else event.logprobs.arrays()[1].tolist()
+            assert fleet.heard[one.sequence].values == found != []
+    finally:
+        alone.close()
+
+
 def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:
