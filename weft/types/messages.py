@@ -294,9 +294,7 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0
     mixed_steps: int = 0
     idle_steps: int = 0
-    """Steps without rows, which ran because other replicas of the domain had rows; ``steps`` counts them,
-    too.
-    """
+    """Steps without rows, which ran as other replicas of the domain had rows; ``steps`` counts them, too."""
     running: int = 0
     """Now."""
     waiting: int = 0
@@ -353,9 +351,8 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     image_hits: int = 0
     """Images of prompts whose embedding was there already."""
     embedding_bytes: int = 0
-    """Now: of the embeddings of images that a rank keeps."""
     embedding_host_bytes: int = 0
-    """Now: of those that it keeps in the second tier, in host memory."""
+    """Now: of the embeddings of images that a rank keeps, on its device and in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
 
