@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,16 @@ MOST_MODULES, MAX_MODULE, MAX_FUNCTION = 400, 450, 60
 
 def modules(*folders: str) -> Iterator[tuple[Path, str, ast.Module]]:
     for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            yield path.relative_to(ROOT), text, ast.parse(text)
+        yield from _parsed(folder)
+
+
+@functools.cache
+def _parsed(folder: str) -> list[tuple[Path, str, ast.Module]]:
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        found.append((path.relative_to(ROOT), text, ast.parse(text)))
+    return found
 
 
 def test_modules_and_functions_stay_small() -> None:
