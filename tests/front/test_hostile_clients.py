@@ -246,3 +246,4 @@ def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
         assert ask_anew(server) == 200
         assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
         assert not ended(waiting), "they are still being compiled"
+        server.process.kill()  # it would compile them to their end

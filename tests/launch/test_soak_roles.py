@@ -13,8 +13,7 @@ from tests.support.slowness import deadline
 
 @pytest.mark.timeout(400)
 def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
-    run = soak(60, tmp_path / "log", seed=7, clients=10, every=deadline(0.4), deadline=deadline(250.0))
-    print(run.counts)
+    run = soak(60, tmp_path / "log", seed=7, clients=10, every=deadline(0.7), deadline=deadline(250.0))
     assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
     assert run.counts["answered"] + run.counts["left"] == 60
     assert run.counts["left"] >= 10

@@ -37,7 +37,7 @@ from weft.types import rooms as r
 from weft.types.rooms import Peer, RoomKey
 from weft.types.sampling import TokenParams
 
-SCHEDULES = 500
+SCHEDULES = 350
 """In the default tests."""
 BUDGET = 10_000
 """By default, of ``weft sim explore``."""
