@@ -1,7 +1,9 @@
-"""What arriving prompts do to streams that decode: prefill and decode in one group, and in two (E26).
+"""What arriving prompts do to streams that decode: all in one group, or prefill, decode and the encoding of
+images apart (E26, D24).
 
 python -m bench.disaggregation --name disaggregation-mine
 python -m bench.disaggregation --model qwen3-dense-s --variants unified,1p1d --rounds 5
+python -m bench.disaggregation --model qwen3vl-s --images 1 --variants unified,1e1u,1e1p1d --rounds 3
 
 Real servers over HTTP, one after the other, every round. Streams decode all along; after a while alone,
 prompts come one every ``--every`` seconds. Engines are pinned to cores, one core a group where there are
@@ -30,6 +32,7 @@ import httpx
 from bench import record
 from bench.compare import default_folder, model_folder
 from bench.drill import processes
+from bench.media_front import picture
 from bench.rounds import say
 from weft.bench.process import ServerProcess
 from weft.bench.workloads import random_ids
@@ -43,6 +46,9 @@ VARIANTS = {
     "1p1d": "--threads 1 --prefill 1 --decode 1",
     "unified-x3": "--threads 1 --data-parallel-size 3",
     "1p2d": "--threads 1 --prefill 1 --decode 2",
+    "1e1u": "--threads 1 --encode 1",
+    "1e1p1d": "--threads 1 --encode 1 --prefill 1 --decode 1",
+    "2e1p1d": "--threads 1 --encode 2 --prefill 1 --decode 1",
 }
 """Flags of the server."""
 
@@ -79,6 +85,7 @@ class Clients:
     def __init__(self, server: ServerProcess, args: argparse.Namespace, vocabulary: int, seed: int) -> None:
         self._server, self._args, self._vocabulary, self._seed = server, args, vocabulary, seed
         self.load = Load()
+        self._pictures = [self._pictures_of(number) for number in range(args.prompts if args.images else 0)]
 
     async def run(self) -> Load:
         """Streams alone, then beside prompts. Raises RuntimeError when a request fails."""
@@ -109,22 +116,36 @@ class Clients:
             await self._stream(http, key, args.decode_context, args.tokens, times)
 
     async def _prompt(self, http: httpx.AsyncClient, number: int) -> float:
-        began, times, args = time.monotonic(), list[float](), self._args
-        await self._stream(http, f"prompt {number}", args.prompt_tokens, args.output_tokens, times)
+        args, times = self._args, list[float]()
+        if not args.images:
+            began = time.monotonic()
+            await self._stream(http, f"prompt {number}", args.prompt_tokens, args.output_tokens, times)
+            return times[0] - began
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in self._pictures[number]]
+        message = {"role": "user", "content": [*content, {"type": "text", "text": f"picture {number}"}]}
+        began = time.monotonic()
+        await self._read(http, "chat/completions", {"messages": [message]}, args.output_tokens, times)
         return times[0] - began
+
+    def _pictures_of(self, number: int) -> list[str]:
+        """The images of a prompt; the share ``--duplicates`` of all are ones that came before."""
+        side, share = self._args.image_side, self._args.duplicates
+        seeds = range(number * self._args.images, (number + 1) * self._args.images)
+        fresh = [seed if int(seed * (1 - share)) != int((seed - 1) * (1 - share)) else 0 for seed in seeds]
+        return [picture(1000 * self._seed + seed, (side, side)) for seed in fresh]
 
     async def _stream(
         self, http: httpx.AsyncClient, key: str, length: int, tokens: int, times: list[float]
     ) -> None:
-        body = {
-            "model": self._server.model,
-            "prompt": random_ids(f"{self._seed} {key}", length, self._vocabulary),
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        async with http.stream("POST", f"{self._server.url}/v1/completions", json=body) as answer:
+        prompt = random_ids(f"{self._seed} {key}", length, self._vocabulary)
+        await self._read(http, "completions", {"prompt": prompt}, tokens, times)
+
+    async def _read(
+        self, http: httpx.AsyncClient, route: str, asked: dict[str, Any], tokens: int, times: list[float]
+    ) -> None:
+        more = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"model": self._server.model, **asked, **more}
+        async with http.stream("POST", f"{self._server.url}/v1/{route}", json=body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
             async for line in answer.aiter_lines():
@@ -132,7 +153,9 @@ class Clients:
                     event = json.loads(line.removeprefix("data: "))
                     if "error" in event:
                         raise RuntimeError(f"error event: {event['error']}")
-                    times.append(time.monotonic())
+                    choice = event["choices"][0] if event["choices"] else {}
+                    if "text" in choice or choice.get("delta", {}).get("content"):
+                        times.append(time.monotonic())
 
 
 def pin(root: int, cores: Sequence[int]) -> None:
@@ -173,6 +196,8 @@ def line(name: str, loads: Sequence[Load], args: argparse.Namespace) -> dict[str
         at = {"alone": one.come - args.alone, "come": one.come, "end": one.end}
         return at[begin], at[end]
 
+    size, unit = (args.images, "images/s") if args.images else (args.prompt_tokens, "prompt tok/s")
+    asked = {unit: round(of(lambda one: args.prompts * size / (one.end - one.come)), 1)}
     return {
         "groups": name,
         "alone p50 ms": ms("alone", "come", 0.5),
@@ -183,7 +208,7 @@ def line(name: str, loads: Sequence[Load], args: argparse.Namespace) -> dict[str
         "decode tok/s": round(of(lambda one: one.rate(one.come, one.end)), 1),
         "TTFT p50 s": round(of(lambda one: quantile(one.first, 0.5)), 2),
         "TTFT p99 s": round(of(lambda one: quantile(one.first, 0.99)), 2),
-        "prompt tok/s": round(of(lambda one: args.prompts * args.prompt_tokens / (one.end - one.come))),
+        **asked,
     }
 
 
@@ -200,6 +225,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="of a stream until another takes its place")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--images", type=int, default=0, help="of each prompt, in place of --prompt-tokens")
+    parser.add_argument("--image-side", type=int, default=512, help="pixels")
+    parser.add_argument("--duplicates", type=float, default=0.0, help="share of images that came before")
     parser.add_argument("--output-tokens", type=int, default=8, help="of each prompt")
     parser.add_argument("--every", type=float, default=2.5, help="seconds between two prompts")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds")
@@ -221,7 +249,8 @@ def main() -> None:
     model = str(BUNDLED / args.model)
     if not Path(model).is_dir():
         model = str(model_folder(args.model, args.folder))
-    vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    config = json.loads((Path(model) / "config.json").read_text())
+    vocabulary = config.get("text_config", config)["vocab_size"]
     loads: dict[str, list[Load]] = {name: [] for name in args.variants}
     target = args.itl_target_ms
     with tempfile.TemporaryDirectory() as folder:
@@ -238,8 +267,13 @@ def main() -> None:
     if args.name:
         path = Path(__file__).parent / "results" / f"{args.name}.json"
         rows = [line(name, found, args) for name, found in loads.items()]
-        load = f"{args.prompts} prompts of {args.prompt_tokens} tokens against {args.streams} streams"
-        title = f"{load}: {args.model}"
+        size = f"{args.prompt_tokens} tokens"
+        if args.images:
+            size = (
+                f"{args.images} images of {args.image_side} x {args.image_side} ({args.duplicates:.0%} again)"
+            )
+        said = f"{args.prompts} prompts of {size} against {args.streams} streams"
+        title = f"{said}: {args.model}"
         record.write(path, "bench.disaggregation", title, table, {"rows": rows, "target_ms": target})
 
 

@@ -31,14 +31,14 @@ SIDE = (4000, 3000)
 MODEL = "fake"
 
 
-def picture(seed: int) -> str:
-    """A photograph, about: a data: URL of a JPEG of 12 million pixels."""
+def picture(seed: int, size: tuple[int, int] = SIDE) -> str:
+    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels."""
     import numpy as np
     from PIL import Image
 
-    small = np.random.default_rng(seed).integers(0, 256, (SIDE[1] // 20, SIDE[0] // 20, 3), np.uint8)
+    small = np.random.default_rng(seed).integers(0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8)
     file = io.BytesIO()
-    Image.fromarray(small).resize(SIDE, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
+    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 

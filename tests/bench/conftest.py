@@ -36,11 +36,22 @@ class Fake:
         """Number of a streaming request to what goes wrong with it."""
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
+        self.heads: list[str] = []
+        """Roles of the heads that its metrics tell of."""
         self.live = 0
         self.most = 0
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"data": [{"id": "fake"}]})
+
+    async def metrics(self, request: Request) -> Response:
+        lines = [
+            f'weft:engine_up{{head="{number}",model_name="fake",role="{role}"}} 1.0'
+            for number, role in enumerate(self.heads)
+        ]
+        return Response(
+            "\n".join([*lines, 'weft:engine_up{head="9",model_name="fake",role="decode"} 0.0', ""])
+        )
 
     async def generate(self, request: Request) -> Response:
         body = await request.json()
@@ -103,6 +114,7 @@ def event(data: dict[str, Any]) -> bytes:
 def fake() -> Iterator[Fake]:
     found = Fake()
     routes = [
+        Route("/metrics", found.metrics),
         Route("/v1/models", found.models),
         Route("/v1/completions", found.generate, methods=["POST"]),
         Route("/v1/chat/completions", found.generate, methods=["POST"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from weft.config.families import load_spec
 MILLIONS = {"qwen3-dense-s": 108, "deepseek-moe-s": 117, "deepseek-moe-k576": 122, "qwen3next-s": 103}
 
 
+SEEING = "qwen3vl-s"
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recipe with two layers (qwen3-next: four, the last attends) and fewer, smaller experts."""
@@ -24,8 +28,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         layers = 4 if recipe.model_type == "qwen3_next" else 2
         less = {"num_hidden_layers": layers, "intermediate_size": 64, "moe_intermediate_size": 16}
         config = {**recipe.config, **less}
-        changed = checkpoints.Recipe(name, recipe.about, recipe.model_type, config, recipe.extra)
+        if recipe.processor is not None:
+            vision = {**config["vision_config"], "depth": 2, "deepstack_visual_indexes": [0]}
+            config = {"text_config": {**config["text_config"], **less}, "vision_config": vision, **IDS}
+        changed = replace(recipe, config=config)
         monkeypatch.setitem(checkpoints.RECIPES, name, changed)
+
+
+IDS = {name: value for name, value in checkpoints.RECIPES[SEEING].config.items() if name.endswith("_id")}
 
 
 def header(folder: Path) -> dict[str, Any]:
@@ -63,6 +73,24 @@ def test_sizes_of_the_others(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert abs(millions - MILLIONS[name]) < 1
+
+
+def test_the_one_that_sees(small: None, tmp_path: Path) -> None:
+    """It is loaded, knows its placeholders, and answers by what it sees."""
+    from PIL import Image
+
+    from weft import LLM, SamplingParams
+
+    folder = checkpoints.make(SEEING, tmp_path / SEEING, progress=False)
+    with LLM(str(folder), device="cpu", max_model_len=2048, kv_cache_memory="64M") as llm:
+        chats = []
+        for colour in ("red", "white"):
+            image = {"type": "image", "image": Image.new("RGB", (256, 320), colour)}
+            chats.append([{"role": "user", "content": [image, {"type": "text", "text": "what"}]}])
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        red, white = llm.chat(chats, params, use_tqdm=False)
+    assert red.prompt_token_ids.count(IDS["image_token_id"]) == 8 * 10
+    assert red.outputs[0].token_ids != white.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("name", list(MILLIONS))
@@ -107,7 +135,7 @@ def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_pat
 
 
 def test_a_failure_leaves_nothing(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("the disk is full")
 
     monkeypatch.setattr(checkpoints, "write_tokenizer", fail)

@@ -54,6 +54,18 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     assert found["notes"] == []
 
 
+def test_rates_are_told_for_each_head_where_the_server_says_how_many_it_has(fake: Any) -> None:
+    none = serving.measure(asked(fake))
+    assert (none["heads"], none["per_head"]) == ({}, None)
+    fake.heads = ["encode", "prefill", "decode", "encode"]
+    found = serving.measure(asked(fake, levels={"ttft": 1e4}))
+    assert found["heads"] == {"encode": 2, "prefill": 1, "decode": 1}
+    rates = found["per_head"]
+    assert rates["requests_per_second"] == pytest.approx(found["request_throughput"] / 4, rel=0.01)
+    assert rates["goodput_per_second"] == pytest.approx(found["goodput"]["per_second"] / 4, rel=0.01)
+    assert "(1 decode, 2 encode, 1 prefill)" in report.table(found)
+
+
 def test_every_prompt_is_another_and_of_the_length(fake: Any) -> None:
     serving.measure(asked(fake))
     made = [tuple(body["prompt"]) for body in fake.bodies]

@@ -8,13 +8,22 @@ from typing import Any
 import pytest
 
 from tests.config.test_resolve import GIB, MIB, checkpoint
+from tests.support.seen import SeeingModels
 from weft.common.errors import ConfigError
 from weft.config import devices, topology
 from weft.config.flags import from_keywords
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import has_ranks, heads_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.topology import face, on_host, read_topology, resolve_groups, serves, short_form
+from weft.config.topology import (
+    Topology,
+    face,
+    on_host,
+    read_topology,
+    resolve_groups,
+    serves,
+    short_form,
+)
 from weft.engine.ranks import threads_each
 from weft.parallel.remote import host_settings
 
@@ -30,6 +39,12 @@ def written(tmp_path: Path) -> Any:
         return file
 
     return write
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small checkpoint that takes images."""
+    return str(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
 
 
 def resolved(file: Path) -> dict[str, EngineConfig]:
@@ -81,6 +96,7 @@ def test_groups_have_roles_names_and_flags_of_their_own(written: Any) -> None:
         ("groups: [{count: 2, count: 3}]", "'count' is given twice"),
         ("groups: [{port: 1}]", r"groups\[0\]: 'port' is the server's: write it under front"),
         ("groups: [{prefill: 1}]", r"groups\[0\]: 'prefill' has no place in a topology: list groups"),
+        ("groups: [{encode: 1}]", r"groups\[0\]: 'encode' has no place in a topology: list groups"),
         ("groups: [{node-rank: 1}]", "'node-rank' has no place in a topology: start each host with"),
         ("role: decode\ngroups: [{}]", "role is a group's: write it under groups"),
         ("grups: [{}]\ngroups: [{}]", "unknown key 'grups'. Did you mean groups"),
@@ -106,6 +122,14 @@ def test_what_is_wrong_with_a_file(written: Any, text: str, message: str) -> Non
         (
             "groups: [{role: decode}]",
             "role decode need at least one with role prefill",
+        ),
+        (
+            "groups: [{role: encode, count: 2}]",
+            "role encode need others that compute what they encode for",
+        ),
+        (
+            "groups: [{role: encode}, {role: prefill}]",
+            "role prefill need at least one with role decode",
         ),
         (
             "groups: [{}, {dtype: float64}]",
@@ -193,7 +217,125 @@ def test_the_short_form() -> None:
         assert short_form(from_keywords(settings)) is None
 
 
+def _images(found: Topology) -> dict[str, tuple[bool, bool]]:
+    """Group -> whether it loads a tower, and whether it takes embeddings."""
+    return {
+        name: (not config.model.language_model_only, config.transfer.take_embeddings)
+        for name, config in found.groups
+    }
+
+
+def test_only_groups_that_encode_load_the_tower(written: Any) -> None:
+    found = read_topology(
+        written("groups: [{role: encode, count: 2}, {role: prefill}, {role: decode}, {role: unified}]")
+    )
+    assert _images(found) == {
+        "encode0": (True, False),
+        "encode1": (True, False),
+        "prefill0": (False, True),
+        "decode0": (False, False),
+        "unified0": (False, True),
+    }
+    none = read_topology(written("groups: [{role: prefill}, {role: decode}]"))
+    assert _images(none) == {"prefill0": (True, False), "decode0": (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("text", "towers"),
+    [
+        ("groups: [{role: encode}, {language-model-only: false}]", {"encode0", "unified0"}),
+        ("language-model-only: false\ngroups: [{role: encode}, {}]", {"encode0", "unified0"}),
+        ("language-model-only: true\ngroups: [{role: encode}, {}]", {"encode0"}),
+        ("groups: [{role: encode, language-model-only: true}, {}]", set()),  # which is refused later
+    ],
+)
+def test_a_file_can_keep_towers_of_others(written: Any, text: str, towers: set[str]) -> None:
+    found = _images(read_topology(written(text)))
+    assert {name for name, (tower, _) in found.items() if tower} == towers
+    assert found["unified0"][1]
+
+
+def test_the_short_form_with_groups_that_encode() -> None:
+    found = short_form(from_keywords({"prefill": 1, "decode": 1, "encode": 2}))
+    assert found is not None
+    assert _images(found) == {
+        "prefill0": (False, True),
+        "decode0": (False, False),
+        "encode0": (True, False),
+        "encode1": (True, False),
+    }
+    assert {config.transfer.encode for _, config in found.groups} == {0}
+    found = short_form(from_keywords({"encode": 1}))
+    assert found is not None
+    assert _images(found) == {"unified0": (False, True), "encode0": (True, False)}
+    found = short_form(from_keywords({"encode": 1}), towers=True)
+    assert found is not None
+    assert _images(found) == {"unified0": (True, True), "encode0": (True, False)}
+    assert short_form(from_keywords({"encode": 1, "prefill": 1})) is None  # which is refused later
+
+
+def test_experts_of_other_groups_are_no_matter_of_one_that_encodes(written: Any) -> None:
+    found = read_topology(
+        written(
+            "enable-expert-parallel: true\ngroups: [{role: encode}, {}, {role: encode, name: own, ep: true}]"
+        )
+    )
+    assert {name: config.parallel.enable_expert_parallel for name, config in found.groups} == {
+        "encode0": False,
+        "unified0": True,
+        "own": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "images"),
+    [
+        ("groups: [{role: encode, tp: 2}, {}]", True),
+        ("groups: [{role: encode}, {role: prefill}, {role: decode}]", True),
+        ("groups: [{role: encode}, {language-model-only: false}]", True),
+        ("groups: [{role: prefill}, {role: decode}]", True),
+        ("groups: [{}]", True),
+        ("language-model-only: true\ngroups: [{role: prefill}, {role: decode}]", False),
+        ("language-model-only: true\ngroups: [{}]", False),
+    ],
+)
+def test_fronts_take_images_where_somebody_encodes_them(
+    seeing: str, written: Any, text: str, images: bool
+) -> None:
+    groups = resolved(written(f"model: {seeing}\ntokenizer: spool-text\nblock-size: 16\n{text}", model=False))
+    shown = face(tuple(groups.values()))
+    assert shown.transfer.role in ("unified", "decode")
+    assert (shown.spec.vision is not None) == images
+    assert shown.kv.max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("groups: [{role: encode}, {dtype: float64}]", "unified0 and encode0 .* --dtype is float64"),
+        ("groups: [{role: encode, language-model-only: true}, {}]", "group encode0: --role encode and"),
+        (
+            "groups: [{role: encode, model: spool-text}, {}]",
+            "group encode0: --role encode: .* no vision tower",
+        ),
+        ("groups: [{role: encode, tokenizer: spool-text}, {tokenizer: null}]", "tokenizer"),
+    ],
+)
+def test_groups_that_cannot_encode_for_others(seeing: str, written: Any, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(written(f"model: {seeing}\nblock-size: 16\n{text}", model=False))
+
+
+def test_a_model_without_a_tower_has_nothing_to_encode(written: Any) -> None:
+    with pytest.raises(ConfigError, match=r"group encode0: .*vision"):
+        resolved(written("groups: [{role: encode}, {}]"))
+
+
 def test_which_roles_serve() -> None:
+    assert serves({"unified", "encode"})
+    assert serves({"prefill", "decode", "encode"})
+    assert not serves({"encode"})
+    assert not serves({"encode", "prefill"})
     assert serves({"unified"})
     assert serves({"prefill", "decode"})
     assert not serves({"prefill"})

@@ -23,7 +23,7 @@ from weft.group.sizes import blocks_of, sized
 from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
-from weft.runner.exports import Reports, Transfer
+from weft.runner.exports import RankRooms, Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
 from weft.types import frames as f
@@ -43,6 +43,7 @@ class TableRunner:
     transfer: Transfer | None = None
     reports: Reports | None = None
     endpoint: Endpoint | None = None
+    embeddings: RankRooms | None = None
 
     def __init__(self, kv: KVConfig, commits: dict[int, int], fake: FakeRunner | None = None) -> None:
         """``commits``: step -> the last step that was committed when it was planned."""
@@ -230,7 +231,8 @@ class Ranks:
             else:
                 return True
             self.workers[rank] = state["worker"] = made
-            channel.send(f.encode(f.Ready(rank=rank, endpoint=runner.endpoint)))
+            own = None if runner.embeddings is None else runner.embeddings.endpoint
+            channel.send(f.encode(f.Ready(rank=rank, endpoint=runner.endpoint, embeddings=own)))
             return True
 
         self.net.drive(self.peer(rank), turn)

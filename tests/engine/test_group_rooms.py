@@ -12,10 +12,11 @@ from tests.engine.group_rig import GroupRig, Ranks
 from tests.engine.rooms_rig import ERROR, GROUP, PROMPT
 from tests.engine.test_group import load
 from tests.scheduler.fake_runner import kv_config
-from weft.common.errors import EngineDead
+from weft.common.errors import EngineDead, ErrorInfo
 from weft.engine.group_rooms import GroupRooms
 from weft.group import types as t
 from weft.parallel.loopback import Loopback
+from weft.runner.exports import RankRooms
 from weft.transfer import words as w
 from weft.transfer.group_layout import blocks_of
 from weft.transports.reports import RoomReports
@@ -56,7 +57,9 @@ class FakeTransfer:
 
     def grow(self, key: RoomKey, blocks: tuple[r.Blocks, ...]) -> None: ...
 
-    def computed(self, key: RoomKey, layer: int, begin: int, end: int) -> None: ...
+    def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None: ...
+
+    def fail(self, key: RoomKey, error: ErrorInfo) -> None: ...
 
 
 class Books:
@@ -96,6 +99,21 @@ def equip(ranks: Ranks) -> dict[int, FakeTransfer]:
         made[rank] = transfer = FakeTransfer(rank)
         runner.transfer, runner.reports, runner.endpoint = transfer, transfer.reports, endpoint(rank)
         runner.forward = _noted(runner.forward, transfer)  # type: ignore[method-assign]
+    return made
+
+
+def equip_embeddings(ranks: Ranks) -> dict[int, FakeTransfer]:
+    """Gives every rank transfers of embeddings."""
+    made = {}
+    for rank, runner in ranks.runners.items():
+        made[rank] = transfer = FakeTransfer(rank)
+        runner.embeddings = RankRooms(
+            transfer=transfer,
+            reports=transfer.reports,
+            endpoint=endpoint(100 + rank),
+            memory=(),
+            close=lambda: None,
+        )
     return made
 
 
@@ -163,6 +181,56 @@ def test_ranks_say_how_it_stands_and_have_numbers_of_their_group(rig: GroupRig) 
     said = rooms.take()
     assert sorted(word.rank for word in said) == [0, 1, 2]
     assert all(word == w.RankReport(KEY, word.rank, Outcome.failed, ERROR) for word in said)
+
+
+def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> None:
+    both = equip(rig.ranks), equip_embeddings(rig.ranks)
+    rig.ranks.up()
+    head = rig.ranks.head
+    assert head.rooms is not None
+    assert head.embeddings is not None
+    assert head.rooms.endpoints() == tuple(endpoint(rank) for rank in range(3))
+    assert head.embeddings.endpoints() == tuple(endpoint(100 + rank) for rank in range(3))
+    kv, image = RoomKey(1, 0, 9), RoomKey(2, 0, 9)
+    for rooms, key in ((head.rooms, kv), (head.embeddings, image)):
+        offer = r.Admitted(key=key, num_prompt=PROMPT, dims=GROUP.dims)
+        rooms.send(f.PushRoom(offer=offer, bound=push().bound, blocks=BLOCKS, num_cached=0))
+        rooms.send(f.StopRoom(key=key))
+    rig.ranks.settle()
+    for transfers, key in zip(both, (kv, image), strict=True):
+        expected = [("begin", key, BLOCKS, 0), ("stop", key)]
+        assert {rank: made.log for rank, made in transfers.items()} == dict.fromkeys(range(3), expected)
+    head.check()
+    assert set(head.rooms.take()) == {w.RankStopped(kv, rank) for rank in range(3)}
+    assert set(head.embeddings.take()) == {w.RankStopped(image, rank) for rank in range(3)}
+    for made in both[1].values():
+        made.reports.tell(w.RankReport(image, 0, Outcome.done))  # it was stopped: who says so is not heard
+    rig.ranks.settle()
+    head.check()
+    assert [word.rank for word in head.embeddings.take()] == [0]
+    assert head.rooms.take() == []
+
+
+def test_a_rank_that_ends_is_told_of_to_both() -> None:
+    rig = GroupRig(kv_config(copies=4), 1)
+    ranks, books = Ranks(rig.kv, 2), Books()
+    ranks.books = books
+    rig.join(ranks)
+    equip(ranks)
+    equip_embeddings(ranks)
+    ranks.up()
+    books.ranks = ranks
+    ranks.head._feed(t.Gone(2, "planted"))
+    lost = ranks.head.membership.lost
+    assert lost is not None
+    ranks.head.recover(lost)
+    while not ranks.head.recovered(10.0):
+        pass
+    for rooms in (ranks.head.rooms, ranks.head.embeddings):
+        assert rooms is not None
+        assert w.RankGone(2) in rooms.take()
+    assert ranks.head.embeddings is not None
+    assert ranks.head.embeddings.endpoints() is None, "the process that took its place has not said where"
 
 
 def test_of_several_replicas_ranks_are_numbered_from_their_head_on() -> None:

@@ -198,10 +198,15 @@ def test_room_for_embeddings_follows_from_model_and_settings(models: SeeingModel
     assert (limits.patch, limits.merge, limits.row_bytes) == (4, 2, 48 * 3 * 8)
     assert (limits.most_items, limits.encode_patches, limits.sections) == (3, 7, True)
     assert limits.cache_bytes == 512 << 20
-    assert config_of(folder, mm_cache_bytes="57600").kv.media is not None
-    with pytest.raises(ConfigError, match=r"--mm-cache-bytes 57599 does not hold .* at least 57K,"):
-        config_of(folder, mm_cache_bytes="57599")
-    assert config_of(folder, mm_cache_bytes="23040", max_model_len=20).kv.media is not None
+    assert (limits.width, limits.levels, limits.host_blocks) == (48, 2, 0)
+    assert limits.blocks == (512 << 20) // 73728
+    held = config_of(folder, mm_cache_bytes="73728", mm_host_cache_bytes="200000").kv.media
+    assert held is not None
+    assert (held.blocks, held.host_blocks, held.pool_bytes) == (1, 2, 2 * 73728)
+    with pytest.raises(ConfigError, match=r"--mm-cache-bytes 73727 does not hold .* at least 72K,"):
+        config_of(folder, mm_cache_bytes="73727")
+    with pytest.raises(ConfigError, match=r"--mm-host-cache-bytes 73727 holds no .* at least 72K,"):
+        config_of(folder, mm_host_cache_bytes="73727")
     assert config_of(folder, language_model_only=True).kv.media is None
     kimi = config_of(models.folder("kimi-k25")).kv.media
     assert kimi is not None

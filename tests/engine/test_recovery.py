@@ -35,7 +35,7 @@ class Lossy:
         self._calls = 0
         self.recoveries = 0
         self.broken = self.idle_loss = self.slow = False
-        self.domain = None
+        self.domain = self.bell = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._runner, name)

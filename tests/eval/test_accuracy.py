@@ -9,7 +9,7 @@ import pytest
 from weft import LLM, SamplingParams
 from weft.config.flags import from_keywords
 from weft.eval.gsm_mini import score, test_set
-from weft.launch.answers import from_engine, from_reference
+from weft.launch.answers import chat_of, from_engine, from_reference
 from weft.launch.reference import Reference
 
 MAX_TOKENS = 128
@@ -23,7 +23,7 @@ def test_accuracy() -> None:
     """500 problems, greedy: at least 95% exact."""
     problems = test_set(500)
     questions = [problem.question for problem in problems]
-    _, ours = from_engine(from_keywords(settings("float32")), questions, 64, MAX_TOKENS)
+    _, ours = from_engine(from_keywords(settings("float32")), [*map(chat_of, questions)], 64, MAX_TOKENS)
     assert score(ours, problems) >= 475
 
 
@@ -34,7 +34,7 @@ def test_accuracy_is_the_references() -> None:
     problems = test_set(500)
     questions = [problem.question for problem in problems]
     config = from_keywords(settings("float32"))
-    _, ours = from_engine(config, questions, 64, MAX_TOKENS)
+    _, ours = from_engine(config, [*map(chat_of, questions)], 64, MAX_TOKENS)
     _, theirs = from_reference(config, questions, 100, MAX_TOKENS)
     assert abs(score(ours, problems) - score(theirs, problems)) <= 1
 

@@ -9,7 +9,7 @@ import pytest
 from weft import LLM, SamplingParams
 from weft.config.flags import from_keywords
 from weft.eval.gsm_mini import score, test_set
-from weft.launch.answers import from_engine
+from weft.launch.answers import chat_of, from_engine
 
 MAX_TOKENS = 128
 
@@ -21,7 +21,7 @@ def _settings(dtype: str, kv_cache_dtype: str) -> dict[str, Any]:
 def _solved(count: int, dtype: str, kv_cache_dtype: str) -> int:
     problems = test_set(count)
     config = from_keywords(_settings(dtype, kv_cache_dtype))
-    _, answers = from_engine(config, [p.question for p in problems], 64, MAX_TOKENS)
+    _, answers = from_engine(config, [chat_of(p.question) for p in problems], 64, MAX_TOKENS)
     return score(answers, problems)
 
 

@@ -15,7 +15,7 @@ from tests.support import quantized as make
 from weft.config.flags import from_keywords
 from weft.config.hub import BUNDLED
 from weft.eval.gsm_mini import score, test_set
-from weft.launch.answers import from_engine
+from weft.launch.answers import chat_of, from_engine
 
 Tensors = dict[str, torch.Tensor]
 FORMATS: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]]] = {
@@ -46,7 +46,7 @@ def test_problems_are_solved(name: str, least: int, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**found, "quantization_config": config}))
     problems = test_set(40)
     settings = from_keywords({"model": str(folder), "device": "cpu", "dtype": "bfloat16"})
-    _, answers = from_engine(settings, [problem.question for problem in problems], 40, 128)
+    _, answers = from_engine(settings, [chat_of(problem.question) for problem in problems], 40, 128)
     solved = score(answers, problems)
     print(f"{name}: {solved} of 40")
     assert solved >= least

@@ -374,6 +374,23 @@ def test_of_several_fronts_each_keeps_its_own(start_scripted: Callable[..., Runn
     assert any(answer.status_code == 200 for answer in answers)
 
 
+def test_a_stored_response_is_its_own_key_s(start_scripted: Callable[..., Running]) -> None:
+    server = start_scripted(SCRIPT[-1:], "--api-key", "one", "--api-key", "two")
+    with (
+        httpx.Client(base_url=server.url, headers={"authorization": "Bearer one"}) as one,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "two"}) as two,
+    ):
+        body = {"model": server.model, "input": "hello"}
+        made = one.post("/v1/responses", json=body).json()["id"]
+        again = {**body, "previous_response_id": made}
+        asked = [f"/v1/responses/{made}", f"/v1/responses/{made}/input_items"]
+        assert [two.get(path).status_code for path in asked] == [404, 404]
+        assert two.delete(asked[0]).status_code == 404
+        assert two.post("/v1/responses", json=again).status_code == 404
+        assert [one.get(path).status_code for path in asked] == [200, 200]
+        assert one.post("/v1/responses", json=again).status_code == 200
+
+
 def test_async(server: Running) -> None:
     async def run() -> None:
         async with openai.AsyncOpenAI(

@@ -154,56 +154,72 @@ def test_what_the_events_say_is_what_the_items_have() -> None:
             assert text[item["id"]] == shown
 
 
-def stored(id: str, size: int = 0, previous: str | None = None) -> Stored:
+def stored(id: str, size: int = 0, previous: str | None = None, key: int = 0) -> Stored:
     output = [{"type": "message", "id": f"msg_{id}", "role": "assistant", "content": []}]
     answer = to_json({"id": id, "output": output})
     padding = to_json([{"id": f"in_{id}", "role": "user", "content": "x" * size}])
-    return Stored(id=id, answer=answer, input=padding, output_ids=(f"msg_{id}",), previous=previous)
+    return Stored(id=id, key=key, answer=answer, input=padding, output_ids=(f"msg_{id}",), previous=previous)
 
 
 def test_a_chain_is_found_with_all_of_its_items() -> None:
     store = ResponseStore(1 << 20)
     for id, previous in (("a", None), ("b", "a"), ("c", "b"), ("other", None)):
         store.add(stored(id, previous=previous))
-    chain = store.chain("c")
-    found = history(chain, store.owners(["msg_b", "nothing"]), ["msg_b", "nothing"])
+    chain = store.chain("c", 0)
+    found = history(chain, store.owners(["msg_b", "nothing"], 0), ["msg_b", "nothing"])
     assert [item["id"] for item in found.items] == ["in_a", "msg_a", "in_b", "msg_b", "in_c", "msg_c"]
     assert list(found.referenced) == ["msg_b"]
-    assert store.owners(["in_a"]) == [], "only what this server wrote can be referred to"
+    assert store.owners(["in_a"], 0) == [], "only what this server wrote can be referred to"
 
 
 def test_its_memory_is_bounded_and_the_least_used_goes_first() -> None:
     store = ResponseStore(4 * (OVERHEAD + 1200))
     for id, previous in (("a", None), ("b", "a"), ("x", None), ("y", None)):
         store.add(stored(id, 1000, previous))
-    store.chain("b")
+    store.chain("b", 0)
     store.add(stored("z", 1000))
     assert store.used <= store.limit
     with pytest.raises(NotFound):
-        store.get("x")
-    assert [one.id for one in store.chain("b")] == ["a", "b"]
+        store.get("x", 0)
+    assert [one.id for one in store.chain("b", 0)] == ["a", "b"]
     store.add(stored("huge", 1 << 20))
     with pytest.raises(NotFound):
-        store.get("huge")
-    assert store.get("z").id == "z"
+        store.get("huge", 0)
+    assert store.get("z", 0).id == "z"
     for id in ("a", "b", "y", "z"):
-        store.remove(id)
+        store.remove(id, 0)
     assert store.used == 0
-    assert store.owners(["msg_a"]) == []
+    assert store.owners(["msg_a"], 0) == []
 
 
 def test_what_is_gone_is_named() -> None:
     store = ResponseStore(1 << 20, "; or elsewhere")
     store.add(stored("a"))
     store.add(stored("b", previous="a"))
-    store.remove("a")
+    store.remove("a", 0)
     for id in ("b", "nothing\n"):
         with pytest.raises(NotFound) as caught:
-            store.chain(id)
+            store.chain(id, 0)
         assert caught.value.error_code == "previous_response_not_found"
         assert caught.value.param == "previous_response_id"
         assert "; or elsewhere" in caught.value.message
         assert "\n" not in caught.value.message
     with pytest.raises(NotFound) as caught:
-        store.get("a")
+        store.get("a", 0)
     assert caught.value.error_code == "response_not_found"
+
+
+def test_nobody_finds_what_another_key_made() -> None:
+    store = ResponseStore(1 << 20)
+    store.add(stored("a", key=1))
+    store.add(stored("b", previous="a", key=1))
+    assert [one.id for one in store.chain("b", 1)] == ["a", "b"]
+    assert [one.id for one in store.owners(["msg_a"], 1)] == ["a"]
+    for look in (store.get, store.chain, store.remove):
+        with pytest.raises(NotFound, match="is not stored here"):
+            look("a", 2)
+    assert store.owners(["msg_a"], 2) == []
+    store.add(stored("c", previous="a", key=2))
+    with pytest.raises(NotFound):
+        store.chain("c", 2)
+    assert store.get("a", 1).id == "a"

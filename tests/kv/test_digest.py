@@ -12,9 +12,9 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     BindMedia,
-    DropMedia,
     Encode,
     FreeSlot,
+    MoveMedia,
     Op,
     SaveState,
     Segment,
@@ -24,6 +24,7 @@ from weft.types.plan import (
 from weft.types.sampling import TokenParams
 
 SLOTS, KINDS = 4, 2
+ONE, TWO = (column([block]).tobytes() for block in (1, 2))
 
 
 def alloc(slot: int, gen: int = 1, seed: int = 0) -> AllocSlot:
@@ -61,20 +62,20 @@ def test_images_are_in_it_without_their_pixels() -> None:
     def told(*ops: Op) -> int:
         return digest(StepPlan(step=0, ops=(alloc(0), *ops), prefill=rows([0], 0)))
 
-    image = Encode(media=1, grid=(1, 2, 2), pixels=b"a" * 48)
-    bind = BindMedia(slot=0, media=1, start=0, count=1)
-    same = Encode(media=1, grid=(1, 2, 2), pixels=b"b" * 48)
+    image = Encode(blocks=ONE, count=1, grid=(1, 2, 2), pixels=b"a" * 48)
+    bind = BindMedia(slot=0, start=0, count=1, blocks=ONE)
+    same = Encode(blocks=ONE, count=1, grid=(1, 2, 2), pixels=b"b" * 48)
     assert told(image, bind) == told(same, bind)
     others = [
         told(image),
         told(bind),
-        told(image, BindMedia(slot=0, media=1, start=1, count=1)),
-        told(Encode(media=2, grid=(1, 2, 2), pixels=b""), bind),
-        told(image, DropMedia(media=1)),
+        told(image, BindMedia(slot=0, start=1, count=1, blocks=ONE)),
+        told(Encode(blocks=TWO, count=1, grid=(1, 2, 2), pixels=b""), bind),
+        told(image, MoveMedia(blocks=ONE, host=TWO, up=False)),
     ]
     assert len({told(image, bind), *others}) == 6
     with pytest.raises(EngineDead, match="free"):
-        told(BindMedia(slot=1, media=1, start=0, count=1))
+        told(BindMedia(slot=1, start=0, count=1, blocks=ONE))
 
 
 def digest(*plans: StepPlan) -> int:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from weft.common.errors import ConfigError
-from weft.launch.chat import Interrupts, chat, read_tools
+from weft.launch.chat import Interrupts, chat, image_url, read_tools
 from weft.launch.chat_client import (
     CallPart,
     ChatError,
@@ -199,6 +199,35 @@ def test_a_conversation_keeps_what_was_said() -> None:
     assert json.loads(talk.as_json())["messages"][0]["role"] == "system"
     talk.reset()
     assert [one["role"] for one in talk.body()["messages"]] == ["system"]
+
+
+def test_images_go_with_the_next_message() -> None:
+    talk = Conversation("m", "", {})
+    talk.images += ["data:image/png;base64,AAAA", "https://example.org/a.png"]
+    talk.say("what is it?")
+    talk.say("sure?")
+    seen, again = talk.body()["messages"]
+    assert [part["type"] for part in seen["content"]] == ["image_url", "image_url", "text"]
+    assert seen["content"][0]["image_url"]["url"] == "data:image/png;base64,AAAA"
+    assert again["content"] == "sure?"
+    shown = talk.as_markdown()
+    assert "![image](data:image/png;base64)" in shown
+    assert "![image](https://example.org/a.png)" in shown
+    assert "what is it?" in shown
+    talk.images.append("https://example.org/b.png")
+    talk.reset()
+    assert not talk.images
+
+
+def test_an_image_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(b"picture")
+    assert image_url(str(file)) == "data:image/png;base64,cGljdHVyZQ=="
+    assert image_url("https://example.org/a") == "https://example.org/a"
+    with pytest.raises(ConfigError, match="no such file"):
+        image_url(str(tmp_path / "b.jpg"))
+    with pytest.raises(ConfigError, match="does not end like an image"):
+        image_url(str(tmp_path))
 
 
 def test_plain_replies_are_the_text_itself() -> None:

@@ -182,7 +182,6 @@ def test_no_command_shows_the_help(arguments: list[str], capsys: pytest.CaptureF
         (["eval", "tools-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
         (["eval", "tools-mini", "--url", "http://x", "--reference"], "give one"),
         (["eval", "ocr-mini", "--url", "http://127.0.0.1:9", "--limit", "1"], "no answer from the server"),
-        (["eval", "ocr-mini"], "give --url or --reference"),
         (["eval", "gsm-minx"], "gsm-mini"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -89,17 +89,23 @@ def engines(server: Server) -> list[int]:
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_examples_are_right(file: Path) -> None:
+    loaded = yaml.safe_load(file.read_text())
+    encode = any(entry["role"] == "encode" for entry in loaded["groups"])
     made = run("up", str(file), "--check")  # two-hosts.yaml needs its secret only when it starts
     assert made.returncode == 0, made.stderr
     first, *groups = made.stdout.splitlines()
-    assert first.startswith("spool-text (float32, cpu) on 127.0.0.1:8000: 1 front, ")
-    counts = {"prefill": 0, "decode": 0, "unified": 0}
-    for entry in yaml.safe_load(file.read_text())["groups"]:
-        counts[entry["role"]] += entry.get("count", 1)
-    assert [line.split()[0] for line in groups] == [
-        f"{role}{number}" for role, count in counts.items() for number in range(count)
-    ]
+    name = "spool-vision" if encode else "spool-text"
+    assert first.startswith(f"{name} (float32, cpu) on 127.0.0.1:8000: 1 front, ")
+    expected = []
+    for entry in loaded["groups"]:
+        before = sum(one.startswith(entry["role"]) for one in expected)
+        expected += [f"{entry['role']}{before + number}" for number in range(entry.get("count", 1))]
+    assert [line.split()[0] for line in groups] == expected
     assert (" tp 2" in made.stdout) == (file.stem == "tp2-prefill")
+    assert made.stdout.count("; encodes images") == sum(one.startswith("encode") for one in expected)
+    takes = [line.split()[0] for line in groups if "images from groups that encode" in line]
+    assert takes == [one for one in expected if encode and one.startswith(("prefill", "unified"))]
+    assert ("its own tower" in made.stdout) == (file.stem == "cpu-encode")
 
 
 def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
@@ -110,6 +116,10 @@ def test_what_cannot_work_starts_nothing(tmp_path: Path) -> None:
         (["up", str(tmp_path / "none.yaml")], "none.yaml: "),
         (["serve", "--role", "prefill"], "--role prefill is one group's"),
         (["serve", "--decode", "2"], "--decode 2 needs --prefill"),
+        (
+            ["serve", "spool-text", "--encode", "1"],
+            "group encode0: --role encode: Qwen3MoeForCausalLM has no vision tower",
+        ),
     ):
         made = run(*arguments)
         assert made.returncode == 2

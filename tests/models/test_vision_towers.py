@@ -152,6 +152,67 @@ def test_the_same_bits_every_time(name: str, seeing: Any) -> None:
         _same(tower.embed(image.clone()), first)
 
 
+def _batch(name: str) -> list[Tensor]:
+    """Of several sizes and numbers of frames, some of them alike."""
+    sizes = [
+        ((40, 24), 1),
+        ((8, 8), 1),
+        ((24, 40), 2),
+        ((40, 24), 1),
+        ((16, 72), 1),
+        ((16, 16), 4),
+        ((8, 8), 1),
+    ]
+    return [random_image(*size, seed=n, frames=frames) for n, (size, frames) in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_batch_is_its_images_one_by_one(name: str, seeing: Any) -> None:
+    tower = seeing(name).load(torch.float64).vision
+    images = _batch(name)
+    with torch.inference_mode():
+        found = tower.embed_batch(images)
+        alone = [tower.embed(image) for image in images]
+        assert tower.embed_batch([]) == []
+    for made, expected in zip(found, alone, strict=True):
+        _close(made.main, expected.main, 1e-12)
+        assert (made.levels is None) == (expected.levels is None)
+        if made.levels is not None and expected.levels is not None:
+            _close(made.levels, expected.levels, 1e-12)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_batch_is_that_of_the_reference(name: str, seeing: Any) -> None:
+    checkpoint = seeing(name)
+    tower = checkpoint.load(torch.float64).vision
+    images = _batch(name)
+    with torch.inference_mode():
+        found = tower.embed_batch(images)
+    for made, image in zip(found, images, strict=True):
+        main, levels = _expected(checkpoint.reference_in_float64(), _media(checkpoint), image)
+        _close(made.main, main, 1e-5)
+        if levels:
+            assert made.levels is not None
+            _close(made.levels, torch.stack(levels), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "kimi-k25"])
+def test_attention_sees_one_image_of_a_batch(name: str, seeing: Any) -> None:
+    """Another image beside it, of the same size, changes nothing but last bits."""
+    tower = seeing(name).load(torch.float64).vision
+    image, one, other = (random_image(24, 40, seed=seed) for seed in (1, 2, 3))
+    with torch.inference_mode():
+        beside_one, beside_other = tower.embed_batch([image, one]), tower.embed_batch([image, other])
+    _close(beside_one[0].main, beside_other[0].main, 1e-12)
+    assert (beside_one[1].main - beside_other[1].main).abs().max() > 1e-3
+
+
+def test_one_wrong_image_of_a_batch_is_found(seeing: Any) -> None:
+    tower = seeing("qwen3-vl").load().vision
+    with pytest.raises(ValueError, match="no whole tokens"):
+        tower.embed_batch([random_image(8, 8, seed=0), random_image(8, 12, seed=0)])
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_text_alone(name: str, seeing: Any) -> None:
     """``language_model_only``: no tower, and its weights are not asked for; nor are files about images."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +21,8 @@ from weft.routing.instance_table import Patience
 from weft.routing.instances import InstanceState
 from weft.routing.policy import RoutingPolicy, make_policies
 from weft.types import messages as m
-from weft.types.rooms import RoomKey
+from weft.types.media import MediaItem
+from weft.types.rooms import RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
 
 PROMPT = 5
@@ -49,6 +50,12 @@ class Work:
     """Output tokens."""
     landed: bool = False
     prompt_told: int = 0
+
+    @property
+    def tickets(self) -> list[RoomTicket]:
+        """Of its cache and its images."""
+        each = [self.submit.room, *(item.room for item in self.submit.media)]
+        return [one for one in each if one is not None]
 
 
 @dataclass
@@ -91,6 +98,9 @@ class Model:
         self.rng = rng = random.Random(seed)
         roles: list[m.Role] = ["prefill"] * rng.choice((1, 1, 2)) + ["decode"] * rng.choice((1, 2, 2))
         roles += ["unified"] * rng.choice((0, 0, 1))
+        roles += ["encode"] * rng.choice((0, 0, 1, 2, 3))
+        self.towers = rng.random() < 0.3
+        """Whether those that compute prompts encode images, too."""
         self.roles: dict[str, m.Role] = {f"{role}{number}": role for number, role in enumerate(roles)}
         policy: RoutingPolicy = rng.choice(("prefix", "least-load", "round-robin", "two-choices"))
         self.fleet = Fleet(
@@ -103,6 +113,8 @@ class Model:
         self.heads: dict[str, Head] = {}
         self.links: dict[int, Head] = {}
         self.rooms: dict[RoomKey, Room] = {}
+        self.embeddings: defaultdict[RoomKey, set[str]] = defaultdict(set)
+        """Of rooms of images: who knows of them."""
         self.streams: dict[int, Stream] = {}
         self.kills = rng.choice((0, 1, 2, 4))
         self.drains = rng.choice((0, 0, 1))
@@ -146,7 +158,9 @@ class Model:
         self.feed(e.Expected(name, link))
         self.feed(e.Linked(name, link))
         head.inbox.clear()
-        paired = head.role != "unified"
+        paired = head.role in ("prefill", "decode")
+        computes = head.role in ("prefill", "unified")
+        encodes = "encode" in self.roles.values()
         welcome = m.Welcome(
             versions=(1, m.VERSION),
             vocab_size=100,
@@ -157,6 +171,9 @@ class Model:
             role=head.role,
             fingerprint="model" if paired else "",
             rooms=f"ipc://{name}/{link}" if paired else "",
+            tower=head.role == "encode" or (computes and self.towers),
+            embeddings=f"ipc://{name}/{link}" if encodes and head.role != "decode" else "",
+            tower_fingerprint="tower" if encodes else "",
         )
         self.feed(e.Received(name, link, welcome))
 
@@ -197,10 +214,12 @@ class Model:
                 self.cancel(before)
             work = Work(message, len(message.emitted_ids) // 4)
             if message.room is not None:
-                other = self.peer(message)
+                other = self.peer(message.room)
                 assert other.role != head.role
                 assert message.room.sends == (head.role == "prefill")
+                assert self.links[message.room.key.incarnation - 1000].role == "prefill"
                 self.rooms.setdefault(message.room.key, Room())
+            self.sees(head, message)
             if self.rng.random() < self.gives_back / 2:
                 self.cancel(work)
                 self.answer(head, work, finish="error", error=Overloaded("full").info())
@@ -208,19 +227,32 @@ class Model:
             else:
                 head.work[message.sequence] = work
 
-    def peer(self, submit: m.Submit) -> Head:
-        assert submit.room is not None
-        name, link = submit.room.peer.name.removeprefix("ipc://").split("/")
+    def sees(self, head: Head, submit: m.Submit) -> None:
+        """What it is sent of images is what it needs."""
+        for item in submit.media:
+            if item.room is None:
+                assert bool(item.pixels) <= (head.role != "decode" or submit.room is None)
+                continue
+            assert item.room.sends == (head.role == "encode") == bool(item.pixels)
+            encoder = self.links[item.room.key.incarnation - 1000]
+            assert encoder.role == "encode"
+            assert encoder is (head if item.room.sends else self.peer(item.room))
+            assert head.name not in self.embeddings[item.room.key], "a room twice"
+            self.embeddings[item.room.key].add(head.name)
+            assert len(self.embeddings[item.room.key]) <= 2
+            self.rooms.setdefault(item.room.key, Room())
+        assert head.role != "encode" or (submit.media and not submit.prompt_ids)
+
+    def peer(self, ticket: RoomTicket) -> Head:
+        name, link = ticket.peer.name.removeprefix("ipc://").split("/")
         head = self.links[int(link)]
-        assert (head.name, 1000 + head.link) == (name, submit.room.peer.incarnation)
-        sender = self.links[submit.room.key.incarnation - 1000]
-        assert sender.role == "prefill"
+        assert (head.name, 1000 + head.link) == (name, ticket.peer.incarnation)
         return head
 
     def cancel(self, work: Work) -> None:
-        room = self.rooms.get(work.submit.room.key) if work.submit.room is not None else None
-        if room is not None and room.state != "landed":
-            room.state = "failed"
+        for ticket in work.tickets:
+            if (room := self.rooms.get(ticket.key)) is not None and room.state != "landed":
+                room.state = "failed"
 
     def answer(self, head: Head, work: Work, *tokens: int, **fields: object) -> None:
         position = work.known if work.submit.room is not None else -1
@@ -239,7 +271,9 @@ class Model:
         sequence = self.rng.choice(list(head.work))
         work = head.work[sequence]
         room = self.rooms[work.submit.room.key] if work.submit.room is not None else None
-        if room is not None and not work.landed and self.lost_room(head, work, room):
+        if self.images(head, work):
+            return
+        if room is not None and not work.landed and self.lost_room(head, work, work.submit.room):
             return
         if self.rng.random() < self.gives_back:
             del head.work[sequence]
@@ -255,17 +289,45 @@ class Model:
             room.state = "landed"
             self.decodes(head, work, 1)
 
-    def lost_room(self, head: Head, work: Work, room: Room) -> bool:
+    def images(self, head: Head, work: Work) -> bool:
+        """Whether images of it keep it from going on."""
+        tickets = [item.room for item in work.submit.media if item.room is not None]
+        for ticket in tickets:
+            if self.rooms[ticket.key].state != "landed" and self.lost_room(head, work, ticket):
+                return True
+        states = {self.rooms[ticket.key].state for ticket in tickets}
+        if head.role != "encode":
+            for ticket in tickets:
+                room = self.rooms[ticket.key]
+                if room.state == "done":
+                    room.state = "landed"
+                    return True
+            return bool(states - {"landed"})
+        if self.rng.random() < self.gives_back:
+            del head.work[work.submit.sequence]
+            self.cancel(work)
+            self.answer(head, work, finish="evicted")
+            self.count("evicted by encode")
+        elif "open" in states:
+            next(self.rooms[one.key] for one in tickets if self.rooms[one.key].state == "open").state = "done"
+        elif states == {"landed"}:
+            del head.work[work.submit.sequence]
+            self.answer(head, work, finish="moved")
+            self.count("encoded")
+        return True
+
+    def lost_room(self, head: Head, work: Work, ticket: RoomTicket | None) -> bool:
         """Whether the room failed, which an end notices sooner or later."""
-        assert work.submit.room is not None
-        gone = not self.peer(work.submit).alive and room.state != "done"
+        assert ticket is not None
+        room = self.rooms[ticket.key]
+        gone = not self.peer(ticket).alive and room.state != "done"
         if room.state == "done" and self.rng.random() < self.gives_back:
             room.state = "failed"
         if room.state != "failed" and not gone:
             return False
-        room.state = "failed"
+        self.cancel(work)
         del head.work[work.submit.sequence]
-        gone = not self.peer(work.submit).alive
+        gone = not self.peer(ticket).alive
         error = PeerEnded("the other end was lost").info() if gone else None
         self.answer(head, work, finish="evicted", error=error)
         self.count("rooms failed, the peer has ended" if gone else "rooms failed")
@@ -381,6 +443,18 @@ class Model:
         request = 1000 + first
         length, prompt = rng.choice((1, 2, 4, 8)), rng.random() < 0.6
         submits = []
+        media: tuple[MediaItem, ...] = ()
+        if "encode" in self.roles.values() and rng.random() < 0.6:
+            media = tuple(
+                MediaItem(
+                    key=rng.randrange(9).to_bytes(16, "little"),
+                    start=number,
+                    count=1,
+                    grid=(1, 2, 2),
+                    pixels=b"pixels",
+                )
+                for number in range(rng.choice((1, 1, 2, 4)))
+            )
         for choice in range(rng.choice((1, 1, 2, 3))):
             wants = prompt and not choice
             params = TokenParams(max_tokens=length, prompt_logprobs=0 if wants else -1)
@@ -392,6 +466,7 @@ class Model:
                     seed=1,
                     prompt_ids=m.ids_to_bytes(list(range(PROMPT))),
                     params=params,
+                    media=media,
                 )
             )
             self.streams[first + choice] = Stream(length, wants)
@@ -436,7 +511,7 @@ class Model:
         for sequence, stream in self.streams.items():
             assert stream.closed or stream.finish is not None, f"sequence {sequence} did not end"
         assert self.fleet.entries == {}
-        assert self.fleet._requests == {}
+        assert self.fleet.open.requests == {}
         for name, instance in self.fleet.table.instances.items():
             assert instance.load == 0, f"load of {name}"
         for head in self.heads.values():

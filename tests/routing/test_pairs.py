@@ -79,7 +79,7 @@ def rest(one: Driver, name: str, sequence: int, start: int = 1, position: int = 
 def over(one: Driver) -> None:
     """Nothing is left anywhere."""
     assert one.fleet.entries == {}
-    assert one.fleet._requests == {}
+    assert one.fleet.open.requests == {}
     assert set(one.loads()) == {0}
 
 

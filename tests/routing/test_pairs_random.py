@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from msgspec import structs
 
 from tests.routing.pair_model import Model
+from weft.routing import pairs
 from weft.routing.fleet import Fleet
 from weft.routing.instances import Instance
 from weft.routing.ledger import LedgerEntry
-from weft.types.messages import Finish, ToHead, TokenEvent
+from weft.types.messages import Finish, Submit, ToHead, TokenEvent
 
 SEEDS = range(1000)
 
@@ -30,12 +32,16 @@ def test_every_sequence_gives_its_tokens_and_ends_once_everywhere() -> None:
         seen["paired"] += model.fleet.paired
         seen["failovers"] += model.fleet.failovers
         seen["local prefills"] += model.fleet.local_prefills
+        seen["images sent to be encoded"] += sum(model.fleet.encodes.values())
     for what in (
         "moved",
         "ended at prefill",
         "killed prefill",
         "killed decode",
         "killed unified",
+        "killed encode",
+        "encoded",
+        "evicted by encode",
         "evicted by prefill",
         "evicted by decode",
         "rooms failed",
@@ -101,9 +107,35 @@ def _a_place_is_left_in_the_books(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_depart", change)
 
 
+def _rooms_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    divide = pairs.divided_submit
+
+    def change(
+        compute: Instance, encoders: Sequence[Instance], submit: Submit, seconds: float
+    ) -> tuple[Submit, list[tuple[Instance, Submit]]]:
+        received, parts = divide(compute, encoders, structs.replace(submit, attempt=0), seconds)
+        return structs.replace(received, attempt=submit.attempt), [
+            (one, structs.replace(its, attempt=submit.attempt)) for one, its in parts
+        ]
+
+    patch.setattr(pairs, "divided_submit", change)
+
+
+def _encoders_hear_of_no_end(patch: pytest.MonkeyPatch) -> None:
+    send = Fleet._send
+
+    def change(self: Fleet, instance: Instance, message: ToHead) -> None:
+        if not isinstance(message, Finish) or instance.role != "encode":
+            send(self, instance, message)
+
+    patch.setattr(Fleet, "_send", change)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
+        _rooms_are_used_again,
+        _encoders_hear_of_no_end,
         _no_positions,
         _nothing_is_held,
         _what_was_held_is_lost,

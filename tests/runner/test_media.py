@@ -4,20 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
+from weft.kv.embeddings import ids
 from weft.overlap.split import split
-from weft.runner.media import MediaStore, Spans
+from weft.runner.media import MediaStore, Spans, pool_shape
 from weft.types.media import MediaItem, rope_positions, spans_of
-from weft.types.plan import BindMedia, DropMedia, Encode, Segment, StepPlan, column
+from weft.types.plan import (
+    BindMedia,
+    Encode,
+    GatherMedia,
+    MoveMedia,
+    Segment,
+    SendMedia,
+    StepPlan,
+    column,
+)
+from weft.types.rooms import RoomKey
 
 CPU = torch.device("cpu")
 LIMITS = MediaLimits(
-    patch=2, merge=2, row_bytes=16, cache_bytes=1 << 20, encode_patches=64, most_items=3, sections=True
+    patch=2,
+    merge=2,
+    row_bytes=24,
+    cache_bytes=10 * 2 * 24,
+    host_bytes=4 * 2 * 24,
+    encode_patches=64,
+    most_items=3,
+    sections=True,
+    levels=2,
+    width=2,
+    block_rows=2,
 )
 
 
@@ -34,13 +56,19 @@ class CountingTower:
         frames, height, width, colours = image.shape
         assert (frames, colours) == (1, 3)
         rows = (height // 4) * (width // 4)
-        main = torch.stack([torch.full((rows,), float(image[0, 0, 0, 0])), torch.arange(rows)], dim=1)
+        first = torch.full((rows,), float(image[0, 0, 0, 0]))
+        main = torch.stack([first, torch.arange(rows, dtype=torch.float32)], dim=1)
         return Made(main, torch.stack([main + 1, main + 2]))
 
 
-def encode(media: int, rows: int, columns: int) -> Encode:
+def encode(name: int, rows: int, columns: int, *blocks: int) -> Encode:
     grid = (1, 2 * rows, 2 * columns)
-    return Encode(media=media, grid=grid, pixels=bytes([media]) * (grid[1] * 2 * grid[2] * 2 * 3))
+    pixels = bytes([name]) * (grid[1] * 2 * grid[2] * 2 * 3)
+    return Encode(blocks=ids(blocks), count=rows * columns, grid=grid, pixels=pixels)
+
+
+def bind(slot: int, start: int, count: int, *blocks: int) -> BindMedia:
+    return BindMedia(slot=slot, start=start, count=count, blocks=ids(blocks))
 
 
 def prefill(*rows: tuple[int, int, int]) -> Segment:
@@ -58,11 +86,11 @@ def test_rows_of_chunks_that_begin_and_end_within_images() -> None:
     held = store()
     held.apply(
         [
-            encode(1, 1, 3),
-            encode(2, 2, 2),
-            BindMedia(slot=5, media=1, start=2, count=3),
-            BindMedia(slot=5, media=2, start=6, count=4),
-            BindMedia(slot=3, media=2, start=0, count=4),
+            encode(1, 1, 3, 9, 4),
+            encode(2, 2, 2, 1, 3),
+            bind(5, 2, 3, 9, 4),
+            bind(5, 6, 4, 1, 3),
+            bind(3, 0, 4, 1, 3),
         ]
     )
     made = held.rows(prefill((9, 0, 2), (5, 4, 4), (3, 3, 2)))
@@ -75,8 +103,8 @@ def test_rows_of_chunks_that_begin_and_end_within_images() -> None:
 
 
 def test_micro_batches_have_their_own_rows() -> None:
-    held = store()
-    held.apply([encode(1, 4, 8), BindMedia(slot=0, media=1, start=10, count=32)])
+    held = MediaStore(CountingTower(), msgspec.structs.replace(LIMITS, cache_bytes=16 * 48), CPU)
+    held.apply([encode(1, 4, 8, *range(16, 0, -1)), bind(0, 10, 32, *range(16, 0, -1))])
     micro_batches = split(StepPlan(step=0, prefill=prefill((0, 0, 60))))
     assert micro_batches is not None
     assert micro_batches.cut
@@ -91,29 +119,66 @@ def test_micro_batches_have_their_own_rows() -> None:
 
 def test_what_a_plan_binds_is_of_that_plan() -> None:
     held = store()
-    held.apply([encode(1, 1, 1), BindMedia(slot=0, media=1, start=0, count=1)])
+    held.apply([encode(1, 1, 1, 7), bind(0, 0, 1, 7)])
     assert held.rows(prefill((0, 0, 1))) is not None
     held.apply([])
     assert held.rows(prefill((0, 0, 1))) is None
-    held.apply([DropMedia(media=1)])
-    assert not len(held)
+    held.apply([bind(0, 0, 1, 7)])
+    assert held.rows(prefill((0, 0, 1))) is not None
+    held.clear()
+    assert held.rows(prefill((0, 0, 1))) is None
+
+
+def test_what_leaves_for_the_host_comes_back_as_it_was() -> None:
+    held = store()
+    held.apply([encode(1, 1, 3, 9, 4), MoveMedia(blocks=ids([9, 4]), host=ids([2, 4]), up=False)])
+    held.apply([encode(2, 2, 2, 4, 9), MoveMedia(blocks=ids([1, 2]), host=ids([2, 4]), up=True)])
+    held.apply([bind(0, 0, 3, 1, 2), bind(0, 3, 4, 4, 9)])
+    made = held.rows(prefill((0, 0, 7)))
+    assert made is not None
+    assert made.main.tolist() == [[1, 0], [1, 1], [1, 2], [2, 0], [2, 1], [2, 2], [2, 3]]
+    assert made.levels is not None
+    assert made.levels[1, :3].tolist() == [[3, 2], [3, 3], [3, 4]]
+
+
+def test_what_leaves_and_what_ranks_exchange_is_up_to_others() -> None:
+    """They are called in the order of the ops, with rows of the memory that transfers share."""
+    said: list[object] = []
+
+    def gather(pool: torch.Tensor, index: torch.Tensor, count: int) -> None:
+        said.append((count, index.tolist(), pool[0, index[0]].tolist()))
+        pool[:, index] += 1
+
+    key = RoomKey(1, 2, 3)
+    memory = torch.zeros(pool_shape(LIMITS))
+    held = MediaStore(CountingTower(), LIMITS, CPU, memory=memory, send=said.append, gather=gather)
+    send = SendMedia(key=key, blocks=ids([9, 4]), count=3)
+    held.apply([encode(5, 1, 3, 9, 4), GatherMedia(blocks=ids([9, 4]), count=3), send])
+    assert said == [(3, [18, 19, 8], [5, 0]), send]
+    assert memory[0, 4, 0].tolist() == [6, 3]
+    for op in (send, GatherMedia(blocks=ids([9, 4]), count=3)):
+        with pytest.raises(EngineDead, match="embedding"):
+            store().apply([op])
+    with pytest.raises(EngineDead, match="memory"):
+        MediaStore(CountingTower(), LIMITS, CPU, memory=memory[:2])
 
 
 def test_what_contradicts_the_store_is_an_error() -> None:
     held = store()
-    held.apply([encode(1, 1, 1)])
-    with pytest.raises(EngineDead, match="names image 2"):
-        held.apply([BindMedia(slot=0, media=2, start=0, count=1)])
-    with pytest.raises(EngineDead, match="names image 2"):
-        held.apply([DropMedia(media=2)])
-    with pytest.raises(EngineDead, match="cannot be encoded"):
-        held.apply([encode(1, 1, 1)])
-    with pytest.raises(EngineDead, match="other rows"):
-        held.apply([BindMedia(slot=0, media=1, start=0, count=2)])
-    held.clear()
-    assert not len(held)
-    with pytest.raises(EngineDead, match="cannot be encoded"):
-        MediaStore(None, None, CPU).apply([encode(1, 1, 1)])
+    with pytest.raises(EngineDead, match="names block 11 of embeddings; there are 10"):
+        held.apply([bind(0, 0, 1, 11)])
+    with pytest.raises(EngineDead, match="3 rows is said to be in 1 blocks"):
+        held.apply([bind(0, 0, 3, 1)])
+    with pytest.raises(EngineDead, match="has 4 rows in 3 levels: 3 in 3 were expected"):
+        held.apply([msgspec.structs.replace(encode(1, 2, 2, 1, 2), count=3)])
+    with pytest.raises(EngineDead, match="names block 5 of embeddings; there are 4"):
+        held.apply([MoveMedia(blocks=ids([1]), host=ids([5]), up=True)])
+    with pytest.raises(EngineDead, match="another number"):
+        held.apply([MoveMedia(blocks=ids([1]), host=ids([1, 2]), up=True)])
+    with pytest.raises(EngineDead, match="no vision tower"):
+        MediaStore(None, LIMITS, CPU).apply([encode(1, 1, 1, 1)])
+    with pytest.raises(EngineDead, match="names block 1 of"):
+        MediaStore(None, None, CPU).apply([bind(0, 0, 1, 1)])
 
 
 def items(*places: tuple[int, int, int]) -> list[MediaItem]:

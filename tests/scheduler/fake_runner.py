@@ -28,13 +28,13 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     BindMedia,
-    DropMedia,
     EmbeddingRows,
     Encode,
     Export,
     FreeSlot,
     LoadState,
     LogprobRows,
+    MoveMedia,
     SaveState,
     Segment,
     StepPlan,
@@ -237,10 +237,13 @@ class FakeRunner:
     last_step: int = -1
     media_of: Callable[[int], tuple[MediaItem, ...]] = lambda slot: ()
     """The images of a slot's sequence, as whoever submitted it knows them."""
-    images: dict[int, bytes] = field(default_factory=dict)
+    images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
+    """By block of the pool of embeddings: the pixels of what is in it, and which of its blocks."""
+    host_images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     """Pixels of each embedding that is held."""
     encoded: int = 0
-    forgotten: int = 0
+    moved: int = 0
+    overwritten: int = 0
 
     def __post_init__(self) -> None:
         self.memory = [{} for _ in self.kv.pools]
@@ -248,7 +251,17 @@ class FakeRunner:
 
     def anew(self) -> FakeRunner:
         """A runner that knows of no sequence, and goes on counting."""
-        names = ("right", "accepted", "rejected", "saved", "loaded", "media_of", "encoded", "forgotten")
+        names = (
+            "right",
+            "accepted",
+            "rejected",
+            "saved",
+            "loaded",
+            "media_of",
+            "encoded",
+            "moved",
+            "overwritten",
+        )
         counts = {name: getattr(self, name) for name in names}
         return FakeRunner(self.kv, gens=self.gens, **counts)
 
@@ -385,18 +398,24 @@ class FakeRunner:
         patches: list[int] = []
         bound: dict[tuple[int, int], BindMedia] = {}
         for op in plan.ops:
-            if isinstance(op, DropMedia):
-                del self.images[op.media]
-                self.forgotten += 1
-            elif isinstance(op, Encode):
-                assert op.media > max(self.images, default=0), "a number is used again"
+            if isinstance(op, Encode):
                 assert op.pixels
-                self.images[op.media] = op.pixels
+                for number, block in enumerate(self._embedding_blocks(op.blocks, op.count)):
+                    self.overwritten += block in self.images
+                    self.images[block] = (op.pixels, number)
                 patches.append(math.prod(op.grid))
                 self.encoded += 1
+            elif isinstance(op, MoveMedia):
+                here = np.frombuffer(op.blocks, "<i4").tolist()
+                there = np.frombuffer(op.host, "<i4").tolist()
+                assert len(here) == len(there)
                 assert self.kv.media is not None
-                held = sum(len(pixels) // 3 * self.kv.media.row_bytes for pixels in self.images.values())
-                assert held <= self.kv.media.cache_bytes, "room is made too late"
+                assert all(1 <= block <= self.kv.media.host_blocks for block in there)
+                source, target = (self.host_images, self.images) if op.up else (self.images, self.host_images)
+                pairs = zip(there, here, strict=True) if op.up else zip(here, there, strict=True)
+                for old, new in pairs:
+                    target[new] = source[old]
+                self.moved += 1
             elif isinstance(op, BindMedia):
                 bound[op.slot, op.start] = op
         if patches:
@@ -408,8 +427,19 @@ class FakeRunner:
                 if item.start < start + count and start < item.start + item.count:
                     op = bound.pop((slot, item.start))
                     assert op.count == item.count
-                    assert self.images[op.media] == item.pixels, "positions of another image"
+                    blocks = self._embedding_blocks(op.blocks, op.count)
+                    found = [self.images[block] for block in blocks]
+                    whole = [(item.pixels, number) for number in range(len(blocks))]
+                    assert found == whole, "positions of another image"
         assert not bound, "an image is bound that no row reads"
+
+    def _embedding_blocks(self, blocks: bytes, count: int) -> list[int]:
+        limits = self.kv.media
+        assert limits is not None
+        found = np.frombuffer(blocks, "<i4").tolist()
+        assert len(set(found)) == len(found) == limits.blocks_of(count)
+        assert all(1 <= block <= limits.blocks for block in found)
+        return found
 
     def _name(self, step: int, kind: int, block: int, why: str) -> None:
         assert 1 <= block <= self.kv.pools[kind].num_blocks

@@ -12,20 +12,29 @@ from tests.scheduler.fake_runner import BAD_SEED, VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
+from weft.kv.embeddings import EmbeddingCache
 from weft.kv.hashing import media_keys
 from weft.scheduler import state as state_module
-from weft.scheduler.media import MediaBook, _Held
+from weft.scheduler.media import MediaBook
 from weft.types.media import MediaItem
 from weft.types.messages import Submit
-from weft.types.plan import BindMedia, DropMedia, Encode, StepPlan
+from weft.types.plan import BindMedia, Encode, MoveMedia, StepPlan
 
 PAD = 0
 SIZES = [(1, 2), (2, 2), (2, 3), (3, 3), (2, 5)]
 
 
 def limits(**changes: object) -> MediaLimits:
+    """By default a block has one row: an embedding takes as many blocks as the image has tokens."""
     given = MediaLimits(
-        patch=1, merge=1, row_bytes=1, cache_bytes=64, encode_patches=64, most_items=4, sections=True
+        patch=1,
+        merge=1,
+        row_bytes=1,
+        cache_bytes=64,
+        encode_patches=64,
+        most_items=4,
+        sections=True,
+        block_rows=1,
     )
     return msgspec.structs.replace(given, **changes)
 
@@ -71,18 +80,27 @@ def book_of(rig: Rig) -> MediaBook:
 def check_book(rig: Rig) -> None:
     """The book and the ranks agree, and only sequences in slots use anything."""
     book = book_of(rig)
-    assert book.nbytes == sum(held.nbytes for held in book._held.values())
-    assert rig.kv.media is not None
-    assert book.nbytes <= rig.kv.media.cache_bytes
+    cache = book.cache
+    device = [held for held in cache if not held.on_host]
+    host = [held for held in cache if held.on_host]
+    assert (cache.nbytes, cache.host_nbytes) == tuple(
+        sum(held.count for held in tier) for tier in (device, host)
+    )
+    taken = [block for held in device for block in held.blocks]
+    assert len(set(taken)) == len(taken) == cache.blocks - cache.available
+    assert len({block for held in host for block in held.blocks}) == sum(len(held.blocks) for held in host)
     running = {sequence.id for sequence in rig.scheduler._state.running}
     assert set(book._uses) <= running
-    for sequence, uses in book._uses.items():
-        for key, held in uses.items():
-            assert book._held[key] is held
-            assert sequence in held.uses
-    assert sum(len(held.uses) for held in book._held.values()) == sum(map(len, book._uses.values()))
-    if not book._ops:
-        assert set(rig.runner.images) == {held.media for held in book._held.values()}
+    for sequence, keys in book._uses.items():
+        for key in keys:
+            assert cache.find(key) is not None
+            assert sequence in book._users[key]
+    assert sum(map(len, book._users.values())) == sum(map(len, book._uses.values()))
+    if not cache.asks:
+        for tier, images in ((device, rig.runner.images), (host, rig.runner.host_images)):
+            for held in tier:
+                assert [images[block][1] for block in held.blocks] == list(range(len(held.blocks)))
+                assert len({images[block][0] for block in held.blocks}) == 1
 
 
 def drain(rig: Rig) -> None:
@@ -91,6 +109,7 @@ def drain(rig: Rig) -> None:
     rig.check_idle()
     check_book(rig)
     assert not book_of(rig)._uses
+    assert book_of(rig).cache.settled == book_of(rig).cache.available
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -167,9 +186,22 @@ def test_the_least_recently_used_goes() -> None:
     for number, name in enumerate([4, 3, 4, 1, 2]):  # 10, 9, 10 again, 4, 6 bytes
         rig.submit(ask(number, [3], name, [5]))
         drain(rig)
-    forgotten = [op for plan in rig.plans for op in ops(plan, DropMedia)]
-    assert [op.media for op in forgotten] == [2]  # type: ignore[attr-defined]
+    kept = [held.key[0] for held in book_of(rig).cache]
+    assert kept == [4, 1, 2]
     assert rig.scheduler.stats().image_hits == 1
+
+
+def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None:
+    rig = Rig(kv_config(caching=False, media=limits(cache_bytes=12, host_bytes=24, block_rows=3)), 1)
+    for number, name in enumerate([4, 1, 4, 2, 4, 1, 2]):  # 4, 2 and 2 blocks; 4 and 8 are there
+        rig.submit(ask(number, [3], name, [5]))
+        drain(rig)
+    assert rig.runner.encoded == 3
+    assert rig.scheduler.stats().image_hits == 4
+    assert rig.runner.moved == 9
+    assert [held.on_host for held in book_of(rig).cache] == [True, False, False]
+    moves = [op for plan in rig.plans for op in ops(plan, MoveMedia)]
+    assert [op.up for op in moves] == [False, False, True, False, False, True, False, True, True]  # type: ignore[attr-defined]
 
 
 def test_who_comes_first_gets_room_that_later_ones_use() -> None:
@@ -180,7 +212,7 @@ def test_who_comes_first_gets_room_that_later_ones_use() -> None:
     rig.submit(ask(1, [4, 5], 3, priority=-1, max_tokens=2))
     drain(rig)
     assert rig.runner.encoded == 3
-    assert rig.runner.forgotten == 2
+    assert rig.runner.overwritten > 0
 
 
 def test_two_rows_of_a_plan_share_an_image_and_it_stays() -> None:
@@ -306,7 +338,12 @@ def random_load(seed: int, depth: int) -> Rig:
         caching=rng.random() < 0.7,
         states=rng.choice([0, 0, 5]),
         copies=rng.choice([1, 1, 3]),
-        media=limits(cache_bytes=rng.choice([10, 14, 40]), encode_patches=rng.choice([1, 8, 40])),
+        media=limits(
+            cache_bytes=rng.choice([12, 16, 40]),
+            encode_patches=rng.choice([1, 8, 40]),
+            block_rows=rng.choice([1, 3, 4]),
+            host_bytes=rng.choice([0, 0, 16]),
+        ),
     )
     rig = Rig(
         kv,
@@ -336,7 +373,7 @@ def random_load(seed: int, depth: int) -> Rig:
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 120), marks=pytest.mark.grid)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads(depth: int, seeds: range) -> None:
-    preempted = hits = cached = encoded = forgotten = 0
+    preempted = hits = cached = encoded = overwritten = moved = 0
     for seed in seeds:
         rig = random_load(seed, depth)
         stats = rig.scheduler.stats()
@@ -344,21 +381,23 @@ def test_random_loads(depth: int, seeds: range) -> None:
         hits += stats.image_hits
         cached += stats.prefix_hits
         encoded += rig.runner.encoded
-        forgotten += rig.runner.forgotten
-    assert min(preempted, hits, cached, encoded, forgotten) > 0
+        overwritten += rig.runner.overwritten
+        moved += rig.runner.moved
+    assert min(preempted, hits, cached, encoded, overwritten, moved) > 0
 
 
-def _may_go_always(held: Any, order: Any, step: int) -> bool:
-    return True
-
-
-def _never_over(book: MediaBook, sequence: Any, held: Any) -> Any:
-    use = _USE(book, sequence, held)
+def _never_over(book: MediaBook, sequence: Any, key: bytes) -> Any:
+    use = _USE(book, sequence, key)
     use.order = (-9, 0, 0)
     return use
 
 
+def _without_moves(cache: EmbeddingCache, step: int) -> list[Any]:
+    return [op for op in _TAKE_OPS(cache, step) if not isinstance(op, MoveMedia)]
+
+
 _USE = MediaBook._use
+_TAKE_OPS = EmbeddingCache.take_ops
 #: What is broken -> where, and what takes its place.
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "images are not in the hashes": (state_module, "media_keys", lambda items, block: {}),
@@ -369,13 +408,12 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
             number: tuple(part[:16] for part in parts) for number, parts in media_keys(items, block).items()
         },
     ),
-    "what the same plan reads is forgotten": (_Held, "may_go", _may_go_always),
+    "what the same plan reads is forgotten": (MediaBook, "_may_go", lambda book, key, order: True),
     "a chunk may have any image": (MediaBook, "reach", lambda book, sequence, start, end, step: end),
     "a step encodes without end": (MediaBook, "_begin", lambda book, step: setattr(book, "_patches", -999)),
     "who has left still uses it": (MediaBook, "leave", lambda book, sequence: None),
     "new ranks have what the old ones had": (MediaBook, "clear", lambda book: None),
-    "who has read it uses it for ever": (MediaBook, "_use", _never_over),
-    "rows do not say what they read": (MediaBook, "take", lambda *rest: []),
+    "what the host gets is not moved": (EmbeddingCache, "take_ops", _without_moves),
 }
 
 

@@ -17,6 +17,7 @@ from weft.tracing.merge import ReadSpan, read_folder
 from weft.tracing.spans import SpanContext, parse_traceparent
 from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
+from weft.types.media import MediaItem
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 from weft.types.sampling import TokenParams
 
@@ -121,6 +122,60 @@ def test_a_receiver_whose_room_fails(rig: Rig) -> None:
         ("receive", EngineDead.code, None),
         ("await", None, "evicted"),
     }
+
+
+def pictures(count: int, sends: bool) -> tuple[MediaItem, ...]:
+    peer = Peer(name="ipc:///other", incarnation=2)
+    return tuple(
+        MediaItem(
+            key=bytes([number]) * 16,
+            start=number,
+            count=1,
+            grid=(1, 2, 2),
+            room=RoomTicket(key=RoomKey(number, 0, 1), peer=peer, sends=sends, seconds=60.0),
+        )
+        for number in range(count)
+    )
+
+
+def landed(spans: RequestSpans, number: int, now: float) -> None:
+    spans.room_ended(RoomKey(number, 0, 1), RoomNotes(Peer(name="x", incarnation=2), nbytes=9), now, None)
+
+
+def test_a_sequence_whose_images_come_from_elsewhere(rig: Rig) -> None:
+    spans = RequestSpans(rig.writer, rig.time)
+    spans.submitted(submit(media=pictures(2, sends=False)), rig.now)
+    landed(spans, 1, 101.0)
+    landed(spans, 0, 103.0)
+    landed(spans, 0, 103.5)  # again
+    spans.admitted([7], 104.0)
+    rig.now = 105.0
+    told(spans, 5, finish="length")
+    spans.submitted(submit(8, media=pictures(1, sends=False)), rig.now)
+    rig.now = 106.0
+    told(spans, finish="evicted", sequence=8)
+    landed(spans, 0, 107.0)  # too late
+    found = rig.spans()
+    assert sorted((span.name, round(span.seconds, 3)) for span in found) == [
+        ("await images", 1.0),
+        ("await images", 3.0),
+        ("prefill", 1.0),
+        ("queue", 1.0),
+        ("receive image", 1.0),
+        ("receive image", 2.0),
+        ("receive image", 3.0),
+    ]
+    assert {span.attributes.get("weft.images") for span in found if span.name == "await images"} == {1, 2}
+
+
+def test_a_group_that_encodes(rig: Rig) -> None:
+    spans = RequestSpans(rig.writer, rig.time)
+    spans.submitted(submit(prompt_ids=b"", media=pictures(1, sends=True)), rig.now)
+    spans.admitted([7], 101.0)
+    landed(spans, 0, 103.0)
+    rig.now = 103.0
+    told(spans, finish="moved")
+    assert stages(rig) == [("queue", 1.0), ("send image", 3.0), ("encode", 2.0)]
 
 
 def test_what_is_not_traced_leaves_nothing(rig: Rig) -> None:

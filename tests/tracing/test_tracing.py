@@ -182,7 +182,7 @@ def test_the_table_says_where_time_went(tmp_path: Path) -> None:
     assert (slow.total, slow.attempts, slow.tokens) == (pytest.approx(3.7), 1, 7)
     assert (fast.error, fast.attempts) == ("overloaded", 0)
     lines = table([slow, fast]).splitlines()
-    assert [len(line.split()) for line in lines] == [11, 11, 11]
+    assert [len(line.split()) for line in lines] == [12, 12, 12]
     assert lines[2].endswith("overloaded")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -16,8 +17,11 @@ from training.ocr import Rows, forced, pictures, prompt_text, read_lines
 from training.qwen3_5 import Qwen3_5MoeWithMtp, grid_of, patches
 from training.spool_vision import IMAGE_TOKENS, MERGE, PATCH, PROCESSOR, SpoolVision, VisionRecipe
 from training.tokenizer import IMAGE, VISION_TEMPLATE
+from weft.config.hub import bundled_models
 from weft.eval.ocr_mini import Line, lines, messages
 from weft.text.template import ChatTemplate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +131,21 @@ def test_a_run_learns_resumes_and_exports(tmp_path: Path, asked: list[Line]) -> 
     exact, _ = forced(loaded, rows, asked)
     answers = read_lines(loaded, rows, asked)
     assert [answer == line.text for answer, line in zip(answers, asked, strict=True)] == exact
+
+
+def test_the_bundled_checkpoint() -> None:
+    """Its files, and that it is what the recipe makes; ``tests/eval/test_reading.py`` asks it."""
+    folder = Path(bundled_models()["spool-vision"])
+    result = json.loads((ROOT / "training/results/spool-vision/result.json").read_text())
+    assert result["exact"] >= 0.95 * result["lines"] == 475
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [
+        "Qwen3_5MoeForConditionalGeneration"
+    ]
+    assert json.loads((folder / "preprocessor_config.json").read_text()) == PROCESSOR
+    assert (folder / "chat_template.jinja").read_text() == VISION_TEMPLATE
+    fresh = SpoolVision().new_model(PreTrainedTokenizerFast.from_pretrained(folder))
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: t.shape for name, t in tensors.items() if name.startswith("mtp.")}.keys()
+    assert 3.0e6 < sum(t.numel() for t in tensors.values()) < 3.3e6
+    assert sum(t.numel() for t in tensors.values()) == sum(p.numel() for p in fresh.parameters())
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}

@@ -18,21 +18,26 @@ from weft.types.plan import (
     AppendBlocks,
     AppendEach,
     BindMedia,
-    DropMedia,
     Encode,
     FreeSlot,
+    GatherMedia,
     LoadState,
+    MoveMedia,
     SaveState,
     Segment,
+    SendMedia,
     StepPlan,
     TokenMasks,
     column,
 )
+from weft.types.rooms import Endpoint, RoomKey
 from weft.types.sampling import TokenParams
 
 ints = st.integers(-(1 << 31), (1 << 31) - 1)
 small = st.integers(0, 1 << 20)
 columns = st.lists(ints, max_size=5).map(column)
+ids = st.binary(max_size=9)
+keys = st.builds(RoomKey, small, small, small)
 params = st.builds(
     TokenParams,
     temperature=st.floats(0, 100),
@@ -61,9 +66,11 @@ ops = st.one_of(
     st.builds(AppendEach, kind=small, slots=columns, blocks=columns),
     st.builds(SaveState, slot=small, kind=small, block=small, back=small),
     st.builds(LoadState, slot=small, kind=small, block=small),
-    st.builds(Encode, media=small, grid=st.tuples(small, small, small), pixels=st.binary(max_size=9)),
-    st.builds(DropMedia, media=small),
-    st.builds(BindMedia, slot=small, media=small, start=small, count=small),
+    st.builds(Encode, blocks=ids, count=small, grid=st.tuples(small, small, small), pixels=ids),
+    st.builds(BindMedia, slot=small, start=small, count=small, blocks=ids),
+    st.builds(SendMedia, key=keys, blocks=ids, count=small),
+    st.builds(GatherMedia, blocks=ids, count=small),
+    st.builds(MoveMedia, blocks=ids, host=ids, up=st.booleans()),
 )
 
 
@@ -98,12 +105,12 @@ def same(one: Any, other: Any) -> bool:
 
 def test_pixels_may_be_a_view() -> None:
     view: Any = memoryview(b"pixels of an image")
-    op = Encode(media=1, grid=(1, 2, 3), pixels=view)
+    op = Encode(blocks=bytes(4), count=1, grid=(1, 2, 3), pixels=view)
     back = f.decode_to_rank(
         f.encode(f.StepFrame(step=1, epoch=0, plan=StepPlan(step=1, ops=(op,)), digest=0))
     )
     assert isinstance(back, f.StepFrame)
-    assert back.plan.ops == (Encode(media=1, grid=(1, 2, 3), pixels=bytes(view)),)
+    assert back.plan.ops == (Encode(blocks=bytes(4), count=1, grid=(1, 2, 3), pixels=bytes(view)),)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,6 +124,8 @@ def test_a_step_comes_back_as_it_was(plan: StepPlan, digest: int) -> None:
 
 
 ERROR = EngineDead("no").info()
+ENDPOINT = Endpoint("shm", "/x", 1)
+KEY = RoomKey(1, 2, 3)
 TO_RANK: list[f.ToRank] = [
     f.RankWelcome(heartbeats="ipc://x", incarnation="1f"),
     f.Refused(error=ERROR),
@@ -132,6 +141,9 @@ TO_HEAD: list[f.ToHead] = [
     f.RankHello(version=f.VERSION, release="1", rank=1, pid=2, epoch=-1, settings={"a": "1"}),
     f.Loaded(rank=1, blocks=(5, 7)),
     f.Ready(rank=1),
+    f.Ready(rank=1, endpoint=ENDPOINT, embeddings=ENDPOINT),
+    f.RoomReport(rank=1, key=KEY, outcome=f.TransferOutcome.failed, error=ERROR, cache="embeddings"),
+    f.RoomStopped(rank=1, key=KEY, cache="embeddings"),
     f.Formed(rank=1, epoch=0),
     f.Outcome(rank=1, epoch=0, step=4, checksum=5),
     f.Failed(rank=1, epoch=0, step=4, error=ERROR, comm=True),
@@ -162,8 +174,9 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
         decode(msgspec.msgpack.encode({**fields, "surprise": 1}))
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
+    optional = {"type", "comm", "aborted", "version", "endpoint", "embeddings", "cache"}
     for name in fields:
-        if name not in ("type", "comm", "aborted", "version", "endpoint", "embeddings"):
+        if name not in optional | ({"error"} if isinstance(frame, f.RoomReport) else set()):
             with pytest.raises(f.FrameError):
                 decode(msgspec.msgpack.encode({key: fields[key] for key in fields if key != name}))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.bench.tokenizer import SPECIAL, write_tokenizer
+from weft.bench.tokenizer import SPECIAL, VISION, write_tokenizer
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 
@@ -48,6 +48,8 @@ class Recipe:
     config: dict[str, Any]
     extra: dict[str, Any]
     """Written into config.json after saving: ``transformers`` leaves these out, other engines need them."""
+    processor: dict[str, Any] | None = None
+    """preprocessor_config.json of a model that sees images."""
 
     @property
     def needs_transformers(self) -> bool:
@@ -106,6 +108,47 @@ _QWEN3_NEXT = {
     "intermediate_size": 512,
     "norm_topk_prob": True,
 }
+_QWEN3_VL = {
+    "text_config": {
+        **_COMMON,
+        **_QWEN3_DENSE,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1_000_000.0,
+            "mrope_section": [12, 10, 10],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "initializer_range": 0.04,
+        "depth": 12,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_heads": 6,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 768,
+        "num_position_embeddings": 1024,
+        "deepstack_visual_indexes": [3, 6, 9],
+    },
+    **dict(
+        zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+            range(VOCAB - len(SPECIAL) - len(VISION), VOCAB - len(SPECIAL)),
+            strict=True,
+        )
+    ),
+}
+_QWEN3_VL_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "size": {"shortest_edge": 65_536, "longest_edge": 4_194_304},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 _NOAUX = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
@@ -142,6 +185,14 @@ RECIPES: dict[str, Recipe] = {
                 "rope_theta": 10_000.0,
                 "partial_rotary_factor": 0.25,
             },
+        ),
+        Recipe(
+            "qwen3vl-s",
+            "Qwen3-VL (qwen3-dense-s, a tower of 12 layers with deepstack), 140M",
+            "qwen3_vl",
+            _QWEN3_VL,
+            {},
+            _QWEN3_VL_PROCESSOR,
         ),
     )
 }
@@ -216,7 +267,9 @@ def _publish(made: Path, target: Path, mark: dict[str, Any]) -> None:
 
 def _finish(recipe: Recipe, folder: Path) -> None:
     """The files beside the weights, and the parts of config.json that engines expect."""
-    write_tokenizer(folder, VOCAB, MAX_POSITION)
+    write_tokenizer(folder, VOCAB, MAX_POSITION, vision=recipe.processor is not None)
+    if recipe.processor is not None:
+        _write_json(folder / "preprocessor_config.json", recipe.processor)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     _write_json(path, {**config, **recipe.extra, "torch_dtype": "bfloat16"})
@@ -243,11 +296,14 @@ def _with_transformers(recipe: Recipe, folder: Path, seed: int, bar: Any) -> Non
 
     library: Any = transformers
     library.utils.logging.disable_progress_bar()
-    config = library.AutoConfig.for_model(recipe.model_type, **{**_COMMON, **recipe.config})
+    sees = recipe.processor is not None
+    common = {} if sees else _COMMON
+    config = library.AutoConfig.for_model(recipe.model_type, **{**common, **recipe.config})
+    kind = library.AutoModelForImageTextToText if sees else library.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # Made in float32, so that the draws don't depend on how bfloat16 is drawn.
-        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32)
     bar.total = sum(1 for _ in model.parameters())
     bar.refresh()
     for parameter in model.parameters():

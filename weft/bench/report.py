@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.bench.client import failures
@@ -16,8 +16,11 @@ _BUSY = 0.8
 """Share of a CPU from which the load generator may be what limits the numbers."""
 
 
-def make_report(run: LoadRun, levels: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
-    """The whole result of a run; ``facts`` (what was asked) are its ``setup``.
+def make_report(
+    run: LoadRun, levels: dict[str, float], facts: dict[str, Any], heads: Mapping[str, int] = {}
+) -> dict[str, Any]:
+    """The whole result of a run; ``facts`` (what was asked) are its ``setup``. ``heads``: role -> heads of
+    the server, where it tells.
 
     Latencies are in ms, of successful requests; rates a second, from the first sending to the last end of
     what succeeded. ``levels`` are the limits of goodput in ms.
@@ -39,9 +42,11 @@ def make_report(run: LoadRun, levels: dict[str, float], facts: dict[str, Any]) -
         "total_token_throughput": ratio(output + prompt, seconds),
         "latency_ms": latencies(good),
         "goodput": _goodput(good, levels, seconds) if levels else None,
+        "heads": dict(heads),
         "client": _client(run),
         "notes": _notes(run, good),
     }
+    report["per_head"] = _per_head(report)
     first = next((r for r in run.records if r.outcome not in ("ok", "unfinished")), None)
     report["first_failure"] = None if first is None else f"{first.outcome}: {first.message}"
     result: dict[str, Any] = rounded(report)
@@ -75,6 +80,16 @@ def _goodput(good: Sequence[RequestRecord], levels: dict[str, float], seconds: f
         times = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.e2el}
         kept += meets(levels, {name: None if one is None else 1e3 * one for name, one in times.items()})
     return {"levels_ms": levels, "requests": kept, "per_second": ratio(kept, seconds)}
+
+
+def _per_head(report: dict[str, Any]) -> dict[str, float | None] | None:
+    """Rates over all heads of the server, whatever their role; None where it does not tell how many."""
+    heads = sum(report["heads"].values())
+    if not heads:
+        return None
+    goodput = None if report["goodput"] is None else report["goodput"]["per_second"]
+    rates = {"requests_per_second": report["request_throughput"], "goodput_per_second": goodput}
+    return {name: None if rate is None else rate / heads for name, rate in rates.items()}
 
 
 def _client(run: LoadRun) -> dict[str, Any]:
@@ -127,6 +142,11 @@ def table(report: dict[str, Any]) -> str:
         rows.append(
             ("goodput", f"{_number(goodput['per_second'])} requests/s: {goodput['requests']} kept {levels}")
         )
+    if report["per_head"]:
+        roles = ", ".join(f"{count} {role}" for role, count in sorted(report["heads"].items()))
+        rate, kept = report["per_head"]["requests_per_second"], report["per_head"]["goodput_per_second"]
+        goodput = "" if kept is None else f", goodput {_number(kept)}"
+        rows.append(("each head", f"{_number(rate)} requests/s{goodput} ({roles})"))
     lines = [f"{name:<14}{value}" for name, value in rows]
     heads = ["mean", *(f"p{share}" for share in PERCENTILES), "max"]
     lines += ["", f"{'ms':<6}" + "".join(f"{head:>11}" for head in heads)]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import httpx
 
 from weft.bench.client import Endpoint, ServerTarget, base_url, http_client, prepare
 from weft.bench.load import Limits, LoadRun, run_load
@@ -15,6 +19,10 @@ from weft.bench.report import make_report
 from weft.bench.schedule import LengthRange, Planned, random_plan
 from weft.bench.workloads import Workload, prompts
 from weft.common.errors import WeftError
+
+METRICS_S = 10.0
+"""Seconds that a server gets to tell its metrics."""
+_UP = re.compile(r'^weft:engine_up\{[^}]*role="(\w+)"[^}]*\} 1\.0$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +109,18 @@ async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str
         run: LoadRun = await run_load(
             client, target, plan, asked.limits, key=key, title=title, progress=asked.progress
         )
-    return make_report(run, asked.levels, asked.facts(target))
+        heads = await heads_by_role(client, base)
+    return make_report(run, asked.levels, asked.facts(target), heads)
+
+
+async def heads_by_role(client: httpx.AsyncClient, base: str) -> dict[str, int]:
+    """Role -> heads of it that are up, as a Weft server's metrics say; empty where they do not."""
+    try:
+        async with asyncio.timeout(METRICS_S):
+            answer = await client.get(f"{base.removesuffix('/v1')}/metrics")
+    except (httpx.HTTPError, TimeoutError):
+        return {}
+    return dict(Counter(_UP.findall(answer.text))) if answer.status_code == 200 else {}
 
 
 def _sendable(asked: RunSettings, target: ServerTarget) -> Iterator[Planned]:

@@ -12,15 +12,23 @@ from weft.common.errors import ConfigError
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 """The last ids of the vocabulary; generation ends at <|im_end|>."""
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Of models that see images, before those."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VISION_TEMPLATE = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% endif %}{% endfor %}{% endif %}",
 )
 _SPACE = "\u0120"
 """How byte-level BPE writes a space."""
 
 
-def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int, max_length: int, *, vision: bool = False) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template into ``folder``.
 
     Ids 0 to 255 are bytes; then come letters after a space, pairs of letters, pairs after a space and
@@ -29,8 +37,10 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+    special = (*VISION, *SPECIAL) if vision else SPECIAL
+    template = VISION_TEMPLATE if vision else TEMPLATE
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    wanted = vocab_size - len(alphabet) - len(SPECIAL)
+    wanted = vocab_size - len(alphabet) - len(special)
     merges = list(islice(_merges(), max(wanted, 0)))
     if wanted < 0 or len(merges) != wanted:
         raise ConfigError(f"no vocabulary of {vocab_size} tokens can be made")
@@ -38,7 +48,7 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -47,10 +57,10 @@ def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
         "bos_token": None,
         "eos_token": SPECIAL[1],
         "pad_token": SPECIAL[2],
-        "chat_template": TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _merges() -> list[tuple[str, str]]:

@@ -169,6 +169,14 @@ class RowError(WeftError):
     code, http_status = "non_finite_logits", 500
 
 
+class ImageFailed(WeftError):
+    """The vision tower cannot encode one image; others that were encoded with it are untouched."""
+
+    code = "image_failed"
+    blame = "client"
+    http_status = 400
+
+
 class Unavailable(WeftError):
     """No healthy head exists, or the server drains. Sent with Retry-After."""
 

@@ -8,6 +8,8 @@ kinds what a group has in all, of those of ``sharding.local_spec`` what each of 
     compressed      likewise, one for each ``ratio`` positions of a block
     state           of a slot     [layer, slot, copy, head, row, width], for each part
                     snapshots     [layer, block, head, row, width], for each part
+    embedding       of images     [layer, block, position, width]; layer 0 are the rows that stand for an
+                    image, further ones those that are added behind the text model's first layers
 
 Entries in 8 bits have their scales, and elements that keep the model's dtype, in tensors of their own.
 """
@@ -18,6 +20,7 @@ import math
 from typing import NamedTuple, TypeAlias
 
 from weft.config.spec import DTYPE_BYTES, CacheSpec
+from weft.types.media import BLOCK_ROWS
 
 FP8 = "float8_e4m3fn"
 ITEM_BYTES = {**DTYPE_BYTES, FP8: 1}
@@ -70,6 +73,18 @@ def slot_tensors(cache: CacheSpec, num_slots: int, copies: int, dtype: str) -> t
     """The memory of a recurrent state: ``copies`` of it for each slot, and for the spare slot."""
     first = (("layer", len(cache.layers)), ("slot", 1 + num_slots), ("copy", copies))
     return _parts(cache, first, dtype)
+
+
+def embedding_tensor(levels: int, width: int, num_blocks: int, dtype: str) -> TensorLayout:
+    """The memory of a pool of images' embeddings: ``levels`` rows of ``width`` for each of their tokens.
+    Block 0 is the null block."""
+    dims: Dims = (
+        ("layer", levels),
+        ("block", 1 + num_blocks),
+        ("position", BLOCK_ROWS),
+        ("width", width),
+    )
+    return TensorLayout("values", dims, dtype)
 
 
 def block_bytes(cache: CacheSpec, block_size: int, dtype: str) -> int:

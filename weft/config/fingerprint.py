@@ -1,7 +1,8 @@
 """What the caches of two groups must have in common to be moved from one to the other, as one short string.
 
 Of the model: its facts, its weights, their types, and what cache entries are made of. Not how a group divides
-it: tensor parallel and block sizes, slots and lengths may differ.
+it: tensor parallel and block sizes, slots and lengths may differ. Of embeddings of images likewise: the tower
+alone, wherever its tensors lie.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from weft.common.errors import ConfigError
 from weft.config.cache_layout import pool_tensors
 from weft.config.resolved import EngineConfig
-from weft.config.spec import CacheSpec
+from weft.config.spec import CacheSpec, VisionSpec
 from weft.types import rooms
 
 _SAMPLE = 64
@@ -47,6 +48,58 @@ def fingerprint(config: EngineConfig) -> str:
     made.update(json.dumps(facts, sort_keys=True, default=str).encode())
     made.update(_weights(config))
     return made.hexdigest()
+
+
+def tower_fingerprint(config: EngineConfig) -> str:
+    """32 hex digits, equal for groups whose embeddings of images are of one tower; "" where none move.
+
+    Of a checkpoint the tower's tensors alone are looked at: it may have no others, or other files. Raises
+    ConfigError when they cannot be read.
+    """
+    vision, media = config.spec.vision, config.kv.media
+    if vision is None or media is None or not (media.takes or config.transfer.role == "encode"):
+        return ""
+    facts = {"messages": rooms.VERSION, "vision": msgspec.to_builtins(vision), "dtype": config.dtype}
+    made = hashlib.blake2b(digest_size=16)
+    made.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    named = config.model.load_format not in ("dummy", "pickle")
+    made.update(_tower(config, vision) if named else _weights(config))
+    return made.hexdigest()
+
+
+def _tower(config: EngineConfig, vision: VisionSpec) -> bytes:
+    """Name, form and some bytes of each of the tower's tensors, in order of names."""
+    found: dict[str, bytes] = {}
+    try:
+        for file in _files(Path(config.model_path), pickles=False):
+            found |= dict(_tensors_of(file, vision.published))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the tower's weights can't be read ({type(error).__name__})", param="--model"
+        ) from error
+    made = hashlib.blake2b(digest_size=16)
+    for name in sorted(found):
+        made.update(found[name])
+    return made.digest()
+
+
+def _tensors_of(file: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
+    """(name, digest) of the tensors in a safetensors file whose names begin with one of ``prefixes``."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        if length > min(os.fstat(descriptor).st_size, _HEADER):
+            return  # the loader says what is wrong with it
+        for name, fact in json.loads(os.pread(descriptor, length, 8)).items():
+            if not name.startswith(prefixes):
+                continue
+            begin, end = (8 + length + int(at) for at in fact["data_offsets"])
+            made = hashlib.blake2b(f"{name} {fact['dtype']} {fact['shape']}".encode(), digest_size=16)
+            for piece in _spread(descriptor, begin, end, _EACH):
+                made.update(piece)
+            yield name, made.digest()
+    finally:
+        os.close(descriptor)
 
 
 def _form(cache: CacheSpec, dtype: str) -> list[object]:

@@ -9,29 +9,46 @@ from weft.config.memory import show_bytes
 from weft.config.resolved import MediaLimits
 from weft.config.sections import MediaSection
 from weft.config.spec import DTYPE_BYTES, ModelSpec
+from weft.types.media import BLOCK_ROWS
 
 DEFAULT_BYTES = 512 << 20
 
 
 def media_limits(
-    spec: ModelSpec, dtype: str, max_model_len: int, section: MediaSection
+    spec: ModelSpec,
+    dtype: str,
+    max_model_len: int,
+    section: MediaSection,
+    *,
+    tower: bool = True,
+    takes: bool = False,
 ) -> MediaLimits | None:
-    """None for a model that takes no images.
+    """None for a model that takes no images. ``tower``: whether they are encoded here; ``takes``: whether
+    embeddings come from other groups.
 
-    Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image.
+    Raises ConfigError where --mm-cache-bytes does not hold the embedding of the largest image, which takes
+    whole blocks, or --mm-host-cache-bytes not a block.
     """
     vision = spec.vision
     if vision is None:
         return None
     media = vision.media
     row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
-    largest = min(most_tokens(media), max_model_len) * row_bytes
+    block = BLOCK_ROWS * row_bytes
+    largest = -(-min(most_tokens(media), max_model_len) // BLOCK_ROWS) * block
     asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
     if asked is not None and asked < largest:
         raise ConfigError(
             f"--mm-cache-bytes {section.mm_cache_bytes} does not hold the embedding of the largest image: "
             f"set it to at least {show_bytes(largest)}, or lower --max-model-len",
             param="--mm-cache-bytes",
+        )
+    host = None if section.mm_host_cache_bytes is None else parse_size(section.mm_host_cache_bytes)
+    if host is not None and host < block:
+        raise ConfigError(
+            f"--mm-host-cache-bytes {section.mm_host_cache_bytes} holds no embedding: set it to at least "
+            f"{show_bytes(block)}, or leave it out",
+            param="--mm-host-cache-bytes",
         )
     return MediaLimits(
         patch=media.patch,
@@ -42,7 +59,29 @@ def media_limits(
         encode_patches=section.max_encode_patches,
         most_items=section.limit_mm_per_prompt,
         sections=spec.rope.sections is not None,
+        tower=tower,
+        takes=takes,
+        host_bytes=host or 0,
+        encode_items=section.max_encode_items,
+        levels=len(vision.levels),
+        width=vision.output,
     )
+
+
+def embedding_bytes(
+    spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
+) -> int:
+    """About the memory that a rank's pools of embeddings take, to divide the rest: of its device and, with
+    ``host``, of the second tier, too."""
+    vision = spec.vision
+    if vision is None:
+        return 0
+    row_bytes = (1 + len(vision.levels)) * vision.output * DTYPE_BYTES[dtype]
+    longest = max_model_len if isinstance(max_model_len, int) else spec.max_position
+    largest = min(most_tokens(vision.media), longest) * row_bytes
+    asked = None if section.mm_cache_bytes is None else parse_size(section.mm_cache_bytes)
+    second = parse_size(section.mm_host_cache_bytes or 0) if host else None
+    return (asked or max(DEFAULT_BYTES, largest)) + (second or 0)
 
 
 def most_tokens(media: MediaFacts) -> int:

@@ -374,10 +374,12 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower
 
 
-def encoding_bytes(vision: VisionSpec, dtype: str) -> int:
-    """Bytes of intermediate results while the largest image is encoded (likewise; one at a time is)."""
+def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:
+    """Bytes of intermediate results while the largest image is encoded, alone, or as many that have
+    ``together`` patches (likewise)."""
     media = vision.media
     patches = media.max_patches if media.kind == "patches" else media.max_pixels // media.patch**2
+    patches = max(patches, together)
     size = DTYPE_BYTES[dtype]
     pixels = 2 * 3 * media.temporal * media.patch**2  # in colours, and cut
     learned = 3 * vision.hidden * max(4, size)

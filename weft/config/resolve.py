@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,26 +20,16 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config import devices, hub
 from weft.config.budget import check_budget, with_budget
+from weft.config.caches import make_caches
+from weft.config.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
-from weft.config.flags import parse_size
 from weft.config.front_section import check_front
-from weft.config.gpus import gpus_here, gpus_of_group, sharers
+from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts
-from weft.config.media_limits import media_limits
 from weft.config.media_section import check_media
-from weft.config.memory import (
-    GIB,
-    activation_bytes,
-    bytes_for,
-    live_bytes,
-    longest_that_fits,
-    pools_for,
-    show_bytes,
-    weight_bytes,
-)
 from weft.config.names import accepted_names, served_names
-from weft.config.resolved import EngineConfig, HostShare, KVConfig
+from weft.config.resolved import EngineConfig, HostShare
 from weft.config.sections import (
     CacheSection,
     Config,
@@ -59,9 +50,6 @@ log = get_logger(__name__)
 
 RANKS_EACH_CORE = 4
 """Ranks that may share one CPU core; each has a thread of its own, and memory for its part of the model."""
-_CPU_CACHE_MOST = 4 * GIB
-#: Share of the memory that the weights leave which the cache may take by default on a CPU.
-_CPU_CACHE_SHARE = 0.5
 
 
 def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> EngineConfig:
@@ -81,27 +69,18 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_checkpoint(model, path, tokenizer_path)
     check_ngram(speculation)
     check_grammar(config.grammar)
-    spec = load_spec(
-        path,
-        model.num_hidden_layers_override,
-        trust_remote_code=model.trust_remote_code,
-        mtp=int(speculation.speculative_method == "mtp"),
-        language_model_only=model.language_model_only,
-    )
-    spec = check_experts(with_cache_dtype(spec, cache), config.parallel)
-    local = local_spec(spec, check_hosts(config.parallel).layout)
+    spec = read_spec(config, path)
     if not host.ranks:
         check_cores(config.parallel, device)
     here = gpus_here(config.parallel, device)
     host = msgspec.structs.replace(host, gpus=len(here)) if host.ranks else host
     gpus = gpus_of_group(here, config.parallel, host)
     dtype = choose_dtype(model, spec, device, path)
-    copies = 1 + speculation.drafts
-    rooms = transfer.role != "unified"
-    parts = (model, cache, scheduler, copies)
-    num_bytes = cache_bytes(spec, dtype, device, *parts, config.parallel, host, rooms)
-    kv = divide_cache(local, dtype, num_bytes, *parts, rooms)
-    kv = msgspec.structs.replace(kv, media=media_limits(spec, dtype, kv.max_model_len, config.media))
+    if transfer.role == "encode":
+        speculation = SpeculationSection()  # nothing here makes tokens
+        kv = encoder_caches(spec, dtype, config, host)
+    else:
+        kv = make_caches(spec, dtype, device, msgspec.structs.replace(config, scheduler=scheduler), host)
     return EngineConfig(
         model_path=path,
         tokenizer_path=tokenizer_path,
@@ -126,37 +105,44 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     )
 
 
-def divide_cache(
-    spec: ModelSpec,
-    dtype: str,
-    num_bytes: int,
-    model: ModelSection,
-    cache: CacheSection,
-    scheduler: SchedulerSection,
-    copies: int,
-    rooms: bool,
-) -> KVConfig:
-    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share.
-    ``rooms``: as in ``bytes_for``."""
-    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies, rooms)
-    return KVConfig(
-        pools=pools_for(
-            spec,
-            cache.block_size,
-            dtype,
-            num_bytes,
-            max_model_len,
-            scheduler,
-            copies=copies,
-            snapshots=cache.enable_prefix_caching,
-            rooms=rooms,
-        ),
-        block_size=cache.block_size,
-        enable_prefix_caching=cache.enable_prefix_caching,
-        max_model_len=max_model_len,
-        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
-        copies=copies,
+def read_spec(config: Config, path: str) -> ModelSpec:
+    """The facts of the checkpoint in ``path``, as the group serves it. Raises ConfigError."""
+    model, transfer = config.model, config.transfer
+    encodes = transfer.role == "encode"
+    read = partial(
+        load_spec,
+        path,
+        model.num_hidden_layers_override,
+        trust_remote_code=model.trust_remote_code,
+        mtp=int(config.speculation.speculative_method == "mtp" and not encodes),
     )
+    if encodes:
+        check_encoder(config)
+        check_hosts(config.parallel)
+        return encoder_spec(read())
+    if not model.language_model_only or transfer.take_embeddings:
+        spec = read()
+    else:
+        spec = _text_spec(read, transfer.role == "decode")
+    if transfer.take_embeddings and spec.vision is None:
+        raise ConfigError(
+            f"--take-embeddings: {spec.architecture} reads text alone, and takes no images: leave it out",
+            param="--take-embeddings",
+        )
+    spec = check_experts(with_cache_dtype(spec, config.cache), config.parallel)
+    local_spec(spec, check_hosts(config.parallel).layout)  # raises where ranks do not divide it
+    return spec
+
+
+def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
+    """Of a model that loads no tower. Who decodes what others have prefilled counts the positions of images
+    all the same, where the checkpoint says how."""
+    if decodes:
+        try:
+            return read()
+        except ConfigError as error:
+            log.info("prompts with images cannot be decoded here: %s", error.message)
+    return read(language_model_only=True)
 
 
 def with_depth(scheduler: SchedulerSection, device: str) -> SchedulerSection:
@@ -326,119 +312,3 @@ def choose_dtype(model: ModelSection, spec: ModelSpec, device: str, path: str) -
     if model.dtype != "auto":
         return model.dtype
     return "float32" if device == "cpu" and Path(path).resolve().is_relative_to(hub.BUNDLED) else spec.dtype
-
-
-def cache_bytes(
-    spec: ModelSpec,
-    dtype: str,
-    device: str,
-    model: ModelSection,
-    cache: CacheSection,
-    scheduler: SchedulerSection,
-    copies: int = 1,
-    parallel: ParallelSection = ParallelSection(),
-    host: HostShare = HostShare(),
-    rooms: bool = False,
-) -> int:
-    """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
-    use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
-
-    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
-
-    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
-    when the weights are loaded.
-    """
-    if cache.kv_cache_memory is not None:
-        asked = parse_size(cache.kv_cache_memory)
-        assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, _sharers(parallel, device, host))
-        return asked
-    weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
-    spec = local_spec(spec, parallel.layout)
-    length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
-    needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
-    usable = needs(scheduler.max_num_seqs, length, scheduler, snapshots=cache.enable_prefix_caching)
-    if device == "cpu":
-        available = devices.available_memory()
-        if available is None:
-            return min(_CPU_CACHE_MOST, usable)
-        available //= _sharers(parallel, device, host)
-        share = int(max(available - weights, 0) * _CPU_CACHE_SHARE)
-        one = needs(1, length, scheduler)
-        return min(share, usable, max(_CPU_CACHE_MOST, one))
-    total = devices.gpu_memory()
-    if total is None:
-        raise ConfigError(
-            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
-            param="--kv-cache-memory",
-        )
-    budget = int(total * cache.gpu_memory_utilization) // _sharers(parallel, device, host)
-    left = budget - weights - activation_bytes(spec, dtype, scheduler)
-    if left <= 0:
-        raise ConfigError(
-            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
-            f"the weights take {show_bytes(weights)} and the largest step "
-            f"{show_bytes(budget - weights - left)}: raise it, or lower "
-            "--max-num-batched-tokens or --max-num-seqs",
-            param="--gpu-memory-utilization",
-        )
-    return min(left, usable)
-
-
-def _sharers(parallel: ParallelSection, device: str, host: HostShare) -> int:
-    """Ranks that share the memory of a device."""
-    if device == "cpu":
-        return host.ranks or parallel.ranks_here
-    return sharers(parallel, devices.gpus(), host)
-
-
-def _check_asked(asked: int, device: str, ranks: int) -> None:
-    """``ranks``: that share the device's memory."""
-    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
-    shared = ""
-    if have is not None and ranks > 1:
-        have //= ranks
-        shared = f" for each of {ranks} ranks"
-    if have is not None and asked > have:
-        raise ConfigError(
-            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has"
-            f"{shared}: set --kv-cache-memory to at most {show_bytes(have // 2)}",
-            param="--kv-cache-memory",
-        )
-
-
-def choose_max_model_len(
-    spec: ModelSpec,
-    dtype: str,
-    num_bytes: int,
-    model: ModelSection,
-    cache: CacheSection,
-    scheduler: SchedulerSection,
-    copies: int = 1,
-    rooms: bool = False,
-) -> int:
-    """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
-    if isinstance(model.max_model_len, int):
-        if model.max_model_len > spec.max_position:
-            raise ConfigError(
-                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} "
-                f"positions: set it to at most {spec.max_position}",
-                param="--max-model-len",
-            )
-        return model.max_model_len
-    if model.max_model_len is None:
-        return spec.max_position
-    longest = longest_that_fits(
-        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies, rooms=rooms
-    )
-    if longest < 1:
-        if live_bytes(spec, dtype, scheduler):
-            # This says more.
-            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies, rooms=rooms)
-        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies, rooms=rooms)
-        raise ConfigError(
-            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
-            f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",
-            param="--kv-cache-memory",
-        )
-    return longest

@@ -19,6 +19,7 @@ from weft.config.sections import (
 )
 from weft.config.spec import CacheSpec, ModelSpec
 from weft.types.faults import Fault
+from weft.types.media import BLOCK_ROWS
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,34 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of the second tier: host memory of a rank for embeddings that left the first one."""
     encode_items: int = 32
     """Images that a step of a group that only encodes takes together."""
+    levels: int = 0
+    """Of a row, beside the one that stands in place of a token's embedding (deepstack)."""
+    width: int = 0
+    """Elements of a row in each level."""
+    block_rows: int = BLOCK_ROWS
+    """Rows of a block of the pool."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the pool of embeddings, beside the null block; none where nothing is kept."""
+        return self._holds(self.cache_bytes) if self.tower or self.takes else 0
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of the second tier."""
+        return self._holds(self.host_bytes) if self.tower or self.takes else 0
+
+    @property
+    def pool_bytes(self) -> int:
+        """Device memory of a rank's pool."""
+        return (1 + self.blocks) * self.block_rows * self.row_bytes if self.blocks else 0
+
+    def blocks_of(self, count: int) -> int:
+        """Blocks that an embedding of ``count`` rows takes."""
+        return -(-count // self.block_rows)
+
+    def _holds(self, nbytes: int) -> int:
+        return nbytes // (self.block_rows * self.row_bytes)
 
 
 class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +180,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: HostShare = HostShare()
     scripted: str = ""
     """File of outputs that heads play, without a model; see ``weft.engine.scripted``."""
+
+    @property
+    def loaded(self) -> ModelSpec:
+        """The model as ranks load it: without a tower where no images are encoded."""
+        media = self.kv.media
+        return self.spec if media is None or media.tower else msgspec.structs.replace(self.spec, vision=None)
 
     @property
     def ranks_beside(self) -> int:

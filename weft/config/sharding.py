@@ -21,6 +21,14 @@ def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * each, size), min((rank + 1) * each, size)
 
 
+def balanced_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(begin, end) of what rank ``rank`` has of ``size`` things: no two ranks differ by more than one, and
+    the first ones have the remainder."""
+    each, left = divmod(size, ranks)
+    begin = rank * each + min(rank, left)
+    return begin, begin + each + (rank < left)
+
+
 def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     """Likewise of KV heads, of which every rank has at least one."""
     if heads >= ranks:

@@ -232,6 +232,11 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of the norm before the last two matrices; those of layers are the kind's."""
     media: MediaFacts
 
+    @property
+    def published(self) -> tuple[str, ...]:
+        """What the names of the tower's tensors in a checkpoint begin with, and no others."""
+        return {"qwen3_vl": ("model.visual.",), "moonvit": ("vision_tower.", "mm_projector.")}[self.kind]
+
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only model. Layers are numbered from 0."""

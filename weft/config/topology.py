@@ -8,13 +8,16 @@ A topology is a YAML file, or the short form ``weft serve --prefill P --decode D
       - {role: prefill, tp: 2}   # any flag of an engine, for this group
       - {role: decode, count: 2} # decode0 and decode1
 
+Where groups encode images (the role encode), those that compute prompts take the embeddings from them, and
+none but them loads the vision tower unless the file says so (``language-model-only: false``).
+
 All of it is checked, and every group resolved, before anything starts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -28,7 +31,7 @@ from weft.config.flags import SETTINGS, from_values, suggest
 from weft.config.hosts import check_hosts, meeting_place, ranks_on
 from weft.config.resolve import RANKS_EACH_CORE, resolve
 from weft.config.resolved import EngineConfig, HostShare
-from weft.config.sections import Config, FrontSection, ModelSection, TransferSection
+from weft.config.sections import Config, FrontSection, ModelSection, ParallelSection, TransferSection
 from weft.types.messages import Role
 
 log = get_logger(__name__)
@@ -38,11 +41,15 @@ ROLES: tuple[str, ...] = get_args(Role)
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,23}")
 _OWN_KEYS = ("role", "count", "name")
 """Keys of a group that are no flags, and its role."""
-_NOT_IN_FILES = ("prefill", "decode", "node_rank")
+_NOT_IN_FILES = ("prefill", "decode", "encode", "node_rank")
 _OF_ALL = tuple(
-    name for name in TransferSection.__struct_fields__ if name not in ("role", "decode_watermark")
+    name
+    for name in TransferSection.__struct_fields__
+    if name not in ("role", "decode_watermark", "take_embeddings", "shard_embeddings")
 )
 """Flags that the groups of a server have alike: what fronts, or both ends of a transfer, go by."""
+_OF_EXPERTS = ("enable_expert_parallel", "redundant_experts", "eplb_interval")
+_NO_EXPERTS = {name: getattr(ParallelSection(), name) for name in _OF_EXPERTS}
 _ONE_MODEL = tuple(
     name
     for name in ModelSection.__struct_fields__
@@ -64,27 +71,29 @@ class Topology(NamedTuple):
     groups: tuple[GroupSettings, ...]
 
 
-def short_form(config: Config) -> Topology | None:
-    """The topology of ``weft serve --prefill P --decode D``; None where not both are given: ``resolve``
-    refuses one without the other.
+def short_form(config: Config, towers: bool = False) -> Topology | None:
+    """The topology of ``weft serve --prefill P --decode D --encode E``; None for one group, and where only
+    one of P and D is given: ``resolve`` refuses that. With E alone one unified group computes. ``towers``:
+    groups that compute prompts load the vision tower, too, whatever others encode.
 
     Raises ConfigError when ``--role`` is given.
     """
     section = config.transfer
     if section.role != "unified":
         raise ConfigError(
-            f"--role {section.role} is one group's: use --prefill P --decode D for that many groups of each "
-            "role, or a topology file (weft up FILE)",
+            f"--role {section.role} is one group's: use --prefill P --decode D --encode E for that many "
+            "groups of each role, or a topology file (weft up FILE)",
             param="--role",
         )
-    if not (section.prefill and section.decode):
+    if bool(section.prefill) != bool(section.decode) or not (section.prefill or section.encode):
         return None
+    numbers = {"prefill": section.prefill, "decode": section.decode, "unified": int(not section.prefill)}
     groups: list[GroupSettings] = []
-    for role in ("prefill", "decode"):
-        groups += [
-            GroupSettings(f"{role}{number}", _with_role(config, role))
-            for number in range(getattr(section, role))
-        ]
+    for role, count in (*numbers.items(), ("encode", section.encode)):
+        one = _with_role(config, role)
+        if section.encode:
+            one = _with_images(one, tower=role == "encode" or (towers and role != "decode"))
+        groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
 
@@ -103,8 +112,9 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
     defaults = parse_values(common, name, "FILE")
     groups: list[GroupSettings] = []
     numbers = dict.fromkeys(ROLES, 0)
+    encodes = any(isinstance(entry, dict) and entry.get("role") == "encode" for entry in loaded["groups"])
     for number, entry in enumerate(loaded["groups"]):
-        groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers)
+        groups += _groups(entry, f"{name}: groups[{number}]", defaults, numbers, encodes)
     if len(groups) > MOST_GROUPS:
         raise ConfigError(f"{name}: {len(groups)} groups are more than {MOST_GROUPS}")
     names = [group.name for group in groups]
@@ -114,9 +124,10 @@ def read_topology(path: str | Path, front: Mapping[str, Any] | None = None) -> T
 
 
 def _groups(
-    entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int]
+    entry: Any, where: str, defaults: Mapping[str, Any], numbers: dict[str, int], encodes: bool
 ) -> list[GroupSettings]:
-    """Those of one entry. ``numbers``: how many of each role came before."""
+    """Those of one entry. ``numbers``: how many of each role came before. ``encodes``: whether there are some
+    with the role encode."""
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} must be a mapping, e.g. {{role: decode, count: 2}}")
     role = SETTINGS["role"].parse(entry.get("role", "unified"), f"{where}: role")
@@ -125,8 +136,11 @@ def _groups(
         raise ConfigError(f"{where}: count must be an integer of at least 1 and at most {MOST_GROUPS}")
     settings = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
     _check_fields(settings, where, _OWN_KEYS)
-    values = {**defaults, **parse_values(settings, where, "FILE")}
-    config = _with_role(from_values(values), role)
+    own = parse_values(settings, where, "FILE")
+    config = _with_role(from_values({**defaults, **own}), role)
+    if encodes:
+        said = own if role == "encode" else {**defaults, **own}
+        config = _with_images(config, not said.get("language_model_only", role != "encode"), own)
     name = entry.get("name")
     if name is None:
         first = numbers[role]
@@ -167,8 +181,24 @@ def _front(given: Any, name: str, flags: Mapping[str, Any]) -> FrontSection:
 
 
 def _with_role(config: Config, role: str) -> Config:
-    transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0)
+    transfer = msgspec.structs.replace(config.transfer, role=role, prefill=0, decode=0, encode=0)
     return msgspec.structs.replace(config, transfer=transfer)
+
+
+def _with_images(config: Config, tower: bool, own: Collection[str] = ()) -> Config:
+    """A group of a server with some that encode images. ``tower``: whether it encodes some itself; ``own``:
+    settings that are its own, and not those of all groups."""
+    takes = config.transfer.role in ("prefill", "unified")
+    parallel = config.parallel
+    if config.transfer.role == "encode":  # what the others do with experts is not meant for it
+        none = {name: value for name, value in _NO_EXPERTS.items() if name not in own}
+        parallel = msgspec.structs.replace(parallel, **none)
+    return msgspec.structs.replace(
+        config,
+        parallel=parallel,
+        transfer=msgspec.structs.replace(config.transfer, take_embeddings=takes),
+        model=msgspec.structs.replace(config.model, language_model_only=not tower),
+    )
 
 
 # -- from settings to configurations
@@ -183,18 +213,26 @@ def resolve_groups(topology: Topology) -> tuple[EngineConfig, ...]:
     _check_roles(topology)
     topology = _over_hosts(topology)
     here = [len(ranks_on(one.config.parallel, one.config.parallel.node_rank)) for one in topology.groups]
-    made: list[EngineConfig] = []
-    for number, (name, config) in enumerate(topology.groups):
+    found: dict[int, EngineConfig] = {}
+    # First those that encode: of a model without a tower they say what is wrong.
+    order = sorted(range(len(here)), key=lambda number: _role(topology.groups[number]) != "encode")
+    for number in order:
+        name, config = topology.groups[number]
         share = HostShare(ranks=sum(here), first=sum(here[:number]))
         try:
-            made.append(
-                resolve(msgspec.structs.replace(config, front=topology.front), group=name, host=share)
+            found[number] = resolve(
+                msgspec.structs.replace(config, front=topology.front), group=name, host=share
             )
         except ConfigError as error:
             raise ConfigError(f"group {name}: {error.message}", param=error.param) from error
+    made = [found[number] for number in range(len(here))]
     _check_alike(made)
     _check_cores(made)
     return tuple(made)
+
+
+def _role(group: GroupSettings) -> Role:
+    return group.config.transfer.role
 
 
 def _over_hosts(topology: Topology) -> Topology:
@@ -231,21 +269,39 @@ def serves(roles: set[str], fallback: str = "none") -> bool:
 
 
 def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
-    """What fronts go by: the first group that ends sequences, with the limits that hold for all."""
-    first = next(group for group in groups if group.transfer.role != "prefill")
+    """What fronts go by: the first group that ends sequences, with the limits that hold for all. It takes
+    images (``spec.vision``) where one that computes prompts can have them encoded.
+    """
+    first = next(group for group in groups if group.transfer.role not in ("prefill", "encode"))
+    replace = msgspec.structs.replace
+    images = [group.spec.vision for group in groups if _takes_images(group)]
+    first = replace(first, spec=replace(first.spec, vision=images[0] if images else None))
     if len(groups) == 1:
         return first
-    replace = msgspec.structs.replace
+    tokens = [group for group in groups if group.transfer.role != "encode"]
     timeout = max(group.parallel.rank_timeout for group in groups)
-    together = all(group.parallel.enable_expert_parallel for group in groups)
-    length = min(group.kv.max_model_len for group in groups)
+    together = all(group.parallel.enable_expert_parallel for group in tokens)
+    length = min(group.kv.max_model_len for group in tokens)
     parallel = replace(first.parallel, rank_timeout=timeout, enable_expert_parallel=together)
     return replace(first, parallel=parallel, kv=replace(first.kv, max_model_len=length))
 
 
+def _takes_images(group: EngineConfig) -> bool:
+    """Whether it computes prompts with images: encoded there, or by others."""
+    media = group.kv.media
+    return (
+        group.transfer.role in ("prefill", "unified") and media is not None and (media.tower or media.takes)
+    )
+
+
 def _check_roles(topology: Topology) -> None:
-    roles = {group.config.transfer.role for group in topology.groups}
-    if not serves(set(roles)):
+    roles: set[str] = {_role(group) for group in topology.groups}
+    if roles == {"encode"}:
+        raise ConfigError(
+            "the groups serve nothing: those with role encode need others that compute what they encode for: "
+            "one that is unified, or some with the roles prefill and decode"
+        )
+    if not serves(roles):
         lacks = "decode" if "prefill" in roles else "prefill"
         has = "prefill" if lacks == "decode" else "decode"
         raise ConfigError(
@@ -255,9 +311,9 @@ def _check_roles(topology: Topology) -> None:
 
 
 def _check_alike(groups: list[EngineConfig]) -> None:
-    """Every group can take over the sequences of every other."""
-    first = groups[0]
-    for other in groups[1:]:
+    """Every group can take over the sequences of every other, or encodes their images."""
+    first = next(group for group in groups if group.transfer.role != "encode")
+    for other in groups:
         for flag, one, two in _facts(first, other):
             if one != two:
                 raise ConfigError(
@@ -265,7 +321,7 @@ def _check_alike(groups: list[EngineConfig]) -> None:
                     f"{first.group} and {two} in {other.group}",
                     param=flag,
                 )
-        if first.spec != other.spec:
+        if _model(first, other) != _model(other, first):
             raise ConfigError(
                 f"groups {first.group} and {other.group} can never work together: their models or caches "
                 "differ",
@@ -273,16 +329,31 @@ def _check_alike(groups: list[EngineConfig]) -> None:
             )
 
 
+def _model(one: EngineConfig, other: EngineConfig) -> object:
+    """What of its model must be that of ``other``'s: of one that encodes images, how it does; to one that
+    decodes, nothing of that."""
+    roles = (one.transfer.role, other.transfer.role)
+    if "encode" in roles:
+        return one.spec.vision
+    return msgspec.structs.replace(one.spec, vision=None) if "decode" in roles else one.spec
+
+
 def _facts(one: EngineConfig, other: EngineConfig) -> list[tuple[str, object, object]]:
     """(flag, value of the one, value of the other)."""
     found: list[tuple[str, object, object]] = []
+    takes = one.transfer.take_embeddings or other.transfer.take_embeddings
+    apart = takes or "encode" in (one.transfer.role, other.transfer.role)
     for sections, names in (
         ((one.model, other.model), _ONE_MODEL),
         ((one.transfer, other.transfer), _OF_ALL),
     ):
         for name in names:
+            if name == "language_model_only" and apart:
+                continue
             found.append((SETTINGS[name].flag, getattr(sections[0], name), getattr(sections[1], name)))
     found.append(("--dtype", one.dtype, other.dtype))
+    if other.transfer.role == "encode":  # it has no caches
+        return found
     found.append(("--kv-cache-dtype", one.cache.kv_cache_dtype, other.cache.kv_cache_dtype))
     methods = one.speculation.speculative_method, other.speculation.speculative_method
     if "mtp" in methods:  # the module has a cache of its own; n-grams have none

@@ -19,16 +19,27 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection, device:
             f"decode; give both, as --prefill 1 --decode 1, or neither",
             param=given,
         )
-    if role != "unified" and prefill:
+    groups = " ".join(
+        f"--{name} {count}"
+        for name, count in (("prefill", prefill), ("decode", decode), ("encode", transfer.encode))
+        if count
+    )
+    if role != "unified" and groups:
         raise ConfigError(
-            f"--role {role} is of one group, and --prefill {prefill} --decode {decode} give groups their "
-            "roles: leave one of them out",
+            f"--role {role} is of one group, and {groups} give groups their roles: leave one of them out",
             param="--role",
         )
-    if role == "unified" and not prefill:
+    if role == "encode" and transfer.take_embeddings:
+        raise ConfigError(
+            "--role encode and --take-embeddings: what encodes images for others takes none from others; "
+            "leave one of them out",
+            param="--take-embeddings",
+        )
+    takes = "--take-embeddings" if transfer.take_embeddings else ""
+    if role == "unified" and not groups and not takes:
         return transfer
-    flag = "--prefill" if prefill else "--role"
-    named = f"--prefill {prefill} --decode {decode}" if prefill else f"--role {role}"
+    named = groups or (f"--role {role}" if role != "unified" else takes)
+    flag = named.partition(" ")[0]
     if device != "cpu":
         raise ConfigError(
             f"{named} and --device {device}: transfers between groups move caches in a CPU's memory, and "

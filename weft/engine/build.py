@@ -17,7 +17,7 @@ from weft.config.gpus import head_rank, sharers
 from weft.config.memory import activation_bytes, pools_for
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.config.sharding import local_spec
-from weft.engine.rank_rooms import check_rooms, open_rooms
+from weft.engine.rank_rooms import check_rooms, open_embeddings, open_rooms
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
@@ -88,6 +88,7 @@ class LoadedModel:
         meets = mesh is not None and mesh.connects
         device = device_of(config)
         kv = kv or self.kv
+        rank = head_rank(config) if mesh is None else mesh.rank
         return Runner(
             self.model,
             self.backends,
@@ -103,7 +104,8 @@ class LoadedModel:
             speculation=config.speculation,
             launcher=mesh.launcher if mesh is not None and meets else None,
             processed=config.runner.logprobs_mode == "processed_logprobs",
-            rooms=open_rooms(config, kv, head_rank(config) if mesh is None else mesh.rank),
+            rooms=open_rooms(config, kv, rank),
+            embeddings=open_embeddings(config, rank),
         )
 
 
@@ -124,7 +126,7 @@ def load(
     device = device_of(config)
     check_rooms(config)
     dtype = DTYPES[config.dtype]
-    spec = config.spec
+    spec = config.loaded
     local = local_spec(spec, config.parallel.layout)
     invariant = config.runner.deterministic
     backends = choose(
@@ -218,7 +220,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     """
     cache = config.cache
     scheduler = config.scheduler
-    spec = local_spec(config.spec, config.parallel.layout)
+    spec = local_spec(config.loaded, config.parallel.layout)
     room = free - int(total * (1 - cache.gpu_memory_utilization))
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
         room -= LATER
@@ -226,7 +228,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv
-    images = 0 if kv.media is None else kv.media.cache_bytes
+    images = 0 if kv.media is None else kv.media.pool_bytes
     room = max(room - activation_bytes(spec, config.dtype, scheduler) - images, 0)
     pools = pools_for(
         spec,

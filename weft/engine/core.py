@@ -23,7 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,7 +31,7 @@ import zmq
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
-from weft.config.fingerprint import fingerprint
+from weft.config.fingerprint import fingerprint, tower_fingerprint
 from weft.config.resolved import EngineConfig
 from weft.engine.balance import Balance
 from weft.engine.domain import Domain
@@ -39,42 +39,25 @@ from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
 from weft.engine.request_spans import RequestSpans
-from weft.engine.room_start import make_rooms
+from weft.engine.room_start import make_embeddings, make_rooms
+from weft.engine.rooms import HeadRooms
+from weft.engine.sources import sources_of
 from weft.engine.start import start_executor
+from weft.engine.step_scheduler import make_scheduler
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.runner import StepHandle
-from weft.scheduler.scheduler import Scheduler
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
 from weft.types.plan import StepPlan
 
 log = get_logger(__name__)
 
-REMEMBERED_BYTES = 64 << 20
-"""Of earlier prompts, where misses of the prefix cache are explained."""
+STALLED_MS = 50
+"""Of one wait for a step whose end is told."""
 RECOVERY_POLL = 0.05
 """Seconds that a ``step`` waits for a group that is being formed anew."""
-
-
-class AwaitedSource(Protocol):
-    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
-
-    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
-    """
-
-    @property
-    def sockets(self) -> Sequence[Any]:
-        """zmq sockets or descriptors that are readable once there is something to ``take``."""
-
-    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Tells the scheduler what came since the last call. Does not wait."""
-
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
-        """Carries out what the scheduler asks for: called whenever it was given something, and behind each
-        step that was launched or committed. Does not wait; cheap when there is nothing.
-        """
 
 
 class EngineCore:
@@ -101,20 +84,13 @@ class EngineCore:
         """
         self.config = config
         self._clock = clock or SystemClock()
-        self._fingerprint = "" if config.transfer.role == "unified" else fingerprint(config)
+        self._fingerprint = "" if config.transfer.role in ("unified", "encode") else fingerprint(config)
+        self._tower = tower_fingerprint(config)
         self.runner = runner or start_executor(config, progress=progress)
-        self.scheduler = Scheduler(
-            self.runner.kv,
-            config.scheduler,
-            config.spec.vocab_size,
-            config.speculation,
-            config.transfer,
-            0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
-            config.cache.session_retention,
-        )
+        self.scheduler = make_scheduler(config, self.runner.kv)
         self.domain = domain or self.runner.domain
-        """Where other replicas have a part in every step."""
-        self.overlap = OverlapPolicy(mode_of(config.parallel, config.device))
+        rows = config.transfer.role != "encode"
+        self.overlap = OverlapPolicy(mode_of(config.parallel if rows else None, config.device))
         """Which steps are computed in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
         """At which steps experts move."""
@@ -122,16 +98,20 @@ class EngineCore:
         """Of this engine: no other has it."""
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """Transfers to or from other groups; None in a group that does everything itself."""
+        self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
+        """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
         self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
-        if self.rooms is not None and self._spans is not None:
-            self.rooms.tally.ended = self._spans.room_ended
+        if self._spans is not None:
+            self._spans.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
-        self.sources: list[AwaitedSource] = [self.grammars, *([] if self.rooms is None else [self.rooms])]
+        self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self.runner.bell)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, and when the planning of each began."""
+        self._stalled = False
+        """Whether the last ``step`` could only have waited for the device."""
         self._launching = False
         """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
         self._completed = -math.inf
@@ -178,6 +158,10 @@ class EngineCore:
             self._spans.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
+        if self.embeddings is not None:
+            for item in submit.media:
+                if item.room is not None:
+                    self.embeddings.open(item.room)
         return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
@@ -217,7 +201,11 @@ class EngineCore:
     @property
     def transferring(self) -> bool:
         """Whether other groups may still take what this one has computed."""
-        return self.rooms is not None and self.rooms.moving
+        return any(rooms.moving for rooms in self._all_rooms)
+
+    @property
+    def _all_rooms(self) -> list[HeadRooms]:
+        return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
 
     def sleep(self, seconds: float) -> None:
         """Waits until something may have come from outside, or for ``seconds``."""
@@ -271,8 +259,8 @@ class EngineCore:
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
                 log.info("%d sequences are computed again, %d are given up", again, len(given_up))
-                if self.rooms is not None:
-                    self.rooms.regain()
+                for rooms in self._all_rooms:
+                    rooms.regain()
                 return self._told(given_up + self._asked())
             return self._told(self._asked())
         events: list[TokenEvent] = []
@@ -290,8 +278,8 @@ class EngineCore:
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
         self.scheduler.lose()
-        if self.rooms is not None:
-            self.rooms.lose()
+        for rooms in self._all_rooms:
+            rooms.lose()
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
@@ -308,10 +296,20 @@ class EngineCore:
                 self._launch(plan, began)
             self._launching = False
             events += self._asked()
+        self._stalled = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            self._commit(events)
+            # Where somebody rings at the end of a step, the loop does not wait for it in here.
+            self._stalled = self.runner.bell is not None and not self.runner.done(self._in_flight[0][0])
+            if self._stalled:
+                self.runner.check()
+            else:
+                self._commit(events)
         elif plan is None and self.scheduler.in_flight:
             raise EngineDead("a step was planned and never launched")
+
+    def wait_ms(self) -> int:
+        """How long a loop that has work may sleep on ``sockets`` before the next ``step``."""
+        return STALLED_MS if self._stalled and not self.runner.done(self._in_flight[0][0]) else 0
 
     def _plan(self, now: float) -> StepPlan | None:
         """The plan of the next step; None when there is nothing to do."""
@@ -383,6 +381,7 @@ class EngineCore:
             encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
+            embedding_transfers=None if self.embeddings is None else self.embeddings.stats(None),
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
@@ -403,6 +402,9 @@ class EngineCore:
             role=self.config.transfer.role,
             fingerprint=self._fingerprint,
             rooms="" if self.rooms is None else self.rooms.address,
+            embeddings="" if self.embeddings is None else self.embeddings.address,
+            tower=kv.media is not None and kv.media.tower,
+            tower_fingerprint=self._tower,
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
@@ -419,8 +421,8 @@ class EngineCore:
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
         self.grammars.close()
-        if self.rooms is not None:
-            self.rooms.close()
+        for rooms in self._all_rooms:
+            rooms.close()
         while self._in_flight:
             try:
                 self.runner.read(self._in_flight.popleft()[0])

@@ -185,4 +185,4 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     )
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
-    EngineServer(core, listener).run()
+    EngineServer(core, listener, wait_ms=core.wait_ms).run()

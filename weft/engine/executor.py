@@ -6,7 +6,7 @@ import zlib
 from typing import Protocol
 
 from weft.config.resolved import KVConfig
-from weft.runner.exports import Reports, Transfer
+from weft.runner.exports import RankRooms, Reports, Transfer
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
@@ -37,6 +37,9 @@ class RankRunner(Protocol):
 
     @property
     def endpoint(self) -> Endpoint | None: ...
+
+    @property
+    def embeddings(self) -> RankRooms | None: ...
 
     def forward(self, plan: StepPlan) -> StepHandle: ...
 

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
+from weft.engine.step_scheduler import StepScheduler
 from weft.grammar.base import CompiledGrammar, GrammarCompiler
 from weft.grammar.registry import make_compiler
 from weft.grammar.service import GrammarService
-from weft.scheduler.scheduler import Scheduler
 from weft.text.model import TextModel
 from weft.types.grammar import Grammar
 from weft.types.messages import Submit, TokenEvent
@@ -76,7 +76,7 @@ class GrammarSource:
     def sockets(self) -> Sequence[Any]:
         return (self._own_bell(),)
 
-    def open(self, submit: Submit, scheduler: Scheduler) -> list[TokenEvent]:
+    def open(self, submit: Submit, scheduler: StepScheduler) -> list[TokenEvent]:
         """Begins to compile the grammar of a sequence that was added. Returns the sequence's end, if it is of
         no use; what was compiled before is there at once.
         """
@@ -90,7 +90,7 @@ class GrammarSource:
         """The sequence has ended. Unknown ones are fine."""
         self._pending.pop(sequence, None)
 
-    def take(self, scheduler: Scheduler) -> list[TokenEvent]:
+    def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """What has been compiled goes to the scheduler. Cheap while nothing is."""
         if self._rung:  # also for what was settled before it rang: else an idle loop would never sleep
             self._rung = False
@@ -100,7 +100,7 @@ class GrammarSource:
             return []
         return [event for sequence in list(self._pending) for event in self._settle(sequence, scheduler)]
 
-    def asked(self, scheduler: Scheduler) -> list[TokenEvent]:
+    def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """The scheduler asks for no grammar: it is told with the Submit."""
         return []
 
@@ -114,7 +114,7 @@ class GrammarSource:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _settle(self, sequence: int, scheduler: Scheduler) -> list[TokenEvent]:
+    def _settle(self, sequence: int, scheduler: StepScheduler) -> list[TokenEvent]:
         compile_ = self._pending[sequence]
         if not compile_.done():
             return []

@@ -41,6 +41,7 @@ from weft.kv.digest import SlotDigest
 from weft.parallel.control import PeerGone
 from weft.parallel.group_comm import CommLost
 from weft.parallel.store import join_store
+from weft.runner.doorbell import Doorbell
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
@@ -94,6 +95,8 @@ class GroupExecutor:
         """Of the present epoch, kept while that lasts."""
         self.rooms: GroupRooms | None = None
         """What ranks have to do with rooms, in a group with a role."""
+        self.embeddings: GroupRooms | None = None
+        """Likewise with rooms of embeddings, in a group that sends or takes them."""
         self._results: dict[int, StepResult] = {}
         """Of steps that ended here, until ``read`` has returned them."""
         links.resources.callback(links.mesh.close)
@@ -118,13 +121,21 @@ class GroupExecutor:
         assert members.pools is not None
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
+        self.bell: Doorbell | None = getattr(self._runner, "bell", None)
+        """Rung whenever a step has ended here; None where whoever steps waits for it."""
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
-        self.rooms = self._make_rooms(self._runner)
+        self.rooms = self._make_rooms("kv")
+        self.embeddings = self._make_rooms("embeddings")
         self._feed(t.Own("ready"))
         self._until(lambda: members.phase == "running")
 
-    def _make_rooms(self, runner: RankRunner) -> GroupRooms | None:
+    def _make_rooms(self, cache: f.Cache) -> GroupRooms | None:
+        runner = self._runner
         transfer, reports, own = runner.transfer, runner.reports, runner.endpoint
+        if cache == "embeddings":
+            if (rooms := runner.embeddings) is None:
+                return None
+            transfer, reports, own = rooms.transfer, rooms.reports, rooms.endpoint
         if transfer is None or reports is None:
             return None
         members = self.membership.members
@@ -135,9 +146,10 @@ class GroupExecutor:
                 self._send(members[rank].peer, data, rank)
 
         def endpoints() -> list[Endpoint | None]:
-            return [own, *(members[rank].endpoint for rank in numbers)]
+            others = [members[rank] for rank in numbers]
+            return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
-        return GroupRooms(transfer, reports, endpoints, numbers, send, self._links.channel.sockets)
+        return GroupRooms(transfer, reports, endpoints, numbers, send, self._links.channel.sockets, cache)
 
     # ---- what a Runner has
 
@@ -161,6 +173,11 @@ class GroupExecutor:
     @property
     def varying(self) -> tuple[str, ...]:
         return self._runner.varying
+
+    def done(self, handle: StepHandle) -> bool:
+        """Whether ``read`` would not wait."""
+        steps, before = self.membership.steps, handle.plan.step - self.membership.lag
+        return self._runner.done(handle) and steps.settled(before)
 
     @property
     def domain(self) -> Domain | None:
@@ -371,8 +388,9 @@ class GroupExecutor:
                 elif isinstance(action, t.Send | t.Renew):
                     self._outbox.append(action)
                 elif isinstance(action, t.Told):
-                    if self.rooms is not None:
-                        self.rooms.heard(action.frame)
+                    rooms = self.rooms if action.frame.cache == "kv" else self.embeddings
+                    if rooms is not None:
+                        rooms.heard(action.frame)
                 else:
                     self._carried = self._carrier.submit(self._carry, action)
 
@@ -408,8 +426,9 @@ class GroupExecutor:
             elif processes is not None:
                 if action.anew:
                     processes.kill(action.rank)
-                    if self.rooms is not None:
-                        self.rooms.ended(action.rank)
+                    for rooms in (self.rooms, self.embeddings):
+                        if rooms is not None:
+                            rooms.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
         except Exception as error:
             known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")

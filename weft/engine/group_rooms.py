@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from weft.common.errors import EngineDead
 from weft.transfer import words as w
 from weft.types import frames as f
@@ -56,11 +58,14 @@ class GroupRooms:
         others: Mapping[int, int],
         send: Callable[[int, bytes], None],
         sockets: Sequence[Any] = (),
+        cache: f.Cache = "kv",
     ) -> None:
         """``endpoints()``: of all ranks in order, as far as they have said. ``others``: each other rank as
-        frames name it, and its number here. ``send(rank, frame)`` does not wait. ``sockets``: of frames."""
+        frames name it, and its number here. ``send(rank, frame)`` does not wait. ``sockets``: of frames.
+        ``cache``: what the rooms move."""
         self._own, self._reports = own, reports
         self._endpoints, self._others, self._send = endpoints, dict(others), send
+        self._cache = cache
         self._sockets = [reports.descriptor, *sockets]
         self._said: deque[RankWord] = deque()
 
@@ -94,7 +99,7 @@ class GroupRooms:
             case f.StopRoom(key=key):
                 self._own.stop(key)
         if self._others:
-            data = f.encode(frame)
+            data = f.encode(msgspec.structs.replace(frame, cache=self._cache))
             for rank in self._others:
                 self._send(rank, data)
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.engine.build import load, rank_mesh
+from weft.engine.build import rank_mesh
+from weft.engine.build_encoder import load_rank
 from weft.engine.executor import RankRunner
 from weft.engine.fault_injection import Faults
 from weft.engine.start import mesh_host, take_threads
@@ -84,7 +85,7 @@ def _load(
     """The rank's runner, once the head said how large its caches are; None: the rank was told to end."""
     try:
         faults.reach("load")
-        loaded = load(config, progress=False, mesh=mesh)
+        loaded = load_rank(config, progress=False, mesh=mesh)
         kv = ask(channel, rank, loaded.kv, LOAD_S, lambda: liveness.orphan)
         if kv is None:
             channel.close()

@@ -1,12 +1,14 @@
 """A rank's part in transfers between groups, from its configuration: memory, transport, thread.
 
-Only in a group with a role; any other has none of it.
+Only in a group with a role, or that takes embeddings; any other has none of it. What moves caches of
+sequences and what moves embeddings of images are apart: each has memory, a transport and a thread of its own.
 """
 
 from __future__ import annotations
 
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Literal
 
@@ -15,13 +17,14 @@ import torch
 
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
+from weft.config.cache_layout import TensorLayout
 from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.ranks import ranks_of
 from weft.parallel.address import own_address
 from weft.parallel.secret import check_secret, read_secret
 from weft.runner.exports import RankRooms
-from weft.transfer.group_layout import group_dims
+from weft.transfer.group_layout import embedding_dims, group_dims
 from weft.transports.reports import RoomReports
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
@@ -42,14 +45,17 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
 
 
 def check_rooms(config: EngineConfig) -> None:
-    """Raises ConfigError for a group with a role that cannot move its caches; before weights are loaded."""
-    if config.transfer.role == "unified":
+    """Raises ConfigError for a group that is to move caches or embeddings, and cannot; before weights are
+    loaded."""
+    role, takes = config.transfer.role, config.transfer.take_embeddings
+    if role == "unified" and not takes:
         return
     if config.device != "cpu":
+        flag = "--take-embeddings" if role == "unified" else f"--role {role}"
         raise ConfigError(
-            f"--role {config.transfer.role} moves caches in a CPU's memory only: use --device cpu, or "
-            "--role unified",
-            param="--role",
+            f"{flag} moves caches in a CPU's memory only: use --device cpu, or --role unified and "
+            "--no-take-embeddings",
+            param=flag.split()[0],
         )
     if transport_of(config) == "tcp":
         check_secret(_secret(config))
@@ -78,22 +84,61 @@ def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
     )
 
 
-def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:
-    """What ``rank`` (of all replicas' ranks) moves caches with, of pools ``kv``; None in a group without a
-    role. Its socket lies in the folder of its group's (``EngineConfig.domain``), which outlives a rank that
-    is killed and is removed by its owner; without one, in a folder of its own.
-
-    Raises ConfigError.
-    """
-    if config.transfer.role == "unified":
+def embeddings_of(config: EngineConfig) -> Literal["sends", "takes"] | None:
+    """What a group does with embeddings of images between groups."""
+    if config.kv.media is None:
         return None
+    if config.transfer.role == "encode":
+        return "sends"
+    return "takes" if config.kv.media.takes else None
+
+
+def embedding_dims_of(config: EngineConfig) -> GroupDims:
+    """The group's pool of embeddings as rooms describe it. Of a model that takes images."""
+    limits = config.kv.media
+    assert limits is not None
+    shards = embeddings_of(config) == "takes" and config.transfer.shard_embeddings != "off"
+    levels, ranks = 1 + limits.levels, config.parallel.layout.tensor
+    return embedding_dims(levels, limits.width, limits.blocks, ranks, config.dtype, shards)
+
+
+def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:
+    """What ``rank`` (of all replicas' ranks) moves caches of sequences with, of pools ``kv``; None in a group
+    that neither prefills for others nor decodes for them. See ``_opened``.
+    """
+    if config.transfer.role not in ("prefill", "decode"):
+        return None
+    layouts = [pool.tensors(config.dtype) for pool in kv.pools]
+    return _opened(config, rank, dims_of(config, kv), layouts)
+
+
+def open_embeddings(config: EngineConfig, rank: int) -> RankRooms | None:
+    """What ``rank`` (of all replicas' ranks) moves embeddings of images with; None in a group that neither
+    sends nor takes any. Its memory is the rank's pool of them: one tensor, [layer, block, position, width].
+    See ``_opened``.
+    """
+    if embeddings_of(config) is None:
+        return None
+    dims = embedding_dims_of(config)
+    tensor = dims.kinds[0].tensors[0]
+    return _opened(config, rank, dims, [(TensorLayout(tensor.name, tensor.dims, tensor.dtype),)])
+
+
+def _opened(
+    config: EngineConfig, rank: int, dims: GroupDims, layouts: Sequence[Sequence[TensorLayout]]
+) -> RankRooms:
+    """``layouts``: for each kind of ``dims`` the tensors of a rank. Their memory is made here.
+
+    The socket lies in the folder of the group's (``EngineConfig.domain``), which outlives a rank that is
+    killed and is removed by its owner; without one, in a folder of its own. Raises ConfigError.
+    """
     check_rooms(config)
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     with ExitStack() as resources:
         regions, memory = [], []
-        for pool in kv.pools:
+        for kind in layouts:
             tensors = []
-            for layout in pool.tensors(config.dtype):
+            for layout in kind:
                 region = SharedMemory(layout.nbytes)
                 resources.callback(region.close)
                 regions.append(region)
@@ -102,7 +147,7 @@ def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | Non
         transport = _transport(config, number, regions, resources)
         reports = RoomReports()
         resources.callback(reports.close)
-        transfer = RankTransfer(number, dims_of(config, kv), transport, reports.tell)
+        transfer = RankTransfer(number, dims, transport, reports.tell)
         resources.callback(transfer.close)
         return RankRooms(
             transfer=transfer,

@@ -41,10 +41,10 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
     Raises ConfigError for a role: nothing in this process pairs groups.
     """
     transfer = config.transfer
-    if transfer.role != "unified" or transfer.prefill:
-        flag = "role" if transfer.role != "unified" else "prefill"
+    if transfer.role != "unified" or transfer.prefill or transfer.encode:
+        flag = "role" if transfer.role != "unified" else "prefill" if transfer.prefill else "encode"
         raise ConfigError(
-            f"--{flag}: groups that prefill and groups that decode are started by `weft serve` or `weft up`; "
+            f"--{flag}: groups that prefill, decode or encode are started by `weft serve` or `weft up`; "
             "leave it out",
             param=f"--{flag}",
         )
@@ -59,7 +59,7 @@ class Replicas:
     """
 
     def __init__(self, groups: Iterable[EngineConfig]) -> None:
-        """``groups``: one of any role but "prefill" and "decode", or those of a topology.
+        """``groups``: a unified one, or those of a topology.
 
         Starts all heads and waits until they have loaded. Raises ConfigError, and EngineDead.
         """
@@ -191,7 +191,7 @@ class Replicas:
 
 def _capacity(group: EngineConfig) -> int:
     """Sequences that each of its replicas can have, queued ones among them; 0 where they go on elsewhere."""
-    if group.transfer.role == "prefill":
+    if group.transfer.role in ("prefill", "encode"):
         return 0
     return group.scheduler.max_num_seqs + group.scheduler.max_queued_requests
 
@@ -203,7 +203,7 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
         values = [getattr(one, name) for one in stats]
         if name == "kv_usage":
             made[name] = max(values)
-        elif name == "transfers":
+        elif name in ("transfers", "embedding_transfers"):
             made[name] = _summed_transfers([value for value in values if value is not None])
         elif isinstance(values[0], tuple):
             longest = max(map(len, values))

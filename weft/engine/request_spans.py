@@ -3,6 +3,10 @@
     does all     queue ──admitted──> prefill ──first token──> decode ──> end
     prefills     queue ──admitted──> prefill ──first token──> end          room: send
     decodes      await ──cache is here──> queue ──admitted──> decode ──> end   room: receive
+    encodes      queue ──its first image is in a step──> encode ──> end        rooms: send image
+
+Where its images are encoded elsewhere a sequence begins with ``await images``, until all have landed (rooms:
+receive image).
 
 Made only with --trace-requests; without it a head asks ``is None`` and nothing else.
 """
@@ -10,14 +14,14 @@ Made only with --trace-requests; without it a head asks ``is None`` and nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.common.errors import ErrorInfo
-from weft.engine.room_notes import RoomNotes
+from weft.engine.room_notes import RoomNotes, RoomTally
 from weft.tracing.spans import Span, SpanContext, child_of, parse_traceparent
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import Submit, TokenEvent
-from weft.types.rooms import RoomKey
+from weft.types.rooms import RoomKey, RoomTicket
 
 MOST_ROOMS = 16384
 """Spans of rooms that may be open; the oldest one is forgotten beyond it."""
@@ -32,6 +36,9 @@ class _Traced:
     """What it is in now."""
     attempt: int
     tokens: int = 0
+    encodes: bool = False
+    images: set[RoomKey] = field(default_factory=set)
+    """Rooms of the images that are still to come."""
 
 
 class RequestSpans:
@@ -42,6 +49,13 @@ class RequestSpans:
         self._now = now
         self._live: dict[int, _Traced] = {}
         self._rooms: dict[RoomKey, Span] = {}
+        self._images: dict[RoomKey, int] = {}
+        """Room of an image that is still to come -> its sequence, which is live."""
+
+    def follow(self, tallies: Iterable[RoomTally]) -> None:
+        """Hears of the ends of their rooms."""
+        for tally in tallies:
+            tally.ended = self.room_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
         """A sequence was taken in that came at ``arrived``."""
@@ -49,17 +63,31 @@ class RequestSpans:
         if parent is None:
             return
         fetches = submit.room is not None and not submit.room.sends
-        span = self._span(parent, "await" if fetches else "queue", arrived, submit.sequence, submit.attempt)
+        tickets = [item.room for item in submit.media if item.room is not None]
+        images = {ticket.key for ticket in tickets if not ticket.sends}
+        name = "await" if fetches else "await images" if images else "queue"
+        span = self._span(parent, name, arrived, submit.sequence, submit.attempt)
         span.attributes["weft.prompt_tokens"] = len(submit.prompt_ids) // 4
         span.attributes["weft.emitted_tokens"] = len(submit.emitted_ids) // 4
-        self._live[submit.sequence] = _Traced(parent, span, submit.attempt)
+        if submit.media:
+            span.attributes["weft.images"] = len(submit.media)
+        encodes = any(ticket.sends for ticket in tickets)
+        self._live[submit.sequence] = _Traced(parent, span, submit.attempt, encodes=encodes, images=images)
+        self._images.update(dict.fromkeys(images, submit.sequence))
         if submit.room is not None:
-            name = "receive" if fetches else "send"
-            if len(self._rooms) >= MOST_ROOMS:
-                del self._rooms[next(iter(self._rooms))]
-            room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
-            room.attributes["weft.peer"] = submit.room.peer.name
-            self._rooms[submit.room.key] = room
+            self._open(submit.room, "receive" if fetches else "send", parent, arrived, submit)
+        for ticket in tickets:
+            self._open(ticket, "send image" if ticket.sends else "receive image", parent, arrived, submit)
+
+    def _open(
+        self, ticket: RoomTicket, name: str, parent: SpanContext, arrived: float, submit: Submit
+    ) -> None:
+        """The span of a room."""
+        if len(self._rooms) >= MOST_ROOMS:
+            del self._rooms[next(iter(self._rooms))]
+        room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
+        room.attributes["weft.peer"] = ticket.peer.name
+        self._rooms[ticket.key] = room
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
         """A step was planned that gives slots to them."""
@@ -68,7 +96,8 @@ class RequestSpans:
             if traced is None:
                 continue
             if traced.span.name == "queue":
-                self._next(traced, sequence, "decode" if traced.tokens else "prefill", now)
+                name = "encode" if traced.encodes else "decode" if traced.tokens else "prefill"
+                self._next(traced, sequence, name, now)
             else:
                 traced.span.mark("admitted again", now)
 
@@ -96,6 +125,8 @@ class RequestSpans:
                 traced.span.mark("first decoded token", now)
         if event.finish is not None:
             del self._live[event.sequence]
+            for key in traced.images:
+                self._images.pop(key, None)
             span = traced.span
             span.attributes["weft.finish"] = event.finish
             span.attributes["weft.output_tokens"] = traced.tokens
@@ -111,6 +142,8 @@ class RequestSpans:
 
     def room_ended(self, key: RoomKey, notes: RoomNotes, now: float, error: ErrorInfo | None) -> None:
         """A room has landed, or failed. Again is fine."""
+        if error is None:
+            self._image_landed(key, now)
         span = self._rooms.pop(key, None)
         if span is None:
             return
@@ -119,6 +152,16 @@ class RequestSpans:
         span.attributes["weft.bytes"] = notes.nbytes
         failed = error is not None and error.blame != "client"
         self._writer.write(span, now, error.code if error is not None and failed else None)
+
+    def _image_landed(self, key: RoomKey, now: float) -> None:
+        """With the last one its sequence is queued."""
+        sequence = self._images.pop(key, None)
+        traced = None if sequence is None else self._live.get(sequence)
+        if sequence is None or traced is None:
+            return
+        traced.images.discard(key)
+        if not traced.images and traced.span.name == "await images":
+            self._next(traced, sequence, "queue", now)
 
     def close(self) -> None:
         """The head ends, and with it all that is open."""

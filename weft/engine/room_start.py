@@ -1,4 +1,4 @@
-"""From a configuration to a head's part in rooms."""
+"""From a configuration to a head's part in rooms, of caches and of embeddings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
 from weft.config.resolved import EngineConfig
 from weft.engine.group import GroupExecutor
+from weft.engine.group_rooms import GroupRooms
+from weft.engine.rank_rooms import embeddings_of
 from weft.engine.room_channel import ZmqRooms
 from weft.engine.rooms import HeadRooms
 
@@ -18,25 +20,45 @@ from weft.engine.rooms import HeadRooms
 def make_rooms(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """None for a group without a role: then nothing was made. ``incarnation``: of this head.
-
-    It listens in the folder of its group's sockets (``EngineConfig.domain``), or in one of its own, which
-    goes with it. Raises EngineDead when ranks have no transfers.
+    """Of caches of sequences; None for a group that neither prefills for others nor decodes for them: then
+    nothing was made. ``incarnation``: of this head. Raises EngineDead when ranks have no transfers.
     """
     role = config.transfer.role
-    if role == "unified":
+    if role not in ("prefill", "decode"):
         return None
-    ranks = group.rooms
+    return _made(config, group.rooms, "r", role == "prefill", incarnation, clock)
+
+
+def make_embeddings(
+    config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
+) -> HeadRooms | None:
+    """Likewise of embeddings of images; None for a group that neither sends nor takes any."""
+    does = embeddings_of(config)
+    if does is None:
+        return None
+    return _made(config, group.embeddings, "e", does == "sends", incarnation, clock)
+
+
+def _made(
+    config: EngineConfig,
+    ranks: GroupRooms | None,
+    name: str,
+    sends: bool,
+    incarnation: int,
+    clock: Clock,
+) -> HeadRooms:
+    """It listens in the folder of its group's sockets (``EngineConfig.domain``), or in one of its own, which
+    goes with it."""
     if ranks is None:
-        raise EngineDead(f"a group with the role {role}, and its ranks take no part in transfers")
+        raise EngineDead(f"the ranks of a group of role {config.transfer.role} take no part in transfers")
     folder = Path(config.domain) if config.domain else private_folder()
     try:
         # A Unix socket's path is short.
-        channel = ZmqRooms(f"ipc://{folder}/r{config.replica}-{secrets.token_hex(4)}", incarnation)
+        channel = ZmqRooms(f"ipc://{folder}/{name}{config.replica}-{secrets.token_hex(4)}", incarnation)
     except BaseException:
         if not config.domain:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     if not config.domain:
         channel.folder = folder
-    return HeadRooms(role == "prefill", ranks, channel, incarnation=incarnation, clock=clock)
+    return HeadRooms(sends, ranks, channel, incarnation=incarnation, clock=clock)

@@ -263,7 +263,7 @@ class HeadRooms:
                 self._on(w.Offer(message, num_cached))
             case r.FinishRoom(first=first):
                 self._mark(key, notes.FIRST_TOKEN)
-                self._on(w.Finished(r.Metadata(key=key, first=(first,))))
+                self._on(w.Finished(r.Metadata(key=key, first=() if first is None else (first,))))
             case r.CancelRoom(error=error):
                 self._on(w.Cancel(key, error or not_needed()))
             case r.ReserveRoom(start=start, blocks=blocks):

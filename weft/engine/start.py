@@ -19,7 +19,8 @@ from weft.common.log import get_logger
 from weft.config.group_settings import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.engine.build import load, rank_mesh
+from weft.engine.build import rank_mesh
+from weft.engine.build_encoder import load_rank
 from weft.engine.domain import Domain
 from weft.engine.executor import RankRunner
 from weft.engine.fault_injection import Faults
@@ -93,7 +94,7 @@ def start_executor(
     faults = Faults(config.faults, head)
     if layout.domain == 1:
         faults.reach("load")
-        loaded = load(config, progress=progress)
+        loaded = load_rank(config, progress=progress)
         return alone(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
     with ExitStack() as resources:
         folder = _folder(config)
@@ -109,7 +110,7 @@ def start_executor(
 
         def load_share() -> Share:
             faults.reach("load")
-            loaded = load(config, progress=progress, mesh=mesh)
+            loaded = load_rank(config, progress=progress, mesh=mesh)
             return Share(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
 
         membership = Membership(

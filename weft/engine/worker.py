@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
@@ -28,6 +28,7 @@ from weft.parallel.control import PeerGone, RankChannel
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
+from weft.runner.exports import Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.types import frames as f
 
@@ -79,8 +80,11 @@ class Worker:
         self._orphan = False
         self._served = False
         """Whether this head has begun an epoch."""
-        self._rooms = WorkerRooms(rank)
-        self._wake = None if runner.reports is None else runner.reports.descriptor
+        self._rooms: dict[f.Cache, WorkerRooms] = {
+            cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
+        }
+        both = (runner.reports, None if runner.embeddings is None else runner.embeddings.reports)
+        self._wake = [reports.descriptor for reports in both if reports is not None]
 
     # ---- the loop
 
@@ -89,7 +93,9 @@ class Worker:
 
         Raises EngineDead when the head will not have this rank.
         """
-        self._channel.send(f.encode(f.Ready(rank=self.rank, endpoint=self._runner.endpoint)))
+        embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
+        ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
+        self._channel.send(f.encode(ready))
         while not self.stopped and not self._orphan:
             self.turn(_BUSY if self._in_flight else _IDLE)
         self._leave()
@@ -104,7 +110,8 @@ class Worker:
         self._channel = channel
         self._incarnation = incarnation
         self._orphan = self._served = False
-        self._rooms.joined(self._runner.transfer)
+        for cache, rooms in self._rooms.items():
+            rooms.joined(self._moves(cache)[0])
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -161,7 +168,7 @@ class Worker:
         elif isinstance(frame, f.StepFrame):
             self._step(frame)
         elif isinstance(frame, f.RoomToRank):
-            self._rooms.take(frame, self._runner.transfer)
+            self._rooms[frame.cache].take(frame, self._moves(frame.cache)[0])
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
@@ -169,13 +176,26 @@ class Worker:
         """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
         have no part in transfers any more: another one can.
         """
-        transfer = self._runner.transfer
-        if transfer is not None and transfer.failure is not None:
-            raise GivenUp("the thread of this rank that moves caches between groups has failed")
-        told = [] if self._runner.reports is None else self._runner.reports.take()
-        for frame in self._rooms.said(told):
-            self._send(frame)
-        return bool(told)
+        some = False
+        for cache, rooms in self._rooms.items():
+            transfer, reports = self._moves(cache)
+            if transfer is None or reports is None:
+                continue
+            if transfer.failure is not None:
+                raise GivenUp("the thread of this rank that moves caches between groups has failed")
+            told = reports.take()
+            some |= bool(told)
+            for frame in rooms.said(told):
+                self._send(frame)
+        return some
+
+    def _moves(self, cache: f.Cache) -> tuple[Transfer | None, Reports | None]:
+        """What of this rank moves it to or from other groups."""
+        runner = self._runner
+        if cache == "kv":
+            return runner.transfer, runner.reports
+        own = runner.embeddings
+        return (None, None) if own is None else (own.transfer, own.reports)
 
     def _fits(self, frame: f.Pools) -> None:
         """Caches are those of the first head; of fewer blocks, as another one says, the rest lies idle."""

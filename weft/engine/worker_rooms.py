@@ -14,10 +14,10 @@ from weft.types.rooms import RoomKey
 
 
 class WorkerRooms:
-    """Of one rank, used from the thread that serves its head."""
+    """Of one rank and kind of transfers, used from the thread that serves its head."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
+        self._rank, self._cache = rank, cache
         self._named: set[RoomKey] = set()
         """Those that this head has named and not stopped."""
         self._stopping: set[RoomKey] = set()
@@ -50,7 +50,13 @@ class WorkerRooms:
         for word in words:
             if isinstance(word, RankReport):
                 if word.key in self._named:
-                    yield f.RoomReport(rank=self._rank, key=word.key, outcome=word.outcome, error=word.error)
+                    yield f.RoomReport(
+                        rank=self._rank,
+                        key=word.key,
+                        outcome=word.outcome,
+                        error=word.error,
+                        cache=self._cache,
+                    )
             elif word.key in self._stopping:
                 self._stopping.discard(word.key)
-                yield f.RoomStopped(rank=self._rank, key=word.key)
+                yield f.RoomStopped(rank=self._rank, key=word.key, cache=self._cache)

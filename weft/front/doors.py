@@ -21,6 +21,11 @@ KEY = "weft.key"
 """Under which a request's scope has the number of its API key."""
 
 
+def key_of(scope: Scope) -> int:
+    """The number of the API key that a request came with; 0 where none is needed."""
+    return int(scope.get(KEY, 0))
+
+
 class ApiKeys:
     """The keys that open the API. Comparing takes the same time for every wrong key."""
 
@@ -92,7 +97,7 @@ class Doors:
     def spend(self, scope: Scope, tokens: int) -> None:
         """Counts the tokens of a request that was let in."""
         if self._limits is not None and tokens:
-            self._limits.on(Spent(scope.get(KEY, 0), tokens), self._now())
+            self._limits.on(Spent(key_of(scope), tokens), self._now())
 
     def _admit_admin(self, given: tuple[bytes | None, bytes | None], headers: dict[bytes, bytes]) -> None:
         if not self._admin_keys:

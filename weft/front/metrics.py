@@ -194,6 +194,27 @@ _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[Transfer
     "transfer_size_bytes": ("Bytes of a transfer.", BYTES, lambda s: s.sizes),
 }
 
+#: Of heads that send embeddings of images, or take them; and the same for counters and histograms.
+_EMBEDDING_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
+    "embedding_transfers_awaiting": ("Sequences whose images are still to come.", lambda s: s.awaiting),
+    "embedding_transfers_open": ("Transfers of embeddings that have not ended.", lambda s: s.rooms),
+}
+_EMBEDDINGS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
+    "embedding_transfers_done": ("Transfers of an image's embedding that were done.", lambda s: s.done),
+    "embedding_transfers_failed": ("Those that failed.", lambda s: s.failed),
+    "embedding_transfers_corrupt": ("Of those, by a wrong digest.", lambda s: s.corrupt),
+    "embedding_transfers_sent_bytes": ("Bytes of embeddings sent.", lambda s: s.sent_bytes),
+    "embedding_transfers_received_bytes": ("Bytes of embeddings received.", lambda s: s.received_bytes),
+    "embedding_transfers_evictions": (
+        "Sequences given back, for their images to be encoded again.",
+        lambda s: s.evictions,
+    ),
+}
+_EMBEDDING_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
+    "embedding_transfer_seconds": ("From its first byte to its last.", SECONDS, lambda s: s.took),
+    "embedding_transfer_size_bytes": ("Bytes of the transfer of an embedding.", BYTES, lambda s: s.sizes),
+}
+
 _UP = "1 while the head is alive."
 _HEAD = ("head", "role")
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
@@ -202,7 +223,7 @@ _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 #: Of the links to all heads. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
-    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.late_events),
+    "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.fleet.late_events),
     "engine_restarts": ("Heads that died and were started anew.", lambda c: c.restarts),
     "streams_paused": (
         "Times that a stream gave its slots back, as its client did not read.",
@@ -215,6 +236,7 @@ _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
         lambda c: c.local_prefills,
     ),
 }
+_ENCODES = "Images sent to heads that encode them for others, with the first attempt of a sequence or again."
 _DECISIONS = (
     "Choices of a head among several by what they have cached: all had told that (exact), some (degraded), "
     "or none (fallback)."
@@ -222,8 +244,8 @@ _DECISIONS = (
 _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_sequences": ("Sequences that the front follows.", lambda c: c.open_sequences),
     "engines_without_partner": (
-        "Heads that live and only prefill, or only decode, and none that lives works with them.",
-        lambda c: c.unpaired,
+        "Heads that live and only prefill, decode or encode, and none that lives works with them.",
+        lambda c: c.fleet.table.unpaired,
     ),
 }
 
@@ -240,7 +262,9 @@ class _LinkCollector(Collector):
             yield self._gauge(name, text, [((), of_link(self._links))])
         for name, (text, of_link) in _LINK.items():
             yield self._counter(name, text, [((), of_link(self._links))])
-        decisions = [((knew,), float(n)) for knew, n in self._links.routing_decisions.items()]
+        encodes = [((attempt,), float(n)) for attempt, n in self._links.fleet.encodes.items()]
+        yield self._counter("front_image_encodes", _ENCODES, encodes, "attempt")
+        decisions = [((knew,), float(n)) for knew, n in self._links.fleet.router.decisions.items()]
         yield self._counter("routing_decisions", _DECISIONS, decisions, "knew")
 
     def _gauge(self, name: str, text: str, values: _Values, *labels: str) -> Metric:
@@ -267,18 +291,10 @@ class _HeadCollector(_LinkCollector):
         for name, (text, read) in _GAUGES.items():
             loads = [read(its) for _, its in stats]
             yield self._gauge(name, text, zip(roles, loads, strict=True), *_HEAD)
-        rooms = [(who, its.transfers) for who, (_, its) in zip(roles, stats, strict=True)]
-        moving = [(who, its) for who, its in rooms if its is not None]
-        for name, (text, of_transfers) in _TRANSFER_GAUGES.items():
-            yield self._gauge(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
-        for name, (text, of_transfers) in _TRANSFERS.items():
-            yield self._counter(name, text, [(who, of_transfers(its)) for who, its in moving], *_HEAD)
-        for name, (text, bounds, of_histogram) in _TRANSFER_HISTOGRAMS.items():
-            family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
-            for who, its in moving:
-                measured = of_histogram(its)
-                family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
-            yield family
+        moving = [(who, its.transfers) for who, (_, its) in zip(roles, stats, strict=True)]
+        yield from self._transfers(moving, _TRANSFER_GAUGES, _TRANSFERS, _TRANSFER_HISTOGRAMS)
+        moving = [(who, its.embedding_transfers) for who, (_, its) in zip(roles, stats, strict=True)]
+        yield from self._transfers(moving, _EMBEDDING_GAUGES, _EMBEDDINGS, _EMBEDDING_HISTOGRAMS)
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
@@ -286,6 +302,25 @@ class _HeadCollector(_LinkCollector):
             yield self._counter(name, text, places, "head", "position")
         for name, (text, read) in _COUNTERS.items():
             yield self._counter(name, text, [((head,), read(its)) for head, its in stats], "head")
+
+    def _transfers(
+        self,
+        all_heads: Iterable[tuple[tuple[str, str], TransferStats | None]],
+        gauges: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
+        counters: Mapping[str, tuple[str, Callable[[TransferStats], float]]],
+        histograms: Mapping[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]],
+    ) -> Iterable[Metric]:
+        moving = [(who, its) for who, its in all_heads if its is not None]
+        for name, (text, read) in gauges.items():
+            yield self._gauge(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
+        for name, (text, read) in counters.items():
+            yield self._counter(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
+        for name, (text, bounds, of_histogram) in histograms.items():
+            family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
+            for who, its in moving:
+                measured = of_histogram(its)
+                family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
+            yield family
 
 
 #: (name, help, labels, buckets) of what the front measures itself.
@@ -369,17 +404,19 @@ class _Families(CollectorRegistry):
 
 def describe() -> str:
     """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
-    gauges = (*_GAUGES, *_TRANSFER_GAUGES, "engine_up")
+    gauges = (*_GAUGES, *_TRANSFER_GAUGES, *_EMBEDDING_GAUGES, "engine_up")
     lines = [f"weft:{name} gauge model_name,{','.join(_HEAD)}" for name in gauges]
-    lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in _TRANSFERS]
+    counters = (*_TRANSFERS, *_EMBEDDINGS)
+    lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in counters]
     lines += [
         f"weft:{name} histogram model_name,{','.join(_HEAD)} {','.join(f'{bound:g}' for bound in bounds)}"
-        for name, (_, bounds, _) in _TRANSFER_HISTOGRAMS.items()
+        for name, (_, bounds, _) in {**_TRANSFER_HISTOGRAMS, **_EMBEDDING_HISTOGRAMS}.items()
     ]
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]
     lines += [f"weft:{name}_total counter model_name" for name in _LINK]
     lines += [f"weft:{name}_total counter {','.join(labels)}" for name, _, labels in _EVENTS]
+    lines.append("weft:front_image_encodes_total counter model_name,attempt")
     lines.append("weft:routing_decisions_total counter model_name,knew")
     lines.append("weft:free_blocks gauge model_name,head,kind")
     lines += [f"weft:{name}_total counter model_name,head,position" for name in _PLACES]

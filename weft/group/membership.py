@@ -220,7 +220,7 @@ class Membership:
             case f.Loaded(rank=rank, blocks=blocks):
                 self._loaded(rank, blocks)
             case f.Ready():
-                member.ready, member.endpoint = True, frame.endpoint
+                member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
             case f.RoomReport() | f.RoomStopped():  # of transfers, which no epoch ends

@@ -35,6 +35,8 @@ class Member:
     ready: bool = False
     endpoint: Endpoint | None = None
     """Where it takes bytes of other groups, once it is ready, in a group with a role."""
+    embeddings: Endpoint | None = None
+    """Likewise of embeddings, in a group that sends or takes them."""
     formed: bool = False
     """Whether it is in the present epoch."""
     stopped: bool = False
@@ -134,7 +136,7 @@ class Roster:
         if member.peer is not None:
             self._given_up.add(member.peer)
         member.peer, member.gone, member.ready, member.formed, member.outlived = None, "", False, False, False
-        member.endpoint = None
+        member.endpoint = member.embeddings = None
         self._rooms.pop(rank, None)
 
     def tell(self, rank: int, frame: f.ToRank) -> None:

@@ -129,7 +129,7 @@ class SlotDigest:
 
     def _fold(self, op: Op) -> None:
         if isinstance(op, Encode):  # megabytes, which no slot's table depends on
-            op = Encode(media=op.media, grid=op.grid, pixels=b"")
+            op = Encode(blocks=op.blocks, count=op.count, grid=op.grid, pixels=b"")
         self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))
 
     def _row(self, segment: Segment, touched: list[np.ndarray]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -14,22 +14,25 @@ from weft.config.sections import Config
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
+Chat: TypeAlias = list[dict[str, Any]]
+"""Messages."""
+
 
 def from_server(
     url: str,
     model: str | None,
-    questions: Sequence[str],
+    chats: Sequence[Chat],
     concurrency: int,
     max_tokens: int | None,
     key: str | None,
+    title: str = "gsm-mini",
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each question) from an OpenAI-compatible server.
+    """(the model's name, one text for each chat) from an OpenAI-compatible server.
 
     ``url`` is the base URL, with or without ``/v1``. Raises ConfigError when the server can't be reached and
     WeftError when it answers with an error.
     """
-    chats = [_chat(question) for question in questions]
-    return asyncio.run(ask_server(base_of(url), model, chats, concurrency, max_tokens, key))
+    return asyncio.run(_ask_server(base_of(url), model, chats, concurrency, max_tokens, key, title))
 
 
 def base_of(url: str) -> str:
@@ -40,16 +43,15 @@ def base_of(url: str) -> str:
     return base if base.endswith("/v1") else base + "/v1"
 
 
-async def ask_server(
+async def _ask_server(
     base: str,
     model: str | None,
-    chats: Sequence[list[dict[str, Any]]],
+    chats: Sequence[Chat],
     concurrency: int,
     max_tokens: int | None,
     key: str | None,
-    title: str = "gsm-mini",
+    title: str,
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each chat, which is a list of messages) by chat completions."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
@@ -58,7 +60,7 @@ async def ask_server(
         gate = asyncio.Semaphore(concurrency)
         with progress_bar(total=len(chats), title=title, unit="problem") as bar:
 
-            async def one(chat: list[dict[str, Any]]) -> str:
+            async def one(chat: Chat) -> str:
                 body: dict[str, Any] = {"model": model, "temperature": 0, "messages": chat}
                 if max_tokens is not None:
                     body["max_tokens"] = max_tokens
@@ -94,18 +96,19 @@ async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str,
         ) from error
 
 
-def _chat(question: str) -> list[dict[str, Any]]:
+def chat_of(question: str) -> Chat:
+    """One question."""
     return [{"role": "user", "content": question}]
 
 
 def from_engine(
     config: Config,
-    questions: Sequence[str],
+    chats: Sequence[Chat],
     concurrency: int,
     max_tokens: int | None,
     drafts: dict[str, list[int]] | None = None,
 ) -> tuple[str, list[str]]:
-    """(the model's name, one text for each question) from an engine in this process.
+    """(the model's name, one text for each chat) from an engine in this process.
 
     ``drafts`` is given how many drafts were "proposed" and "accepted", by their place in a step.
     """
@@ -116,7 +119,7 @@ def from_engine(
     llm = LLM(**settings)
     try:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        outputs = llm.chat([_chat(question) for question in questions], params, use_tqdm=True)
+        outputs = llm.chat(list(chats), params, use_tqdm=True)
         if drafts is not None:
             stats = llm.stats()
             drafts.update(proposed=list(stats.drafts), accepted=list(stats.drafts_accepted))

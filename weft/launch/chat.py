@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import mimetypes
 import os
 import re
 import signal
@@ -117,6 +119,23 @@ def read_tools(path: str) -> list[Any]:
     if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"--tools {path} must be a list of tools: objects with a type and a function")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def image_url(name: str) -> str:
+    """An image as a request has it: an http(s) or ``data:`` URL as it is, of a file its content.
+
+    Raises ConfigError for a file that cannot be read, or has no type of an image.
+    """
+    if name.startswith(("http://", "https://", "data:")):
+        return name
+    path = Path(name).expanduser()
+    kind = mimetypes.guess_type(path.name)[0] or ""
+    if not kind.startswith("image/"):
+        raise ConfigError(f"{name} does not end like an image: .png, .jpg, .webp, .gif, .bmp")
+    try:
+        return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+    except OSError as error:
+        raise ConfigError(f"{name}: {(error.strerror or 'cannot be read').lower()}") from None
 
 
 def _key_for(url: str) -> str:
@@ -304,6 +323,8 @@ class Talk:
             if argument:
                 conversation.system = "" if argument == "-" else argument
             self._view.note(f"system message: {conversation.system or 'none'}")
+        elif asked.name == "/image":
+            self._image(argument)
         elif asked.name == "/save":
             self._save(argument)
         else:
@@ -317,6 +338,18 @@ class Talk:
             conversation.model = argument if argument in names else conversation.model
             for name in names:
                 self._view.note(f"{'*' if name == conversation.model else ' '} {name}")
+
+    def _image(self, name: str) -> None:
+        images = self._conversation.images
+        if name == "-":
+            images.clear()
+        elif name:
+            try:
+                images.append(image_url(name))
+            except ConfigError as error:
+                self._view.problem(error.message)
+                return
+        self._view.note(f"images of the next message: {len(images)}")
 
     def _save(self, name: str) -> None:
         if not name:

@@ -14,6 +14,7 @@ QUOTES = '"""'
 COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system": "/system TEXT sets the system message, /system - removes it, /system shows it",
+    "/image": "/image FILE or URL goes with the next message; /image - leaves all out again",
     "/save": "/save FILE writes the conversation as JSON, or as Markdown to *.md",
     "/model": "/model NAME goes on with another model, /model lists them",
     "/help": "show this",
@@ -130,6 +131,8 @@ class Conversation:
         self.model = model
         self.system = system
         self.messages: list[dict[str, Any]] = []
+        self.images: list[str] = []
+        """URLs of images that go with the user's next message."""
         self._settings = settings
 
     def body(self) -> dict[str, Any]:
@@ -137,8 +140,11 @@ class Conversation:
         return {**self._settings, "model": self.model, "messages": self._whole()}
 
     def say(self, text: str) -> None:
-        """The user's next message."""
-        self.messages.append({"role": "user", "content": text})
+        """The user's next message, with the images that were named for it."""
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        self.images.clear()
+        content: Any = [*images, {"type": "text", "text": text}] if images else text
+        self.messages.append({"role": "user", "content": content})
 
     def heard(self, reply: Reply) -> None:
         """A reply, whole or stopped. One that has nothing takes back what it answers."""
@@ -162,6 +168,7 @@ class Conversation:
     def reset(self) -> None:
         """Forgets all messages."""
         self.messages.clear()
+        self.images.clear()
 
     def as_json(self) -> str:
         """For a file: the model and all messages."""
@@ -173,7 +180,7 @@ class Conversation:
         """For a file: a heading for each message."""
         parts = [f"# Conversation with {self.model}\n"]
         for message in self._whole():
-            parts.append(f"## {message['role'].capitalize()}\n\n{message['content']}\n")
+            parts.append(f"## {message['role'].capitalize()}\n\n{_shown(message['content'])}\n")
             for call in message.get("tool_calls", ()):
                 function = call["function"]
                 parts.append(f"Calls `{function['name']}` with `{function['arguments']}`\n")
@@ -182,3 +189,14 @@ class Conversation:
     def _whole(self) -> list[dict[str, Any]]:
         first: Sequence[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
+
+
+def _shown(content: Any) -> str:
+    """A message's content as text; of images that came as files their type stands for them."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        url = part.get("image_url", {}).get("url", "")
+        parts.append(f"![image]({url.partition(',')[0]})" if url else part["text"])
+    return "\n\n".join(parts)

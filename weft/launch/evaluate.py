@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
 from weft.common import log
 from weft.common.errors import ConfigError
+from weft.config.sections import Config
 from weft.eval.gsm_mini import Problem, extract_answer, test_set
 from weft.eval.ocr_mini import Line, is_right, ocr_test_set
 from weft.eval.tools_mini import tool_test_set
@@ -24,11 +27,85 @@ def evaluate() -> None:
     """Measure the accuracy of a server or a model."""
 
 
-def measured(function: Callable[..., int]) -> Callable[..., int]:
-    """Adds the options that every evaluation has: what to measure, how many problems, where to write."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What an evaluation was asked to measure, checked."""
+
+    url: str | None
+    """Of a server; None: the model of ``config`` is run here."""
+    name: str | None
+    """Of the server's model; None: the first that it names."""
+    api_key: str | None
+    reference: bool
+    """Whether ``transformers`` runs it."""
+    config: Config
+    limit: int
+    concurrency: int
+    max_tokens: int | None
+
+    @property
+    def where(self) -> tuple[int, int | None, str | None]:
+        """What questions to a server need beside its address."""
+        return self.concurrency, self.max_tokens, self.api_key
+
+
+Report: TypeAlias = dict[str, Any]
+"""Totals first; ``problems`` has every problem with what was answered."""
+
+
+Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
+"""Returns the report, and lines for the terminal."""
+
+
+def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
+    """A command that has the options of every evaluation, and writes what ``function`` returns. ``model``:
+    what is measured where none is named, if not the default of other commands."""
+
+    @functools.wraps(function)
+    def command(
+        model_name: str | None,
+        url: str | None,
+        reference: bool,
+        limit: int,
+        json_file: str | None,
+        concurrency: int,
+        max_tokens: int | None,
+        api_key: str | None,
+        **given: Any,
+    ) -> int:
+        check(url, reference, json_file, api_key)
+        name = model_name or given.get("model")
+        if not (name or given.get("config")):
+            model_name = model
+        config = Config() if url else options.build(given, model_name)
+        if not url:
+            log.configure(config.front.log_level)
+        started = time.monotonic()
+        report, lines = function(
+            Asked(
+                url=url,
+                name=name,
+                api_key=api_key,
+                reference=reference,
+                config=config,
+                limit=limit,
+                concurrency=concurrency,
+                max_tokens=max_tokens,
+            )
+        )
+        problems = report.pop("problems")
+        report = {**report, "seconds": round(time.monotonic() - started, 1), "problems": problems}
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        first, *more = lines
+        click.echo(f"{report['task']}: {first}, {report['seconds']} s")
+        for line in more:
+            click.echo(line)
+        return 0
+
     for add in reversed(_OPTIONS):
-        function = add(function)
-    return function
+        command = add(command)
+    return command
 
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
@@ -81,146 +158,87 @@ def check(url: str | None, reference: bool, json_file: str | None, api_key: str 
 
 @evaluate.command("gsm-mini", cls=options.Command, short_help="Arithmetic word problems, exact answers.")
 @measured
-def gsm_mini(
-    model_name: str | None,
-    url: str | None,
-    reference: bool,
-    limit: int,
-    json_file: str | None,
-    concurrency: int,
-    max_tokens: int | None,
-    api_key: str | None,
-    **given: Any,
-) -> int:
+def gsm_mini(asked: Asked) -> tuple[Report, list[str]]:
     """Ask arithmetic word problems that the bundled model never saw, and count exact answers (greedy)."""
-    check(url, reference, json_file, api_key)
     from weft.launch import answers
 
-    problems = test_set(limit)
-    questions = [problem.question for problem in problems]
+    problems = test_set(asked.limit)
+    chats = [answers.chat_of(problem.question) for problem in problems]
     drafts: dict[str, list[int]] = {}
-    started = time.monotonic()
-    if url:
-        name = model_name or given.get("model")
-        target, texts = answers.from_server(url, name, questions, concurrency, max_tokens, api_key)
+    if asked.url:
+        target, texts = answers.from_server(asked.url, asked.name, chats, *asked.where)
+    elif asked.reference:
+        questions = [problem.question for problem in problems]
+        target, texts = answers.from_reference(asked.config, questions, asked.concurrency, asked.max_tokens)
     else:
-        config = options.build(given, model_name)
-        log.configure(config.front.log_level)
-        if reference:
-            target, texts = answers.from_reference(config, questions, concurrency, max_tokens)
-        else:
-            target, texts = answers.from_engine(config, questions, concurrency, max_tokens, drafts)
-    report = score(problems, texts, target, time.monotonic() - started)
+        target, texts = answers.from_engine(
+            asked.config, chats, asked.concurrency, asked.max_tokens, drafts=drafts
+        )
+    report = score(problems, texts, target)
+    lines = [exact_of(report)]
     if sum(drafts.get("proposed", ())):
         report["drafts"] = drafts
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    click.echo(
-        f"gsm-mini: {report['exact']} / {report['total']} exact ({report['accuracy']:.1%}), "
-        f"{report['seconds']} s"
-    )
-    if "drafts" in report:
-        click.echo(f"drafts accepted, by place in a step: {acceptance(drafts)}")
-    return 0
+        lines.append(f"drafts accepted, by place in a step: {acceptance(drafts)}")
+    return report, lines
 
 
 @evaluate.command("tools-mini", cls=options.Command, short_help="Calls of a calculator, and their answers.")
 @measured
-def tools_mini(
-    model_name: str | None,
-    url: str | None,
-    reference: bool,
-    limit: int,
-    json_file: str | None,
-    concurrency: int,
-    max_tokens: int | None,
-    api_key: str | None,
-    **given: Any,
-) -> int:
+def tools_mini(asked: Asked) -> tuple[Report, list[str]]:
     """Ask questions that offer tools, run what is called, and count right calls and answers (greedy).
 
     Names of tools, sentences and pairs of numbers are none that the bundled model saw. With --url, chat
     completions with tools are used.
     """
-    check(url, reference, json_file, api_key)
     from weft.launch import tool_answers
 
-    dialogues = [Dialogue(problem) for problem in tool_test_set(limit)]
-    started = time.monotonic()
-    if url:
-        name = model_name or given.get("model")
-        target = tool_answers.from_server(url, name, dialogues, concurrency, max_tokens, api_key)
+    dialogues = [Dialogue(problem) for problem in tool_test_set(asked.limit)]
+    if asked.url:
+        target = tool_answers.from_server(asked.url, asked.name, dialogues, *asked.where)
     else:
-        config = options.build(given, model_name)
-        log.configure(config.front.log_level)
-        ask = tool_answers.from_reference if reference else tool_answers.from_engine
-        target = ask(config, dialogues, concurrency, max_tokens)
-    report = tool_report(dialogues, target, time.monotonic() - started)
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        ask = tool_answers.from_reference if asked.reference else tool_answers.from_engine
+        target = ask(asked.config, dialogues, asked.concurrency, asked.max_tokens)
+    report = tool_report(dialogues, target)
     total = report["total"]
-    click.echo(
-        f"tools-mini: {report['calls']} / {total} right calls ({report['calls'] / total:.1%}), "
-        f"{report['answers']} / {total} right answers ({report['answers'] / total:.1%}), "
-        f"{report['seconds']} s"
-    )
-    return 0
+    return report, [
+        f"{report['calls']} / {total} right calls ({report['calls'] / total:.1%}), "
+        f"{report['answers']} / {total} right answers ({report['answers'] / total:.1%})"
+    ]
 
 
 @evaluate.command("ocr-mini", cls=options.Command, short_help="Lines drawn into images, read exactly.")
-@measured
-def ocr_mini(
-    model_name: str | None,
-    url: str | None,
-    reference: bool,
-    limit: int,
-    json_file: str | None,
-    concurrency: int,
-    max_tokens: int | None,
-    api_key: str | None,
-    **given: Any,
-) -> int:
+@functools.partial(measured, model="spool-vision")
+def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
     """Ask what is written in small images, 4 to 8 digits and capitals, and count exact answers (greedy).
 
     With --url, chat completions with images as data: URLs are used.
     """
-    check(url, reference, json_file, api_key)
-    if not url and not reference:
-        raise ConfigError("ocr-mini asks a server or the reference: give --url or --reference")
-    from weft.launch import image_answers
+    from weft.launch import answers, image_answers
 
-    lines = ocr_test_set(limit)
-    started = time.monotonic()
-    if url:
-        name = model_name or given.get("model")
-        target, texts = image_answers.from_server(url, name, lines, concurrency, max_tokens, api_key)
+    lines = ocr_test_set(asked.limit)
+    if asked.reference:
+        target, texts = image_answers.from_reference(asked.config, lines, asked.max_tokens)
     else:
-        config = options.build(given, model_name)
-        log.configure(config.front.log_level)
-        target, texts = image_answers.from_reference(config, lines, max_tokens)
-    report = line_report(lines, texts, target, time.monotonic() - started)
-    if json_file is not None:
-        Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    click.echo(
-        f"ocr-mini: {report['exact']} / {report['total']} exact ({report['accuracy']:.1%}), "
-        f"{report['seconds']} s"
-    )
-    return 0
+        chats = image_answers.chats_of(lines)
+        if asked.url:
+            target, texts = answers.from_server(asked.url, asked.name, chats, *asked.where, title="ocr-mini")
+        else:
+            target, texts = answers.from_engine(asked.config, chats, asked.concurrency, asked.max_tokens)
+    report = line_report(lines, texts, target)
+    return report, [exact_of(report)]
 
 
-def line_report(lines: Sequence[Line], texts: Sequence[str], target: str, seconds: float) -> dict[str, Any]:
-    """The report: totals first, then every line with what was answered."""
+def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Report:
+    """Of ocr-mini."""
     rows = [
         {"prompt": line.prompt, "expected": line.text, "text": text, "right": is_right(text, line)}
         for line, text in zip(lines, texts, strict=True)
     ]
-    exact = sum(row["right"] is True for row in rows)
-    head = {"task": "ocr-mini", "target": target, "exact": exact, "total": len(rows)}
-    return {**head, "accuracy": exact / len(rows), "seconds": round(seconds, 1), "problems": rows}
+    return _exact("ocr-mini", target, rows, sum(row["right"] is True for row in rows))
 
 
-def tool_report(dialogues: Sequence[Dialogue], target: str, seconds: float) -> dict[str, Any]:
-    """The report: totals first, then every problem with the calls that were made and the answer."""
+def tool_report(dialogues: Sequence[Dialogue], target: str) -> Report:
+    """Of tools-mini: every problem with the calls that were made."""
     rows = [
         {
             "question": one.problem.question,
@@ -234,8 +252,7 @@ def tool_report(dialogues: Sequence[Dialogue], target: str, seconds: float) -> d
         }
         for one in dialogues
     ]
-    head = {"task": "tools-mini", "target": target, **totals(dialogues), "seconds": round(seconds, 1)}
-    return {**head, "problems": rows}
+    return {"task": "tools-mini", "target": target, **totals(dialogues), "problems": rows}
 
 
 def acceptance(drafts: dict[str, list[int]]) -> str:
@@ -244,19 +261,20 @@ def acceptance(drafts: dict[str, list[int]]) -> str:
     return ", ".join(f"{a:,} of {p:,} ({a / p:.1%})" for a, p in pairs if p)
 
 
-def score(problems: Sequence[Problem], texts: Sequence[str], target: str, seconds: float) -> dict[str, Any]:
-    """The report: totals first, then every problem with what was answered."""
+def score(problems: Sequence[Problem], texts: Sequence[str], target: str) -> Report:
+    """Of gsm-mini."""
     rows = [
         {"question": p.question, "expected": p.answer, "answer": extract_answer(text), "text": text}
         for p, text in zip(problems, texts, strict=True)
     ]
-    exact = sum(row["answer"] == row["expected"] for row in rows)
-    return {
-        "task": "gsm-mini",
-        "target": target,
-        "exact": exact,
-        "total": len(rows),
-        "accuracy": exact / len(rows),
-        "seconds": round(seconds, 1),
-        "problems": rows,
-    }
+    return _exact("gsm-mini", target, rows, sum(row["answer"] == row["expected"] for row in rows))
+
+
+def exact_of(report: Report) -> str:
+    """``466 / 500 exact (93.2%)``."""
+    return f"{report['exact']} / {report['total']} exact ({report['accuracy']:.1%})"
+
+
+def _exact(task: str, target: str, rows: list[Any], exact: int) -> Report:
+    totals = {"exact": exact, "total": len(rows), "accuracy": exact / len(rows)}
+    return {"task": task, "target": target, **totals, "problems": rows}

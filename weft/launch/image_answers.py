@@ -1,8 +1,7 @@
-"""ocr-mini asked of a server, or of the reference. Greedy."""
+"""ocr-mini as chats, and asked of the reference. Greedy."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 from collections.abc import Sequence
@@ -11,27 +10,16 @@ from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections import Config
 from weft.eval.ocr_mini import Line, messages
-from weft.launch.answers import ask_server, base_of
+from weft.launch.answers import Chat
 from weft.launch.reference import require_transformers
 
 MOST_TOKENS = 32
 """Of an answer of the reference, unless the caller says otherwise: no line has as many."""
 
 
-def from_server(
-    url: str,
-    model: str | None,
-    lines: Sequence[Line],
-    concurrency: int,
-    max_tokens: int | None,
-    key: str | None,
-) -> tuple[str, list[str]]:
-    """(the model's name, one text for each line) from an OpenAI-compatible server; images as data URLs.
-
-    Raises as ``answers.from_server`` does.
-    """
-    chats = [messages(line) for line in lines]
-    return asyncio.run(ask_server(base_of(url), model, chats, concurrency, max_tokens, key, "ocr-mini"))
+def chats_of(lines: Sequence[Line]) -> list[Chat]:
+    """A question for each line, with its image as a ``data:`` URL."""
+    return [messages(line) for line in lines]
 
 
 def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None) -> tuple[str, list[str]]:
@@ -48,7 +36,11 @@ def from_reference(config: Config, lines: Sequence[Line], max_tokens: int | None
     set_threads(config.runner.threads)
     path = hub.resolve_model_path(config.model.model, config.model.revision)
     dtype = "auto" if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-    loaded = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).eval()
+    loaded = transformers.AutoModelForImageTextToText.from_pretrained(
+        path,
+        dtype=dtype,
+        experts_implementation="eager",  # others have no float64; models without experts do not mind
+    ).eval()
     device = "cuda" if config.runner.device != "cpu" and torch.cuda.is_available() else "cpu"
     loaded = loaded.to(device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

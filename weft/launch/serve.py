@@ -1,4 +1,6 @@
-"""``weft serve``: one group, or with ``--prefill`` and ``--decode`` several, behind one port."""
+"""``weft serve``: one group, or with ``--prefill``, ``--decode`` and ``--encode`` several, behind one
+port.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def serve(model_name: str | None, **given: Any) -> int:
 
     MODEL is a folder, a hub name or a bundled model (see `weft models`); without it the default bundled model
     is served. With --prefill P --decode D as many groups compute prompts and, with the caches of these,
-    outputs; each has the other flags. `weft up` starts groups that differ.
+    outputs; with --encode E as many encode images for them, or for the one group, which load no vision tower
+    then (with --no-language-model-only they do, for when none encodes). Each has the other flags. `weft up`
+    starts groups that differ.
     """
     from weft.config.resolve import resolve
     from weft.config.scripted import resolve_scripted
@@ -33,7 +37,7 @@ def serve(model_name: str | None, **given: Any) -> int:
     configure_log(config.front, config.parallel.node_rank)
     if config.front.scripted is not None:
         return run((resolve_scripted(config),), config.front)
-    topology = short_form(config)
+    topology = short_form(config, towers=given.get("language_model_only") is False)
     return run((resolve(config),) if topology is None else resolve_groups(topology), config.front)
 
 

@@ -25,8 +25,8 @@ def trace(folder: Path, out: Path | None, slowest: int) -> None:
 
     A process for each of Weft's, a track for each request, arrows from the front to the heads; step traces
     (`--trace FOLDER/steps.json`) beside them. Then a table of the slowest requests and where their seconds
-    went: read (and tokenized), queue, prefill, transfer (what of it came after the first token), slot (the
-    wait for one at the head that decodes), decode.
+    went: read (and tokenized), images (until those that others encode are here), queue, prefill, transfer
+    (what of it came after the first token), slot (the wait for one at the head that decodes), decode.
     """
     spans, bad = read_folder(folder)
     if bad:

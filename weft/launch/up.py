@@ -20,9 +20,9 @@ def up(file: str, check: bool, **given: Any) -> int:
     """Serve the groups of the topology FILE over an OpenAI-compatible API.
 
     FILE is YAML: flags of an engine, which hold for all groups; under `front` flags of the server, over
-    which those given here win; and under `groups` a list, each with a role (unified, prefill or decode), a
-    count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all groups
-    restarted, one after the other, without a request being lost.
+    which those given here win; and under `groups` a list, each with a role (unified, prefill, decode or
+    encode), a count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all
+    groups restarted, one after the other, without a request being lost.
     """
     from weft.config.topology import on_host, read_topology, resolve_groups
     from weft.launch.server import configure_log, run
@@ -57,9 +57,24 @@ def describe(groups: tuple[EngineConfig, ...], front: FrontSection) -> str:
             alone = parallel.only_host
             layout += [f"{parallel.nnodes} hosts" if alone is None else f"host {alone}"]
         layout += [f"GPUs {','.join(group.gpus)}"] if group.gpus else []
-        pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools)
+        pools = "; ".join(pool.describe(group.dtype) for pool in group.kv.pools) or "no cache"
+        pools += _images(group)
         lines.append(f"  {group.group:<{width}}  {group.transfer.role:<7}  {', '.join(layout)}: {pools}")
     return "\n".join(lines)
+
+
+def _images(group: EngineConfig) -> str:
+    """What it has to do with images, in a server that has groups to encode them."""
+    media = group.kv.media
+    if group.transfer.role == "encode":
+        return "; encodes images"
+    if media is None or not group.transfer.take_embeddings:
+        return ""
+    return (
+        "; images from groups that encode, or its own tower"
+        if media.tower
+        else "; images from groups that encode"
+    )
 
 
 def _count(number: int, what: str) -> str:

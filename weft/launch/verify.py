@@ -48,7 +48,7 @@ from weft.launch import options
     show_default=True,
     help="Tokens to generate for each.",
 )
-@options.settings(options.ENGINE, ("log_level", "prefill", "decode"))
+@options.settings(options.ENGINE, ("log_level", "prefill", "decode", "encode"))
 def verify(
     model_name: str | None,
     reference: str | None,
@@ -62,8 +62,9 @@ def verify(
     """Compare MODEL's tokens and logits with a reference. Status 1 if they differ, ties excepted.
 
     With several ranks (--tp, --dp, --ep, --overlap) their tokens are compared with those of one process, and
-    those of a server's groups (--topology FILE, or --prefill P --decode D) with the engine alone, unless
-    --reference is given. Groups must have handed caches over, as their counters say.
+    those of a server's groups (--topology FILE, or --prefill P --decode D --encode E) with the engine alone,
+    unless --reference is given. Groups must have handed caches over, and embeddings of images where some
+    encode them, as their counters say.
 
     Tokens are compared in float64, logits at max|a-b| / max|b| <= 1e-4 in float32. Without MODEL the
     checkpoint of --reference is run.

@@ -2,12 +2,13 @@
 
 The groups are those that ``weft up`` would start, as processes, without HTTP in front of them: the heads,
 messages and fleet are the same. All run in float64, all prompts together, and every second one is sampled.
+Where groups encode images, prompts have some.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,22 @@ from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import Config, ParallelSection, SpeculationSection, TransferSection
 from weft.config.topology import GroupSettings, Topology, face, read_topology, resolve_groups
+from weft.engine.core import EngineCore
 from weft.engine.replicas import Replicas
 from weft.launch.reference import Reference
 from weft.launch.tiny import FAMILIES, write_family
+from weft.launch.verify_images import told, with_pictures
 from weft.launch.verify_layout import tiny_model
 from weft.launch.verify_run import (
     ForwardOnly,
-    Prompts,
     Say,
-    Variant,
     first_difference,
     generate,
     make_prompts,
     report,
-    run,
     submit_of,
 )
-from weft.types.messages import HeadStats, Role
+from weft.types.messages import HeadStats, Role, Submit
 from weft.types.sampling import TokenParams
 
 SAMPLED = 0.8
@@ -64,11 +64,15 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
-    alone = _alone(doubles.groups[0].config, groups)
+    alone = _alone(_first(doubles), groups)
     prompts = make_prompts(alone, count, tokens)
     params = [TokenParams(temperature=SAMPLED * (n % 2), max_tokens=tokens) for n in range(len(prompts))]
-    expected, _ = run(Variant("alone", alone, False), prompts, tokens, params)
-    found, good = _groups_answer(groups, prompts, tokens, params, say)
+    asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
+    vision = face(groups).spec.vision
+    if _encode(groups) and vision is not None:
+        asked = with_pictures(asked, prompts, vision.media, alone.kv.max_model_len - tokens)
+    expected = _one_by_one(alone, asked)
+    found, good = _groups_answer(groups, asked, say)
     equal = 0
     for number, (mine, one) in enumerate(zip(found, expected, strict=True)):
         if mine == one:
@@ -76,8 +80,9 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
             continue
         at = first_difference(mine, one)
         place, ids = f"prompt {number}, token {at}", (mine[at], one[at])
-        if number % 2:
-            say(f"{place} (sampled) differs: groups {ids[0]}; alone {ids[1]}: DEFECT")
+        if number % 2 or asked[number].media:
+            how = "sampled" if number % 2 else f"of {len(asked[number].media)} images"
+            say(f"{place} ({how}) differs: groups {ids[0]}; alone {ids[1]}: DEFECT")
             good = False
             continue
         row = ForwardOnly(alone).logits(prompts[number] + one[:at])[-1]
@@ -92,12 +97,15 @@ def against_reference(topology: Topology, path: str, count: int, tokens: int, sa
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
-    config = doubles.groups[0].config
+    config = _first(doubles)
     alone = _alone(config, groups)
     path = resolve_model_path(path, config.model.revision)
     prompts = make_prompts(alone, count, tokens)
     params = [TokenParams(temperature=0.0, max_tokens=tokens) for _ in prompts]
-    found, good = _groups_answer(groups, prompts, tokens, params, say)
+    asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
+    if _encode(groups):
+        say("no prompt has images: with those, groups are compared with the engine alone")
+    found, good = _groups_answer(groups, asked, say)
     reference, equal = Reference(config, path, "float64"), 0
     for number, (prompt, mine) in enumerate(zip(prompts, found, strict=True)):
         theirs = reference.greedy(prompt, tokens)
@@ -123,6 +131,9 @@ def families(topology: Topology, count: int, tokens: int, say: Say) -> bool:
             if divided and load_spec(str(path), None).moe is None:
                 say(f"-- {name}: has no experts to divide")
                 continue
+            if _encodes(topology) and load_spec(str(path), None).vision is None:
+                say(f"-- {name}: has no images to encode")
+                continue
             say(f"-- {name} ({FAMILIES[name][0]}, random weights)")
             good = against_alone(_changed(topology, **tiny_model(path)), count, tokens, say) and good
     return good
@@ -137,12 +148,28 @@ def _changed(topology: Topology, **model: Any) -> Topology:
     return topology._replace(groups=tuple(groups))
 
 
+def _first(topology: Topology) -> Config:
+    """The first group that makes tokens."""
+    return next(one.config for one in topology.groups if one.config.transfer.role != "encode")
+
+
+def _encodes(topology: Topology) -> bool:
+    return any(one.config.transfer.role == "encode" for one in topology.groups)
+
+
+def _encode(groups: Iterable[EngineConfig]) -> bool:
+    return any(group.transfer.role == "encode" for group in groups)
+
+
 def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
     """One process with the groups' model, weights and caches, which reuses nothing for another prompt."""
     replace = msgspec.structs.replace
+    model = replace(config.model, max_model_len=face(groups).kv.max_model_len)
+    if _encode(groups):
+        model = replace(model, language_model_only=False)
     one = replace(
         config,
-        model=replace(config.model, max_model_len=face(groups).kv.max_model_len),
+        model=model,
         cache=replace(config.cache, enable_prefix_caching=False),
         scheduler=replace(config.scheduler, steps_in_flight=1),
         parallel=ParallelSection(),
@@ -152,13 +179,21 @@ def _alone(config: Config, groups: tuple[EngineConfig, ...]) -> EngineConfig:
     return resolve(one)
 
 
+def _one_by_one(config: EngineConfig, asked: Sequence[Submit]) -> list[list[int]]:
+    """Tokens of each, with nothing beside it."""
+    core = EngineCore(config, progress=False)
+    try:
+        return [generate(core, [one])[one.sequence] for one in asked]
+    finally:
+        core.close()
+
+
 def _groups_answer(
-    groups: tuple[EngineConfig, ...], prompts: Prompts, tokens: int, params: list[TokenParams], say: Say
+    groups: tuple[EngineConfig, ...], asked: Sequence[Submit], say: Say
 ) -> tuple[list[list[int]], bool]:
     """(tokens of each prompt, whether all that was asked for took part)."""
     engine = Replicas(groups)
     try:
-        asked = [submit_of(number, prompts[number], tokens, params) for number in range(len(prompts))]
         found = generate(engine, asked)
         stats = engine.stats_of()
         local = engine.thread.links.local_prefills
@@ -168,31 +203,37 @@ def _groups_answer(
         say(f"{name}: {_done(role, one)}")
     if local:
         say(f"{local} prompts were computed where they were decoded, as no group that prefills was there")
-    missing = [*_idle(stats), *_speculation(groups, stats)]
+    missing = [*_idle(stats, any(one.media for one in asked)), *_speculation(groups, stats)]
     for what in missing:
         say(f"{what} did NOT ENGAGE, so nothing is proven of it; give more --prompts or --tokens")
-    return [found[number] for number in range(len(prompts))], not missing
+    return [found[one.sequence] for one in asked], not missing
 
 
 def _done(role: Role, stats: HeadStats) -> str:
     """What an instance of ``role`` counted."""
+    if role == "encode":
+        return told(stats, encodes=True)
+    images = "" if stats.embedding_transfers is None else f", {told(stats, encodes=False)}"
     moved = stats.transfers
     if moved is None:
-        return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens"
+        return f"{stats.prompt_tokens} prompt tokens, {stats.generation_tokens} output tokens{images}"
     rooms = f"{moved.done} rooms done, {moved.failed} failed"
     if role == "prefill":
-        return f"{stats.prompt_tokens} prompt tokens, {rooms}, {moved.sent_bytes} bytes sent"
+        return f"{stats.prompt_tokens} prompt tokens, {rooms}, {moved.sent_bytes} bytes sent{images}"
     return f"{rooms}, {moved.received_bytes} bytes received, {stats.generation_tokens} output tokens"
 
 
-def _idle(stats: Mapping[str, tuple[Role, HeadStats]]) -> Iterator[str]:
-    """Instances that took no part in what their role is. Where others have roles, unified ones may idle."""
+def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator[str]:
+    """Instances that took no part in what their role is. Where others have roles, unified ones may idle.
+    ``images``: whether prompts had some."""
     pairs = {"prefill", "decode"} <= {role for role, _ in stats.values()}
     for name, (role, one) in stats.items():
-        moved = one.transfers
+        moved = one.transfers if role != "encode" else one.embedding_transfers
         if role == "unified":
             if not pairs and not one.generation_tokens:
                 yield name
+        elif role == "encode" and not images:
+            continue
         elif moved is None or not moved.done or not (moved.sent_bytes or moved.received_bytes):
             yield name
 

@@ -152,3 +152,10 @@ class Packs(Layer, ABC):
         packed = op.pack(plain.data) if largest is None else op.pack(plain.data, largest)
         setattr(self, weight, None)
         return packed
+
+
+def pack_all(model: nn.Module) -> None:
+    """Packs every layer of ``model``, in order of definition: an embedding before the head tied to it."""
+    for module in model.modules():
+        if isinstance(module, Packs):
+            module.pack()

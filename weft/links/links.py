@@ -120,7 +120,7 @@ class Links:
                 task.cancel()
         if self._fleet.failure is not None:
             raise self._fleet.failure
-        welcomes = [one.welcome for one in self.instances if one.welcome is not None]
+        welcomes = [one.welcome for one in self._computing if one.welcome is not None]
         self.welcome = min(welcomes, key=lambda welcome: welcome.max_model_len)
         return self.welcome
 
@@ -140,6 +140,11 @@ class Links:
     def instances(self) -> Sequence[Instance]:
         """The instances, in order; read only."""
         return list(self._fleet.table.instances.values())
+
+    @property
+    def _computing(self) -> list[Instance]:
+        """Those that make tokens."""
+        return [one for one in self.instances if one.role != "encode"]
 
     @property
     def failure(self) -> WeftError | None:
@@ -171,8 +176,9 @@ class Links:
         return self._past_bad_frames + sum(link.bad_frames for link in self._links.values())
 
     @property
-    def late_events(self) -> int:
-        return self._fleet.late_events
+    def fleet(self) -> Fleet:
+        """What is decided by; to be read only."""
+        return self._fleet
 
     @property
     def failovers(self) -> int:
@@ -187,16 +193,6 @@ class Links:
     def local_prefills(self) -> int:
         """Sequences that a head prefilled whose role is to decode."""
         return self._fleet.local_prefills
-
-    @property
-    def routing_decisions(self) -> dict[str, int]:
-        """Choices among several heads by what they have cached: exact, degraded and fallback."""
-        return self._fleet.router.decisions
-
-    @property
-    def unpaired(self) -> int:
-        """Heads that live, have a role, and no partner that lives."""
-        return self._fleet.table.unpaired
 
     @property
     def restarts(self) -> int:
@@ -222,7 +218,7 @@ class Links:
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
-        waiting = [link.waiting for name, link in self._links.items() if self._lives(name)]
+        waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
         opened = e.Opened(tuple(submits), hashes or {})
@@ -233,8 +229,8 @@ class Links:
 
     def hash_prompts(self, submits: Sequence[m.Submit]) -> dict[int, PromptHashes]:
         """What placing ``submits`` needs, made ahead, since long prompts take long. From any thread."""
-        roles = Counter(instance.role for instance in self.instances)
-        blocks = {block_of(one) for one in self.instances if roles[one.role] > 1}  # of others none is chosen
+        roles = Counter(instance.role for instance in self._computing)
+        blocks = {block_of(one) for one in self._computing if roles[one.role] > 1}  # of others none is chosen
         if not blocks:
             return {}
         return {
@@ -246,10 +242,11 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Sends one of ``submits`` to each live head; it is not moved to another head. Raises WeftError."""
+        """Sends one of ``submits`` to each live head that makes tokens; it is not moved to another head.
+        Raises WeftError."""
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
-        pairs = list(zip(submits, [one for one in self.instances if one.alive], strict=False))
+        pairs = list(zip(submits, [one for one in self._computing if one.alive], strict=False))
         flow = Flow([submit.sequence for submit, _ in pairs])
         for submit, instance in pairs:
             self._flows[submit.sequence] = flow

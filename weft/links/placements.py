@@ -41,7 +41,6 @@ class Placements:
         if parent is None:
             return message
         self._end(message.sequence, instance, "again")
-        room = message.room
         span = child_of(
             parent,
             "placement",
@@ -50,7 +49,7 @@ class Placements:
             attempt=message.attempt,
             choice=message.choice,
             instance=instance,
-            part="all" if room is None else "prefill" if room.sends else "decode",
+            part=_part(message),
         )
         self._open[message.sequence, instance] = (span, message.attempt)
         if version < SINCE:
@@ -88,3 +87,11 @@ class Placements:
         if found is not None:
             found[0].attributes["weft.finish"] = finish
             self._writer.write(found[0], self._now(), error)
+
+
+def _part(message: m.Submit) -> str:
+    """What an instance does with it."""
+    if message.room is not None:
+        return "prefill" if message.room.sends else "decode"
+    encodes = any(item.room is not None and item.room.sends for item in message.media)
+    return "encode" if encodes else "all"

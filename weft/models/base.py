@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.attention.base import Backends, LayerCache, StepInput
 from weft.config.spec import ModelSpec
-from weft.layers.build import Build, Packs
+from weft.layers.build import Build, pack_all
 from weft.models.vision import Tower
 from weft.moe.balance import ExpertLayers
 from weft.moe.block import RoutedMLP
@@ -38,9 +38,7 @@ class Model(nn.Module, ABC):
 
     def pack(self) -> None:
         """Hands every loaded weight to the op that reads it. Once, before the first ``steps``."""
-        for module in self.modules():  # in order of definition: an embedding before the head tied to it
-            if isinstance(module, Packs):
-                module.pack()
+        pack_all(self)
         divided = [m.divided for m in self.modules() if isinstance(m, RoutedMLP) and m.divided is not None]
         self.experts = ExpertLayers(divided) if divided else None
 

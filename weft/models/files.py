@@ -20,20 +20,23 @@ _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
 
 
-def weight_files(folder: Path, load_format: str) -> list[Path]:
+def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
     """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
+
+    ``prefixes``: where an index says what is in which file, those with tensors whose names begin so; others
+    need not be there.
 
     Raises ConfigError when there are none, when an index names a file that is missing or outside the
     folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
     """
     if load_format == "pickle":
-        result = _listed(folder, "pytorch_model.bin.index.json") or _pickles(folder)
+        result = _listed(folder, "pytorch_model.bin.index.json", prefixes) or _pickles(folder)
         if not result:
             raise ConfigError(
                 "no pickled weights in the model folder; try --load-format auto", param="--load-format"
             )
         return result
-    result = _listed(folder, "model.safetensors.index.json")
+    result = _listed(folder, "model.safetensors.index.json", prefixes)
     if result:
         return result
     single = folder / "model.safetensors"
@@ -55,15 +58,16 @@ def _pickles(folder: Path) -> list[Path]:
     )
 
 
-def _listed(folder: Path, index_name: str) -> list[Path]:
-    """The shards that an index names; empty where there is no index."""
+def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...]) -> list[Path]:
+    """The shards that an index names, of tensors whose names begin with one of ``prefixes``; empty where
+    there is no index."""
     index = read_json(folder, index_name)
     if index is None:
         return []
     names = index.get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
         raise ConfigError(f"{index_name} has no weight_map", param="--model")
-    shards = sorted(set(names.values()))
+    shards = sorted({shard for name, shard in names.items() if str(name).startswith(prefixes)})
     for shard in shards:
         if Path(shard).name != shard:
             raise ConfigError(f"{index_name} names a file outside the model folder", param="--model")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -129,8 +129,19 @@ def _saved_layers(folder: Path, spec: ModelSpec) -> int:
     return facts.integer("num_hidden_layers", spec.layers) + predicting
 
 
+class Loadable(Protocol):
+    """What weights are loaded into: a model, or a tower alone."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 @torch.no_grad()
-def fill(model: Model, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool) -> None:
+def fill(
+    model: Loadable, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool
+) -> None:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
 
     Quantized weights are dequantized one by one (``weft.models.quantized``).
@@ -219,7 +230,7 @@ def _list(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
 
-def _check_repeated(model: Model, weights: WeightMap, files: Sequence[Path]) -> None:
+def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) -> None:
     """A name that repeats another's values must do so: a head that differs from its tie is not tied."""
     parameters = dict(model.named_parameters())
     for path in files:
@@ -248,7 +259,7 @@ def _repeats(file: WeightFile, name: str, parameter: nn.Parameter, placement: Pl
 
 
 @torch.no_grad()
-def fill_randomly(model: Model, seed: int) -> None:
+def fill_randomly(model: Loadable, seed: int) -> None:
     """Random weights, a function of ``seed``, parameter name and (global) shape on one kind of device.
 
     Every rank makes whole parameters, one by one, and keeps what it holds of them.

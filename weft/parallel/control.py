@@ -79,9 +79,9 @@ class RankChannel(ABC):
         """Queues a frame for the head; does not wait. Raises PeerGone."""
 
     @abstractmethod
-    def receive(self, timeout: float, wake: int | None = None) -> bytes | None:
-        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait), or when the
-        descriptor ``wake`` can be read from.
+    def receive(self, timeout: float, wake: Sequence[int] = ()) -> bytes | None:
+        """The head's next frame; None when none came within ``timeout`` seconds (0: do not wait), or when one
+        of the descriptors ``wake`` can be read from.
         """
 
     @abstractmethod
@@ -169,7 +169,7 @@ class ZmqRank(RankChannel):
         except zmq.ZMQError as error:
             raise PeerGone(f"the head is gone or does not read ({error.strerror})") from error
 
-    def receive(self, timeout: float, wake: int | None = None) -> bytes | None:
+    def receive(self, timeout: float, wake: Sequence[int] = ()) -> bytes | None:
         parts = self._inbox.take(timeout, wake)
         if parts is None:
             return None
@@ -197,10 +197,12 @@ class _Inbox:
         self._socket = socket
         self._patience = -1
 
-    def take(self, timeout: float, wake: int | None = None) -> list[bytes] | None:
-        """The next message; None when none came within ``timeout`` seconds, or ``wake`` can be read from."""
-        if wake is not None and timeout > 0:
-            zmq.zmq_poll([(self._socket, zmq.POLLIN), (wake, zmq.POLLIN)], max(int(timeout * 1000), 1))
+    def take(self, timeout: float, wake: Sequence[int] = ()) -> list[bytes] | None:
+        """The next message; None when none came within ``timeout`` seconds, or one of ``wake`` can be read
+        from."""
+        if wake and timeout > 0:
+            polled: list[tuple[Any, int]] = [(one, zmq.POLLIN) for one in (self._socket, *wake)]
+            zmq.zmq_poll(polled, max(int(timeout * 1000), 1))
             timeout = 0
         if timeout <= 0 and not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
             return None

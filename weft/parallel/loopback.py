@@ -190,7 +190,7 @@ class LoopbackRank(RankChannel):
     def send(self, data: bytes) -> None:
         self._net.put(self._peer, False, data)
 
-    def receive(self, timeout: float, wake: int | None = None) -> bytes | None:
+    def receive(self, timeout: float, wake: Sequence[int] = ()) -> bytes | None:
         return self._net.take_for(self._peer)
 
     def close(self, deliver: bool = True) -> None:

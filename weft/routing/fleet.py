@@ -7,8 +7,9 @@
 
 Input is events, output is actions (``weft.routing.events``). The class uses no clock, socket, thread or
 process, so the simulator runs it, too. An open sequence is parked, paused, at an instance, or at a pair of
-them (``weft.routing.pairs``); it ends exactly once, with an event that has ``finish``. When an instance is
-lost its sequences go on at others, from the tokens that came so far, or wait for one that is being started.
+them (``weft.routing.pairs``), beside others that encode its images (``weft.routing.encoders``); it ends
+exactly once, with an event that has ``finish``. When an instance is lost its sequences go on at others, from
+the tokens that came so far, or wait for one that is being started.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
 from weft.routing.ledger import LedgerEntry, Unlanded, by_request, is_refusal
+from weft.routing.open_sequences import OpenSequences
 from weft.routing.pairs import Route, Router, serve, ticketed
-from weft.routing.parked import MOST_REFUSALS, Parked, wait_after
+from weft.routing.parked import MOST_REFUSALS, wait_after
 from weft.routing.policy import Policies, make_policies
 from weft.types import messages as m
 
@@ -55,7 +57,8 @@ class Fleet:
         """
         self.table = InstanceTable(instances, patience, joining, local_prefill)
         self._joining = joining
-        self.entries: dict[int, LedgerEntry] = {}
+        self.open = OpenSequences()
+        self.entries = self.open.entries
         """Open sequences."""
         self.failure: WeftError | None = None
         """Set when no instance is left and none will be started again."""
@@ -65,14 +68,11 @@ class Fleet:
         self.pauses = 0
         self.paired = 0  # sequences that were sent to two instances
         self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
+        self.encodes = {"first": 0, "again": 0}  # images sent to instances that encode, by the attempt
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
         self._unlanded = Unlanded()
-        self._parked = Parked()  # open sequences that wait for an instance, in order
-        self._paused: dict[int, None] = {}  # open sequences that their client does not read
-        self._requests: dict[int, dict[int, None]] = {}
-        """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
-        self._bereft: set[int] = set()  # parked or paused sequences that lost their instance
+        self._parked = self.open.parked
         self._closing, self._now = False, -math.inf
         self._lateness = Lateness(self.table, patience)
         self._actions: list[e.Action] = []
@@ -106,11 +106,7 @@ class Fleet:
     # -- requests -----------------------------------------------------------------------------------
 
     def _opened(self, event: e.Opened) -> None:
-        for submit in event.submits:
-            hashes = event.hashes.get(submit.request)
-            self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
-            self._requests.setdefault(submit.request, {})[submit.sequence] = None
-            self._parked.add(submit.sequence)
+        self.open.open(event)
         if event.pinned is not None and not self.table.instances[event.pinned].alive:
             self._end_pinned(event.pinned, Unavailable("the engine that was asked for is not there"))
 
@@ -122,22 +118,17 @@ class Fleet:
         for sequence in event.sequences:
             if sequence in self.entries:
                 self._leave(sequence)
-                self._forget(sequence)
+                self.open.forget(sequence)
 
     def _pause(self, event: e.Paused) -> None:
-        before = len(self._paused)
-        for sequence in event.sequences:
-            if sequence in self.entries and sequence not in self._paused:
-                self._leave(sequence)
-                self._parked.discard(sequence)
-                self._paused[sequence] = None
-        self.pauses += len(self._paused) > before
+        fresh = [s for s in event.sequences if s in self.entries and s not in self.open.paused]
+        for sequence in fresh:
+            self._leave(sequence)
+            self.open.pause(sequence)
+        self.pauses += bool(fresh)
 
     def _resume(self, event: e.Resumed) -> None:
-        for sequence in event.sequences:
-            if sequence in self._paused:
-                del self._paused[sequence]
-                self._parked.add(sequence)
+        self.open.resume(event.sequences)
 
     def _leave(self, sequence: int) -> None:
         """Takes an open sequence from wherever it is."""
@@ -150,20 +141,9 @@ class Fleet:
                 instance.unanswered.add(sequence)
         entry.left()
 
-    def _forget(self, sequence: int) -> None:
-        """It has ended, and is nowhere."""
-        entry = self.entries.pop(sequence)
-        siblings = self._requests[entry.submit.request]
-        del siblings[sequence]
-        if not siblings:
-            del self._requests[entry.submit.request]
-        self._parked.discard(sequence)
-        self._paused.pop(sequence, None)
-        self._bereft.discard(sequence)
-
     def _end(self, sequence: int, error: WeftError) -> None:
         self._leave(sequence)
-        self._forget(sequence)
+        self.open.forget(sequence)
         self._events.append(m.TokenEvent(sequence=sequence, finish="error", error=error.info()))
 
     # -- placement ----------------------------------------------------------------------------------
@@ -176,8 +156,9 @@ class Fleet:
         for request, group in by_request(ready, self.entries).items():
             entry = self.entries[group[0]]
             able, local = speaking(takers, entry.submit), self._lateness.local
-            near = {name for each in self._requests[request] for name in self.entries[each].places}
-            route = self.router.route(able, entry, group, near, local)
+            encoders = self.table.encoders() if entry.submit.media else None
+            near = self.open.near(request)
+            route = self.router.route(able, entry, group, near, local, encoders)
             if route is not None:
                 self._place(route, group)
             elif len(able) < len(takers) and outdated(self.table.instances.values(), entry.submit, local):
@@ -187,7 +168,7 @@ class Fleet:
                 takers = self.table.takers()
 
     def _place(self, route: Route, group: list[int]) -> None:
-        compute, decode = route
+        compute, decode, encoders = route
         for number, sequence in enumerate(group):
             entry = self.entries[sequence]
             submit = entry.again()
@@ -199,18 +180,18 @@ class Fleet:
                 self.paired += 1
             elif compute.role == "decode" and entry.pinned is None:
                 self.local_prefills += 1
-            for instance, its in ticketed(route, submit, self._patience.transfer):
+            for instance, its in ticketed(route, submit, self._patience.transfer, first=not number):
+                if instance in encoders:
+                    instance.begin(sequence, sum(item.count for item in its.media))
+                    entry.encoders[instance.name] = None
+                    self.encodes["again" if entry.attempt else "first"] += len(its.media)
                 entry.places[instance.name] = entry.attempt
                 self._send(instance, understood(its, instance))
-            self._parked.discard(sequence)
-            if sequence in self._bereft:
-                self._bereft.discard(sequence)
-                self.failovers += 1
+            self.failovers += self.open.placed(sequence)
 
     def _end_late(self) -> None:
         """Parked sequences fail that have waited for too long."""
-        why = ((s, self._lateness.why(begun=self.entries[s].attempt >= 0)) for s in self._parked)
-        late = [(sequence, error) for sequence, error in why if error is not None]
+        late = self.open.late(self._lateness)
         if late:
             log.error("%d sequences fail: %s", len(late), late[0][1].message)
         for sequence, error in late:
@@ -262,8 +243,12 @@ class Fleet:
         if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
             self.late_events += 1
             return
+        if instance.name in entry.encoders:
+            self._take_of_encoder(instance, entry, event)
+            return
         if event.token_ids:
             instance.computed(sequence)
+            entry.computed = True
         alone = entry.pair is None and event.position < 0
         said = event if alone else entry.in_turn(instance.name, event)
         if said is None:
@@ -293,40 +278,61 @@ class Fleet:
         else:
             self._depart(instance, entry)
             self._leave(sequence)
-            self._forget(sequence)
+            self.open.forget(sequence)
             if finish != "error":
                 self.table.prove(instance)
+
+    def _take_of_encoder(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
+        """``instance``, which encodes images of a sequence that is there, has said what became of them."""
+        finish, error = event.finish, event.error
+        if finish == "moved" or (finish and entry.computed):  # then all has come, whatever became of it since
+            self._depart(instance, entry)
+        elif finish == "error" and error is not None and not self._may_retry(instance, entry, event):
+            self._depart(instance, entry)
+            self._end(entry.submit.sequence, ReportedError(error))
+        elif finish:
+            self._give_back(instance, entry, "" if error is None else error.code)
+        if finish == "moved":
+            self.table.prove(instance)
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
         """Whether ``event`` says that this instance has no room, and another one may have."""
         if entry.pinned is not None or not is_refusal(event):
             return False
-        others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
-        return serve(others, self._lateness.local)
+        encodes = instance.name in entry.encoders
+        able = (self.table.encoders() or []) if encodes else self.table.takers()
+        others = [one for one in able if one is not instance and one.name not in entry.refused]
+        return bool(others) if encodes else serve(others, self._lateness.local)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
         """``instance`` has the sequence no longer."""
         instance.end(entry.submit.sequence)
         del entry.places[instance.name]
+        entry.encoders.pop(instance.name, None)
 
     def _hand_over(self, sender: Instance, entry: LedgerEntry) -> None:
         """All that ``sender`` had to say of the sequence has come: now the other of the pair is heard."""
         self._depart(sender, entry)
         held, entry.held = entry.held, []
         for event in held:
-            (receiver,) = entry.places or (None,)
-            if receiver is not None:
+            if (receiver := entry.partner(sender.name)) is not None:
                 self._take(self.table.instances[receiver], event)
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
         """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
         sequence, other = entry.submit.sequence, entry.partner(instance.name)
+        # Of who says that its peer has ended, one of these may be meant as well as ``other``.
+        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)
         self._depart(instance, entry)
-        if (ended := why == PeerEnded.code) and other is not None:  # until another process takes its place
+        ended = why == PeerEnded.code and other is not None and not doubtful
+        if ended and other is not None:  # until another process takes its place
             self.table.shun(self.table.instances[other], self._now)
-        if why == RanksLost.code or (ended and other is not None):
+        if why == RanksLost.code or ended:
             self._go_on(entry)
-        elif entry.refuse(instance.name) > MOST_REFUSALS:
+            return
+        for name in doubtful:
+            entry.refuse(name)
+        if entry.refuse(instance.name) > MOST_REFUSALS:
             self._end(sequence, Unavailable("the engine takes the request no more; try again later"))
         else:
             self._leave(sequence)
@@ -365,7 +371,9 @@ class Fleet:
         self._actions.append(e.Unlink(instance.name, instance.link))
         for sequence in list(instance.open):
             entry = self.entries[sequence]
-            if entry.sender == instance.name and not entry.needs_sender:
+            if instance.name in entry.encoders and entry.computed:
+                self._depart(instance, entry)
+            elif entry.sender == instance.name and not entry.needs_sender:
                 self._hand_over(instance, entry)
             else:
                 self._depart(instance, entry)
@@ -386,7 +394,7 @@ class Fleet:
             lost = f"the engine was lost {entry.losses} times while it worked on this request"
             self._end(sequence, EngineDead(lost))
         else:  # of one that is pinned, ``_lose`` sees to the end
-            self._bereft.add(sequence)
+            self.open.bereft.add(sequence)
             self._parked.add(sequence)
 
     def _retired(self, event: e.Retired) -> None:
@@ -398,9 +406,6 @@ class Fleet:
                 self.table.retire(instance)
         if self.table.over:
             self._fail(event.error)
-
-    def _draining(self, event: e.Draining) -> None:
-        self.table.drain(self.table.instances[event.instance], self._now)
 
     def _fail(self, error: WeftError) -> None:
         if self.failure is None:
@@ -421,13 +426,8 @@ class Fleet:
 
     def _close(self, event: e.Closing) -> None:
         self._closing = True
-        for instance in self.table.instances.values():
-            if not instance.listens or instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
-                continue
-            if event.shutdown:
-                self._send(instance, m.Shutdown())
-            elif instance.version > 1:
-                self._send(instance, m.Goodbye())
+        for instance, message in self.table.farewells(event.shutdown):
+            self._send(instance, message)
         for sequence in list(self.entries):
             self._end(sequence, Unavailable("the server is shutting down"))
 
@@ -443,7 +443,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,
-    e.Draining: Fleet._draining,
+    e.Draining: lambda fleet, event: fleet.table.drain(fleet.table.instances[event.instance], fleet._now),
     e.Stalled: Fleet._stalled,
     e.Tick: Fleet._tick,
     e.Closing: Fleet._close,

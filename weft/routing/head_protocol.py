@@ -13,6 +13,7 @@ import msgspec
 
 from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftError
 from weft.kv.prefix_log import PrefixLog
+from weft.routing.encoders import ENCODE_SINCE
 from weft.routing.prefix_index import PrefixReports
 from weft.types import messages as m
 
@@ -152,12 +153,17 @@ class HeadProtocol:
             low, high = hello.versions
             spoken = f"this head speaks versions {m.OLDEST} to {m.VERSION}, the front {low} to {high}"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
-        self._fronts[front] = _Front(hello.front, version, hello.quiet)
         welcome = self._engine.welcome(self._incarnation)
+        if welcome.role == "encode" and version < ENCODE_SINCE:
+            spoken = f"this head encodes images for others, which the front, of version {version}, cannot use"
+            return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
+        self._fronts[front] = _Front(hello.front, version, hello.quiet)
         if version < 2:
             welcome = msgspec.structs.replace(welcome, block_size=0)
         if version < 3:
             welcome = msgspec.structs.replace(welcome, role="unified", fingerprint="", rooms="")
+        if version < ENCODE_SINCE:
+            welcome = msgspec.structs.replace(welcome, tower=False, embeddings="", tower_fingerprint="")
         return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
@@ -217,6 +223,8 @@ _SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     """``heartbeat`` as a front of ``version`` knows it."""
     stats = heartbeat.stats
+    if version < ENCODE_SINCE and stats.embedding_transfers is not None:
+        stats = msgspec.structs.replace(stats, embedding_transfers=None)
     if version < 5:
         stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
     if version < 4:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
+from weft.routing.encoders import divided, sees, without_compute
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.pairs import ROLES_SINCE, serve, why_lonely, without_partner
 from weft.types import messages as m
@@ -37,7 +38,8 @@ class Patience:
     role: float = 10.0
     """That new sequences wait for an instance of a role that has none, while others take sequences."""
     transfer: float = 300.0
-    """That one sequence's cache may take from the instance that prefills to the one that decodes."""
+    """That one sequence's cache may take from the instance that prefills to the one that decodes; and its
+    images from those that encode them."""
 
 
 class InstanceTable:
@@ -64,6 +66,8 @@ class InstanceTable:
         """Since when no instance takes sequences; inf while one does, and before all have been up."""
         self.unpaired_since = math.inf
         """Since when some take sequences, but none can do all work and no two are a pair; else inf."""
+        self.blind_since = math.inf
+        """Since when some take sequences, but for want of one that encodes none takes images; else inf."""
         self._patience = patience
         self._joining = joining
         self._local_prefill = local_prefill
@@ -95,7 +99,8 @@ class InstanceTable:
     @property
     def unpaired(self) -> int:
         """Instances that are alive, have a role, and no partner that is alive."""
-        return len(without_partner(one for one in self.instances.values() if one.alive))
+        alive = [one for one in self.instances.values() if one.alive]
+        return len(without_partner(alive)) + len(without_compute(alive))
 
     def serve(self, instances: Iterable[Instance]) -> bool:
         """Whether ``instances`` can serve requests."""
@@ -103,7 +108,13 @@ class InstanceTable:
 
     def takers(self) -> list[Instance]:
         """Instances that take sequences now, in order."""
-        return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
+        return [one for one in self._taking() if one.role != "encode"]
+
+    def encoders(self) -> list[Instance] | None:
+        """Instances that take images of sequences now, in order; None where there never were any."""
+        if not divided(self.instances.values()):
+            return None
+        return [one for one in self._taking() if one.role == "encode"]
 
     def deadline(self) -> float:
         """When ``overdue`` will change, if no message comes before; inf for never."""
@@ -145,6 +156,8 @@ class InstanceTable:
             self.unready_since = min(now, self.unready_since + seconds)
         if self.unpaired_since != math.inf:
             self.unpaired_since = min(now, self.unpaired_since + seconds)
+        if self.blind_since != math.inf:
+            self.blind_since = min(now, self.blind_since + seconds)
 
     # -- states
 
@@ -222,6 +235,14 @@ class InstanceTable:
         """No other process of the instance will be started."""
         instance.state = InstanceState.RETIRED
 
+    def farewells(self, shutdown: bool) -> list[tuple[Instance, m.Shutdown | m.Goodbye]]:
+        """What instances are told when the front ends; ``shutdown``: they end with it."""
+        gone = (InstanceState.DOWN, InstanceState.RETIRED)
+        listening = [one for one in self.instances.values() if one.listens and one.state not in gone]
+        if shutdown:
+            return [(one, m.Shutdown()) for one in listening]
+        return [(one, m.Goodbye()) for one in listening if one.version > 1]
+
     def _serving(self) -> list[Instance]:
         broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
         serving = (InstanceState.UP, InstanceState.HALF_OPEN)
@@ -232,7 +253,8 @@ class InstanceTable:
         ]
 
     def _changed(self, now: float) -> None:
-        serving = self._serving()
+        all_serving = self._serving()
+        serving = [one for one in all_serving if one.role != "encode"]
         if serving:
             self.unready_since = math.inf
         elif self.complete:
@@ -241,6 +263,25 @@ class InstanceTable:
             self.unpaired_since = math.inf
         elif self.complete:
             self.unpaired_since = min(self.unpaired_since, now)
+        if not serving or self._sees(all_serving):
+            self.blind_since = math.inf
+        elif self.complete:
+            self.blind_since = min(self.blind_since, now)
+
+    def _sees(self, serving: list[Instance]) -> bool:
+        """Whether ``serving`` take sequences with images."""
+        if not divided(self.instances.values()):
+            return True
+        encoders = [one for one in serving if one.role == "encode"]
+        able = [one for one in serving if sees(one, encoders)]
+        if self._local_prefill and any(one.role == "decode" for one in able):
+            return True
+        return serve(
+            [*(one for one in able if one.role != "decode"), *_of_role(serving, "decode")], local=False
+        )
+
+    def _taking(self) -> list[Instance]:
+        return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
 
     def _say_who_is_lonely(self) -> None:
         """Once for each process."""
@@ -250,3 +291,7 @@ class InstanceTable:
             if why is not None:
                 one.lonely = True
                 log.warning("engine %s is never paired: %s", one.name, why)
+
+
+def _of_role(instances: Iterable[Instance], role: m.Role) -> list[Instance]:
+    return [one for one in instances if one.role == role]

@@ -12,6 +12,7 @@ log = get_logger(__name__)
 
 LATE = "the engine failed and did not come back in time; try again later"
 NO_PAIR = "no engine of a role that the request needs takes requests; try again later"
+NO_ENCODER = "no group that encodes images is there; try again later"
 
 
 class _Limit:
@@ -31,7 +32,8 @@ class _Limit:
 
 
 class Lateness:
-    """Whether requests wait too long: for any instance, or for a role that no instance has.
+    """Whether requests wait too long: for any instance, or for a role that no instance has; those with images
+    for one that encodes these, too.
 
     New ones wait for a role for ``Patience.role`` only; those that were begun, as long as for any instance.
     """
@@ -41,6 +43,8 @@ class Lateness:
         self._any = _Limit(patience.recovery)
         self._role = _Limit(patience.role)
         self._role_again = _Limit(max(patience.role, patience.recovery))
+        self._images = _Limit(patience.role)
+        self._images_again = _Limit(max(patience.role, patience.recovery))
         self._lacked = False
         """Whether anything was missing at the last look."""
 
@@ -50,7 +54,7 @@ class Lateness:
 
     def look(self, now: float) -> None:
         """To be called after each change of instances, and at the deadline."""
-        lacks = self._table.unready_since < math.inf or self._table.unpaired_since < math.inf
+        lacks = any(since < math.inf for _, since in self._limits())
         if not lacks and not self._lacked:  # as nearly always
             return
         self._lacked = lacks
@@ -62,20 +66,28 @@ class Lateness:
             log.warning("no pair of engines that prefill and decode takes requests: %s", then)
 
     def _limits(self) -> tuple[tuple[_Limit, float], ...]:
-        unpaired = self._table.unpaired_since
-        return ((self._any, self._table.unready_since), (self._role, unpaired), (self._role_again, unpaired))
+        unpaired, blind = self._table.unpaired_since, self._table.blind_since
+        return (
+            (self._any, self._table.unready_since),
+            (self._role, unpaired),
+            (self._role_again, unpaired),
+            (self._images, blind),
+            (self._images_again, blind),
+        )
 
     @property
     def local(self) -> bool:
         """Whether instances that decode compute prompts, too: none that prefills has come in time."""
         return self._role.passed and self._table.local
 
-    def why(self, begun: bool) -> Unavailable | None:
+    def why(self, begun: bool, images: bool = False) -> Unavailable | None:
         """Why a sequence that no instance takes should wait no longer; None when it should wait.
 
-        ``begun``: whether an instance has had it.
+        ``begun``: whether an instance has had it. ``images``: whether it has some.
         """
         if self._any.passed:
             return Unavailable(LATE)
-        passed = self._role_again.passed if begun else self._role.passed
-        return Unavailable(NO_PAIR) if passed and not self._table.local else None
+        if (self._role_again if begun else self._role).passed and not self._table.local:
+            return Unavailable(NO_PAIR)
+        blind = images and (self._images_again if begun else self._images).passed
+        return Unavailable(NO_ENCODER) if blind else None

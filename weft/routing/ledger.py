@@ -7,7 +7,8 @@ before the first token) are dropped here, so a reader of the events gets each on
 A sequence may be at two instances at once, a *pair*: one computes its prompt, and tells the first token; the
 other one goes on, and tells that token, too. Each sending, to one or to both, is an *attempt* with a number
 of its own. Events carry the number, so late events of an earlier attempt are recognized, and the position of
-their tokens, so that what both tell is taken once.
+their tokens, so that what both tell is taken once. Instances that encode its images for the one that computes
+its prompt have a part in the attempt until they have sent the embeddings, and tell no token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class LedgerEntry:
     __slots__ = (
         "attempt",
         "cached",
+        "computed",
         "continued",
+        "encoders",
         "hashes",
         "held",
         "landed",
@@ -58,6 +61,11 @@ class LedgerEntry:
         """Instance -> attempt, of the instances that work on the sequence."""
         self.pair: tuple[str, str] | None = None
         """Who computes the prompt in the present attempt, and who decodes; None where one does both."""
+        self.encoders: dict[str, None] = {}
+        """Who encodes images of it in the present attempt, and has not said that it is done. They are among
+        ``places``."""
+        self.computed = False
+        """Whether a token came in the present attempt: so whoever computes the prompt has all it needs."""
         self.held: list[TokenEvent] = []
         """What the one that decodes has said while the other one was not done with the sequence."""
         self.landed = False
@@ -88,8 +96,11 @@ class LedgerEntry:
         return self.pair[0] if self.pair is not None and self.pair[0] in self.places else None
 
     def partner(self, name: str) -> str | None:
-        """The other instance that works on it beside ``name``."""
-        return next((other for other in self.places if other != name), None)
+        """The other instance that makes tokens of it beside ``name``; to one that encodes, the one that
+        computes the prompt."""
+        if name in self.encoders and self.pair is not None:
+            return self.sender
+        return next((other for other in self.places if other != name and other not in self.encoders), None)
 
     def receives(self, name: str) -> bool:
         """Whether ``name`` decodes what another instance has computed."""
@@ -112,9 +123,10 @@ class LedgerEntry:
     def left(self) -> None:
         """No instance works on it now."""
         self.places.clear()
+        self.encoders.clear()
         self.held.clear()
         self.pair = None
-        self.landed = False
+        self.landed = self.computed = False
 
     def again(self) -> Submit:
         """The Submit of the next attempt, which continues after all tokens so far."""

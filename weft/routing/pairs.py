@@ -2,7 +2,8 @@
 and what each of them is sent. Pure but for the memory of policies.
 
 A *pair* is a prefill instance and a decode instance whose heads have equal fingerprints. All sequences of a
-prompt go to one pair, each with a room of its own. An instance of neither role does both.
+prompt go to one pair, each with a room of its own. An instance of neither role does both. Where images are
+encoded at instances of their own, those get a part, too: see ``weft.routing.encoders``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from weft.routing.encoders import choose, divided_submit, encodes_for, sees
 from weft.routing.instances import Instance
 from weft.routing.ledger import LedgerEntry
 from weft.routing.policy import Hashes, Policies, hashes_of
@@ -32,6 +34,8 @@ class Route(NamedTuple):
     """Computes the prompt."""
     decode: Instance | None = None
     """Goes on from the first token; None where ``compute`` does."""
+    encoders: tuple[Instance, ...] = ()
+    """Who encodes each image of the prompt; () where it has none, or ``compute`` does."""
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
@@ -90,7 +94,8 @@ class Router:
 
     def asks(self, instance: Instance) -> bool:
         """Whether ``instance``, which is up, is to tell what it has cached."""
-        return self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
+        knows = self._policies.knows_prefixes and instance.version >= PREFIXES_SINCE
+        return knows and instance.role != "encode"
 
     def hear(self, instance: Instance, message: Heartbeat | PrefixIndex, now: float) -> bool:
         """Takes in the load of ``instance``, or what it has cached. False: that has to be told again,
@@ -111,27 +116,32 @@ class Router:
         group: Sequence[int],
         near: Collection[str] = (),
         local: bool = False,
+        encoders: Sequence[Instance] | None = None,
     ) -> Route | None:
         """Where the sequences ``group`` of one prompt go, ``entry`` among them; None when they have to wait.
 
         ``takers``: instances that take sequences. ``near``: those that have others of the same prompt.
-        ``local``: those that decode may compute the prompt, too, where there is no other way.
+        ``local``: those that decode may compute the prompt, too, where there is no other way. ``encoders``:
+        who encodes images for them now; None where whoever computes a prompt has to.
         """
         takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
         if entry.pinned is not None:
             return next((Route(one) for one in takers if one.name == entry.pinned), None)
         session = entry.submit.session
         hashes = hashes_of(entry.submit.prompt_ids, entry.submit.salt, entry.hashes, entry.submit.media)
-        willing = [one for one in takers if one.name not in entry.refused]
-        for able in (willing, takers):
+        helped = encoders is not None and bool(entry.submit.media)
+        computing = [one for one in takers if not helped or sees(one, encoders or ())]
+        willing = [one for one in computing if one.name not in entry.refused]
+        others = [one for one in takers if one.name not in entry.refused]
+        for able, decoding in ((willing, others), (computing, takers)):
             route = None
             if not entry.submit.pooling:
-                route = self._pair(able, hashes, near, session)
+                route = self._pair(able, decoding, hashes, near, session)
             elif prefill := [one for one in able if one.role == "prefill"]:  # nothing goes on from there
                 route = Route(self._policies.compute.choose(_among(prefill, near), hashes, session))
             route = route or self._alone(able, hashes, near, local, session)
             if route is not None:
-                return route
+                return _with_encoders(route, entry, encoders or ()) if helped else route
         return None
 
     def _alone(
@@ -142,12 +152,18 @@ class Router:
         return Route(self._policies.compute.choose(_among(alone, near), hashes, session)) if alone else None
 
     def _pair(
-        self, able: Sequence[Instance], hashes: Hashes, near: Collection[str], session: str
+        self,
+        able: Sequence[Instance],
+        decoding: Sequence[Instance],
+        hashes: Hashes,
+        near: Collection[str],
+        session: str,
     ) -> Route | None:
+        """``able``: who may compute the prompt; ``decoding``: who may go on."""
         prefill = [one for one in able if one.role == "prefill"]
         if not prefill:
             return None
-        decode = [one for one in able if any(are_partners(each, one) for each in prefill)]
+        decode = [one for one in decoding if any(are_partners(each, one) for each in prefill)]
         if not decode:
             return None
         decodes = self._policies.decode.choose(_among(decode, near), hashes, session)
@@ -160,21 +176,38 @@ def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[In
     return [one for one in instances if one.name in names] or instances
 
 
-def ticketed(route: Route, submit: Submit, seconds: float) -> list[tuple[Instance, Submit]]:
-    """What each instance of ``route`` is sent; ``seconds``: that the transfer may take.
+def _with_encoders(route: Route, entry: LedgerEntry, encoders: Iterable[Instance]) -> Route:
+    """Images go to who encodes for the one that computes the prompt; without any it encodes them itself."""
+    able = [one for one in encoders if encodes_for(one, route.compute)]
+    willing = [one for one in able if one.name not in entry.refused]
+    return route._replace(encoders=choose(willing or able, entry.submit.media))
 
-    First the one that decodes: it should know of the room when the other one offers it. It needs no pixels:
-    what it cannot go on with it gives back.
+
+def ticketed(
+    route: Route, submit: Submit, seconds: float, first: bool = True
+) -> list[tuple[Instance, Submit]]:
+    """What each instance of ``route`` is sent; ``seconds``: that a transfer may take. ``first``: whether it
+    is the first of its prompt's sequences there; others share what came for it.
+
+    Who receives comes before who sends: it should know of the room when the other one offers it. One that
+    decodes needs no pixels: what it cannot go on with it gives back.
     """
-    compute, decode = route
+    compute, decode, encoders = route
+    parts: list[tuple[Instance, Submit]] = []
+    if encoders and first:
+        submit, parts = divided_submit(compute, encoders, submit, seconds)
+    elif encoders:
+        submit = msgspec.structs.replace(submit, media=without_pixels(submit.media))
     if decode is None:
-        return [(compute, submit)]
+        return [(compute, submit), *parts]
     assert compute.welcome is not None
     assert decode.welcome is not None
     key = RoomKey(submit.sequence, submit.attempt, compute.incarnation)
     sends = RoomTicket(key, True, Peer(decode.welcome.rooms, decode.incarnation), seconds)
     receives = RoomTicket(key, False, Peer(compute.welcome.rooms, compute.incarnation), seconds)
+    bare = tuple(msgspec.structs.replace(item, room=None) for item in without_pixels(submit.media))
     return [
-        (decode, msgspec.structs.replace(submit, room=receives, media=without_pixels(submit.media))),
+        (decode, msgspec.structs.replace(submit, room=receives, media=bare)),
         (compute, msgspec.structs.replace(submit, room=sends)),
+        *parts,
     ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from weft.common.errors import EngineDead
+from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.transfer.words import RankReport, RankStopped
 from weft.types.plan import Export, Op, StepPlan
@@ -48,6 +48,8 @@ class Transfer(Protocol):
     def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None: ...
 
     def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None: ...
+
+    def fail(self, key: RoomKey, error: ErrorInfo) -> None: ...
 
     def expect(self, offer: Admitted, bound: Bound) -> None: ...
 

@@ -1,13 +1,14 @@
 """Images on a rank: the embeddings that plans name, rows that read them, positions that count by them.
 
-The head decides what is encoded and forgotten; here it is carried out, on the stream of the compute, in the
-order of plans. One image at a time goes through the tower, so its embedding does not depend on the others.
+The head decides what is encoded, and in which blocks of a pool it is; here it is carried out, on the stream
+of the compute, in the order of plans. One image at a time goes through the tower, so its embedding does not
+depend on the others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -17,8 +18,9 @@ from weft.attention.base import MediaRows
 from weft.common.errors import EngineDead
 from weft.config.resolved import MediaLimits
 from weft.ops.upload import upload
+from weft.runner.kv_tensors import zeros
 from weft.types.media import SPAN
-from weft.types.plan import BindMedia, DropMedia, Encode, Op, Segment
+from weft.types.plan import BindMedia, Encode, GatherMedia, MoveMedia, Op, Segment, SendMedia
 
 Tensor = torch.Tensor
 
@@ -47,20 +49,51 @@ class Tower(Protocol):
         """``image``: uint8 [frames, height, width, 3], on the model's device."""
 
 
-class MediaStore:
-    """The embeddings of one rank. Owned by the runner and used from its thread only."""
+def pool_shape(limits: MediaLimits) -> tuple[int, int, int, int]:
+    """[1 + levels, 1 + blocks, rows of a block, width] of a rank's embeddings. Block 0 is the null block."""
+    return 1 + limits.levels, 1 + limits.blocks, limits.block_rows, limits.width
 
-    def __init__(self, tower: Tower | None, limits: MediaLimits | None, device: torch.device) -> None:
-        """Without ``tower`` and ``limits`` no plan may have an image."""
+
+class MediaStore:
+    """The embeddings of one rank. Owned by the runner and used from its thread only; of what transfers write
+    into the same memory, the head says in plans when it is there."""
+
+    def __init__(
+        self,
+        tower: Tower | None,
+        limits: MediaLimits | None,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        *,
+        memory: Tensor | None = None,
+        send: Callable[[SendMedia], None] | None = None,
+        gather: Callable[[Tensor, Tensor, int], None] | None = None,
+    ) -> None:
+        """Without ``tower`` no plan may encode an image, without ``limits`` none may have one.
+
+        ``memory``: ``pool_shape`` in ``dtype``, where transfers take part; else it is allocated. ``send``
+        tells what may leave; ``gather(pool, index, count)`` exchanges the shares of ``count`` rows between
+        ranks: pool is [1 + levels, rows, width], index int64 [count] on its device.
+        """
         self._tower = tower
         self._patch = 0 if limits is None else limits.patch
         self._device = device
-        self._embedded: dict[int, Embedded] = {}
-        self._bound: dict[int, list[BindMedia]] = {}
-        """Of the last plan, by slot, in order of position."""
+        self._send, self._gather = send, gather
+        self._rows = 1 if limits is None else limits.block_rows
+        shape = (1, 1, 1, 0) if limits is None else pool_shape(limits)
+        pool = zeros(shape, dtype, device) if memory is None else memory
+        if tuple(pool.shape) != shape or pool.dtype != dtype:
+            raise EngineDead("the memory for embeddings is not that of the pool")
+        self._pool = pool
+        self._host = self._host_pool(limits, dtype)
+        self._by_row = pool.view(shape[0], shape[1] * shape[2], shape[3])
+        self._bound: dict[int, list[tuple[BindMedia, np.ndarray]]] = {}
+        """Of the last plan, by slot, in order of position; with its blocks."""
 
-    def __len__(self) -> int:
-        return len(self._embedded)
+    @property
+    def pool(self) -> Tensor:
+        """``pool_shape``: what transfers read and write."""
+        return self._pool
 
     def apply(self, ops: Iterable[Op]) -> float:
         """Carries out what a plan says of images; seconds that encoding took (on a GPU: to launch it).
@@ -74,28 +107,38 @@ class MediaStore:
                 began = time.monotonic()
                 self._encode(op)
                 seconds += time.monotonic() - began
-            elif isinstance(op, DropMedia):
-                self._held(op.media)
-                del self._embedded[op.media]
+            elif isinstance(op, MoveMedia):
+                self._move(op)
             elif isinstance(op, BindMedia):
-                if op.count != len(self._held(op.media).main):
-                    raise EngineDead(f"slot {op.slot} has {op.count} positions of an image with other rows")
-                self._bound.setdefault(op.slot, []).append(op)
+                self._bound.setdefault(op.slot, []).append((op, self._blocks(op.blocks, op.count)))
+            elif isinstance(op, GatherMedia):
+                if self._gather is None:
+                    raise EngineDead("ranks are to exchange an embedding, and this one has no way to")
+                self._gather(self._by_row, self._index(op.blocks, op.count), op.count)
+            elif isinstance(op, SendMedia):
+                if self._send is None:
+                    raise EngineDead("an embedding is to leave, and this rank has no transfers of them")
+                self._send(op)
         return seconds
 
-    def _encode(self, op: Encode) -> None:
-        if self._tower is None or op.media in self._embedded:
-            raise EngineDead(f"image {op.media} cannot be encoded here")
+    def write(self, blocks: bytes, count: int, made: Embedded) -> None:
+        """Keeps an embedding of ``count`` rows in ``blocks``. Raises EngineDead when it has other rows."""
+        levels = 0 if made.levels is None else len(made.levels)
+        if len(made.main) != count or 1 + levels != len(self._pool):
+            raise EngineDead(
+                f"the embedding of an image has {len(made.main)} rows in {1 + levels} levels: "
+                f"{count} in {len(self._pool)} were expected"
+            )
+        index = self._index(blocks, count)
+        self._by_row[0].index_copy_(0, index, made.main)
+        if made.levels is not None:
+            self._by_row[1:].index_copy_(1, index, made.levels)
+
+    def image(self, op: Encode) -> Tensor:
+        """The pixels of ``op``, as a tower takes them: uint8 [frames, height, width, 3] on the device."""
         _, rows, columns = op.grid
         pixels = np.frombuffer(op.pixels, np.uint8).copy()  # torch wants memory that it may write
-        image = pixels.reshape(-1, rows * self._patch, columns * self._patch, 3)
-        self._embedded[op.media] = self._tower.embed(upload(image, self._device))
-
-    def _held(self, media: int) -> Embedded:
-        found = self._embedded.get(media)
-        if found is None:
-            raise EngineDead(f"a step names image {media}, of which there is no embedding")
-        return found
+        return upload(pixels.reshape(-1, rows * self._patch, columns * self._patch, 3), self._device)
 
     def rows(self, prefill: Segment, shift: int = 0) -> MediaRows | None:
         """The rows of ``prefill``, the first of a step or micro-batch, that stand for images; None: none.
@@ -104,34 +147,74 @@ class MediaStore:
         at position p reads what is at ``p + shift``, if the plan has bound it.
         """
         places: list[np.ndarray] = []
-        main: list[Tensor] = []
-        levels: list[Tensor] = []
+        index: list[np.ndarray] = []
         begins = np.cumsum(prefill.count) - prefill.count if self._bound else ()
         for row, first in enumerate(begins):
             start = int(prefill.start[row]) + shift
             end = start + int(prefill.count[row])
-            for op in self._bound.get(int(prefill.slot[row]), ()):
+            for op, blocks in self._bound.get(int(prefill.slot[row]), ()):
                 low, high = max(start, op.start), min(end, op.start + op.count)
                 if low >= high:
                     continue
-                embedded = self._embedded[op.media]
-                part = slice(low - op.start, high - op.start)
                 places.append(np.arange(low, high) + (int(first) - start))
-                main.append(embedded.main[part])
-                if embedded.levels is not None:
-                    levels.append(embedded.levels[:, part])
+                index.append(self._rows_of(blocks, low - op.start, high - op.start))
         if not places:
             return None
-        return MediaRows(
-            rows=upload(np.concatenate(places).astype(np.int64), self._device),
-            main=torch.cat(main),
-            levels=torch.cat(levels, dim=1) if levels else None,
-        )
+        both = upload(np.stack([np.concatenate(places), np.concatenate(index)]), self._device)
+        values = self._by_row.index_select(1, both[1])
+        return MediaRows(rows=both[0], main=values[0], levels=values[1:] if len(values) > 1 else None)
 
     def clear(self) -> None:
-        """An epoch has ended: nothing is held."""
-        self._embedded.clear()
+        """An epoch has ended: nothing is bound. What is in the pool is the head's to know."""
         self._bound.clear()
+
+    # ----
+
+    def _host_pool(self, limits: MediaLimits | None, dtype: torch.dtype) -> Tensor:
+        levels, _, rows, width = (1, 1, 1, 0) if limits is None else pool_shape(limits)
+        blocks = 0 if limits is None else limits.host_blocks
+        shape = (levels, 1 + blocks, rows, width)
+        if self._device.type == "cuda" and blocks:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return zeros(shape, dtype, torch.device("cpu"))
+
+    def _encode(self, op: Encode) -> None:
+        if self._tower is None:
+            raise EngineDead("an image is to be encoded where there is no vision tower")
+        self.write(op.blocks, op.count, self._tower.embed(self.image(op)))
+
+    def _move(self, op: MoveMedia) -> None:
+        near = self._checked(op.blocks, self._pool.shape[1])
+        far = self._checked(op.host, self._host.shape[1])
+        if len(near) != len(far):
+            raise EngineDead("an embedding is moved to another number of blocks")
+        for level in range(len(self._pool)):
+            for block, host in zip(near.tolist(), far.tolist(), strict=True):
+                here, there = self._pool[level, block], self._host[level, host]
+                if op.up:
+                    here.copy_(there, non_blocking=True)
+                else:
+                    there.copy_(here, non_blocking=True)
+
+    def _index(self, blocks: bytes, count: int) -> Tensor:
+        """int64 [count], on the device: the rows of the pool."""
+        return upload(self._rows_of(self._blocks(blocks, count), 0, count), self._device)
+
+    def _rows_of(self, blocks: np.ndarray, begin: int, end: int) -> np.ndarray:
+        row = np.arange(begin, end)
+        return blocks[row // self._rows] * self._rows + row % self._rows
+
+    def _blocks(self, blocks: bytes, count: int) -> np.ndarray:
+        found = self._checked(blocks, self._pool.shape[1])
+        if not 0 < count <= len(found) * self._rows:
+            raise EngineDead(f"an embedding of {count} rows is said to be in {len(found)} blocks")
+        return found
+
+    def _checked(self, blocks: bytes, number: int) -> np.ndarray:
+        found = np.frombuffer(blocks, "<i4").astype(np.int64)
+        if len(found) and not 0 < found.min() <= found.max() < number:
+            raise EngineDead(f"a step names block {found.max()} of embeddings; there are {number - 1}")
+        return found
 
 
 class Spans:

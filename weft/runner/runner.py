@@ -39,7 +39,7 @@ from weft.runner.graphs import (
     context_buckets,
 )
 from weft.runner.kv_tensors import by_layer, stacked
-from weft.runner.media import MediaStore
+from weft.runner.media_rooms import media_store
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooled, Pooler
@@ -105,21 +105,22 @@ class Runner:
         speculation: SpeculationSection | None = None,
         launcher: Launcher | None = None,
         rooms: RankRooms | None = None,
+        embeddings: RankRooms | None = None,
         processed: bool = False,
     ) -> None:
         """``depth``: steps that may be in flight. ``poison`` spoils recycled staging buffers (tests).
         ``processed``: see ``Sampler``.
 
         With ``graphs`` decode steps are captured now. ``speculation`` says who makes drafts. ``launcher``
-        runs the model's collectives; the runner closes it, and ``rooms``, in whose memory its caches lie.
+        runs the model's collectives; the runner closes it, and ``rooms`` and ``embeddings``, in whose memory
+        its caches lie, and images.
         """
         self.kv = kv
         self._model, self._backends, self._device = model, backends, device
         self._state = SlotState(kv, device)
-        self._rooms = rooms
-        self._exports: Exports | None = None
-        if rooms is not None:
-            self._exports = Exports(kv, model.spec.layers, str(dtype).removeprefix("torch."), rooms.transfer)
+        self._rooms, self.embeddings = rooms, embeddings
+        layers, name = model.spec.layers, str(dtype).removeprefix("torch.")
+        self._exports = None if rooms is None else Exports(kv, layers, name, rooms.transfer)
         blocks = None if rooms is None else rooms.memory
         self._cache = by_layer(kv, memory := stacked(kv, dtype, device, blocks))
         self._states = States(kv, memory, self._state.live, dtype, blocks)
@@ -127,7 +128,7 @@ class Runner:
         self._sampler = Sampler(kv.num_slots, vocab_size, device, processed)
         self._pooler = Pooler(kv.num_slots, model.spec.hidden, device)
         self._ring = StagingRing(device, depth, poison=poison)
-        self._media = MediaStore(model.vision, kv.media, device)
+        self._media = media_store(model, kv.media, device, dtype, embeddings)
         self._builder = BatchBuilder(self._state, kv, backends, dtype, self._media)
         self._launcher = launcher or Launcher()
         self._launcher.recording = launcher is not None
@@ -239,8 +240,9 @@ class Runner:
     def close(self) -> None:
         """Ends the device thread, the launcher's and the trace."""
         self._queue.close()
-        if self._rooms is not None:
-            self._rooms.close()
+        for rooms in (self._rooms, self.embeddings):
+            if rooms is not None:
+                rooms.close()
         self._launcher.close()
         if self.graphs is not None and self._device.type == "cuda":
             self.graphs.forget()  # their communicators end when they are gone

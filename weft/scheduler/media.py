@@ -1,8 +1,8 @@
 """Images of prompts at the head: which embeddings the ranks hold, who still needs them, what a step encodes.
 
-Ranks only obey: the plan says what they encode (``Encode``), forget (``DropMedia``) and which of its rows
-read which embedding (``BindMedia``). An embedding is known by the key of its image, so it is also there for
-other prompts with the same image, until room is needed.
+Ranks only obey: the plan says what they encode (``Encode``), where they keep it (``MoveMedia``) and which of
+its rows read which embedding (``BindMedia``). An embedding is known by the key of its image, so it is also
+there for other prompts with the same image, until room is needed: see ``weft.kv.embeddings``.
 
     a chunk computes the first of its positions    encoded, or found; the sequence uses it from now on
     a chunk computes the last of its positions     unused by the sequence once that plan is made
@@ -15,15 +15,15 @@ room, and everything else in it may go, but for what rows of the same plan read.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from weft.common.errors import InvalidRequest
+from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
+from weft.kv.embeddings import Embedded, EmbeddingCache
 from weft.scheduler.sequence import Sequence
 from weft.types.media import MediaItem, spans_of
-from weft.types.plan import BindMedia, DropMedia, Encode, Op, column
+from weft.types.plan import BindMedia, Encode, Op, column
 
 MOST_PIXELS = 64 << 20
 """Bytes of pixels in a plan, beside those of its first image, and of one image: a plan is one frame."""
@@ -37,7 +37,7 @@ def patches_of(item: MediaItem) -> int:
 def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, pixels: bool) -> None:
     """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens. ``pixels``:
     whether they have to be there."""
-    if limits is None:
+    if limits is None or (pixels and not (limits.tower or limits.takes)):
         raise InvalidRequest("this model takes no images: leave them out", param="media")
     if len(media) > limits.most_items:
         raise InvalidRequest(
@@ -57,7 +57,8 @@ def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits |
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
         end = item.start + item.count
         size = rows * columns * limits.patch**2 * 3
-        if len(item.pixels) > MOST_PIXELS or item.count * limits.row_bytes > limits.cache_bytes:
+        too_large = limits.blocks_of(item.count) > limits.blocks and (limits.tower or limits.takes)
+        if len(item.pixels) > MOST_PIXELS or too_large:
             raise InvalidRequest(
                 f"an image of {columns * limits.patch} x {rows * limits.patch} pixels is too large: use a "
                 "smaller one (or raise --mm-cache-bytes, which has to hold its embedding)",
@@ -81,50 +82,29 @@ class _Use:
     """Whether that was the last one."""
 
 
-@dataclass(slots=True)
-class _Held:
-    """An embedding that ranks have, or will have with the next plan."""
-
-    media: int
-    key: bytes
-    nbytes: int
-    uses: dict[int, _Use] = field(default_factory=dict)
-    """By sequence."""
-
-    def may_go(self, order: tuple[int, int, int], step: int) -> bool:
-        """Whether it may be forgotten in plan ``step`` for a sequence of this ``order`` that does not read
-        it there."""
-        return not any(use.step == step or (not use.over and use.order < order) for use in self.uses.values())
-
-    @property
-    def used(self) -> bool:
-        return any(not use.over for use in self.uses.values())
-
-
 class MediaBook:
     """The book of one group. Where the model takes no images no sequence has any, and nothing is done."""
 
     def __init__(self, limits: MediaLimits | None) -> None:
         self._limits = limits
-        self._held: OrderedDict[bytes, _Held] = OrderedDict()
-        """By key, the least recently used first."""
-        self._uses: dict[int, dict[bytes, _Held]] = {}
-        """By sequence."""
-        self._next = 1
+        self.cache = EmbeddingCache(
+            0 if limits is None else limits.blocks,
+            0 if limits is None else limits.host_blocks,
+            row_bytes=1 if limits is None else limits.row_bytes,
+            block_rows=1 if limits is None else limits.block_rows,
+            dropped=self._forget,
+        )
+        self._users: dict[bytes, dict[int, _Use]] = {}
+        """By key of what is held, and by sequence."""
+        self._uses: dict[int, set[bytes]] = {}
+        """The other way round."""
         self._step = -1
         self._patches = 0
         self._pixels = 0
         """What the plan in the making encodes so far."""
-        self._ops: list[Op] = []
-        self.nbytes = 0
-        """Of all embeddings that are held."""
-        self.encoded = 0
-        """Images encoded since start."""
-        self.hits = 0
-        """Images of prompts that were found encoded."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.cache)
 
     # ---- sequences
 
@@ -136,28 +116,26 @@ class MediaBook:
     def enter(self, sequence: Sequence, computed: int) -> None:
         """A sequence gets a slot, ``computed`` positions cached: what is there of the others stays."""
         for item in sequence.media:
-            held = self._held.get(item.key)
-            if held is not None and item.start + item.count > computed:
-                self._use(sequence, held)
+            if item.start + item.count > computed and self.cache.find(item.key) is not None:
+                self._use(sequence, item.key)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence leaves its slot."""
-        for held in self._uses.pop(sequence.id, {}).values():
-            del held.uses[sequence.id]
+        for key in self._uses.pop(sequence.id, ()):
+            self._unuse(key, sequence.id)
 
     def spoil(self, sequence: Sequence) -> None:
         """A sequence has failed: nobody else is to find what was encoded for it, if nobody uses it."""
         for item in sequence.media:
-            held = self._held.get(item.key)
-            if held is not None and all(other == sequence.id for other in held.uses):
-                self._drop(held)
+            held = self.cache.find(item.key)
+            if held is not None and all(other == sequence.id for other in self._users.get(item.key, ())):
+                self.cache.drop(held)
 
     def clear(self) -> None:
         """Ranks have forgotten everything."""
-        self._held.clear()
+        self.cache.clear()
+        self._users.clear()
         self._uses.clear()
-        self._ops.clear()
-        self.nbytes = 0
         self._step = -1
 
     # ---- plans
@@ -168,51 +146,45 @@ class MediaBook:
         if not sequence.media or self._limits is None:
             return end
         self._begin(step)
-        wanted: dict[bytes, int] = {}
-        patches, pixels, nbytes = self._patches, self._pixels, 0
+        wanted: set[bytes] = set()
+        patches, pixels, blocks = self._patches, self._pixels, 0
         for item in items_within(sequence.media, start, end):
             if item.key in wanted:
                 continue
-            held = self._held.get(item.key)
-            if held is not None:
-                wanted[item.key] = 0
-            else:
+            wanted.add(item.key)
+            held = self.cache.find(item.key)
+            if held is None:
                 patches += patches_of(item)
                 pixels += len(item.pixels)
-                nbytes += item.count * self._limits.row_bytes
-                wanted[item.key] = 1
                 first = patches == patches_of(item)
                 if not first and (patches > self._limits.encode_patches or pixels > MOST_PIXELS):
                     return max(start, item.start)
+            if held is None or held.on_host:
+                blocks += self.cache.blocks_of(item.count)
             # Also what is there: it may be in the way of what was to be encoded before it, or has to go.
-            if not self._fits(nbytes, wanted, sequence):
+            if not self._fits(blocks, wanted, sequence):
                 return max(start, item.start)
         return end
 
     def take(self, sequence: Sequence, slot: int, start: int, end: int, step: int) -> list[Op]:
         """The ops of a row of plan ``step`` over ``start`` .. end - 1, as far as ``reach`` allowed; what it
-        encodes and forgets goes out with the same plan (``take_ops``)."""
+        encodes and moves goes out with the same plan, before them (``take_ops``)."""
         ops: list[Op] = []
         items = list(items_within(sequence.media, start, end)) if self._limits is not None else []
         wanted = {item.key for item in items}
         for item in items:
-            held = self._held.get(item.key)
-            if held is None:
-                held = self._encode(item, sequence, wanted)
-            elif (use := held.uses.get(sequence.id)) is None or use.step < 0:
-                self.hits += 1
-            self._held.move_to_end(item.key)
-            use = self._use(sequence, held)
+            held = self._have(item, sequence, wanted)
+            self.cache.touch(held, step)
+            use = self._use(sequence, item.key)
             use.step = step
             last = max(other.start + other.count for other in sequence.media if other.key == item.key)
             use.over = last <= end
-            ops.append(BindMedia(slot=slot, media=held.media, start=item.start, count=item.count))
+            ops.append(BindMedia(slot=slot, start=item.start, count=item.count, blocks=held.ids))
         return ops
 
-    def take_ops(self) -> list[Op]:
-        """What the next plan says of no slot, once."""
-        ops, self._ops = self._ops, []
-        return ops
+    def take_ops(self, step: int) -> list[Op]:
+        """What plan ``step`` says of no slot, once."""
+        return self.cache.take_ops(step)
 
     # ----
 
@@ -221,57 +193,68 @@ class MediaBook:
             self._step = step
             self._patches = self._pixels = 0
 
-    def _use(self, sequence: Sequence, held: _Held) -> _Use:
-        use = held.uses.get(sequence.id)
+    def _use(self, sequence: Sequence, key: bytes) -> _Use:
+        users = self._users.setdefault(key, {})
+        use = users.get(sequence.id)
         if use is None:
-            use = held.uses[sequence.id] = _Use(sequence.key)
-            self._uses.setdefault(sequence.id, {})[held.key] = held
+            use = users[sequence.id] = _Use(sequence.key)
+            self._uses.setdefault(sequence.id, set()).add(key)
         return use
 
-    def _fits(self, nbytes: int, wanted: dict[bytes, int] | set[bytes], sequence: Sequence) -> bool:
-        """Whether ``nbytes`` more fit once all is forgotten that may go, but for ``wanted``."""
-        assert self._limits is not None
-        most = self._limits.cache_bytes
-        if self.nbytes + nbytes <= most:
+    def _unuse(self, key: bytes, sequence: int) -> None:
+        users = self._users[key]
+        del users[sequence]
+        if not users:
+            del self._users[key]
+
+    def _forget(self, held: Embedded) -> None:
+        for sequence in self._users.pop(held.key, ()):
+            self._uses[sequence].discard(held.key)
+
+    def _may_go(self, key: bytes, order: tuple[int, int, int]) -> bool:
+        """Whether it may be forgotten in the plan in the making for a sequence of this ``order`` that does
+        not read it there."""
+        users = self._users.get(key)
+        if users is None:
             return True
-        stays = sum(
-            held.nbytes
-            for held in self._held.values()
-            if held.key in wanted or not held.may_go(sequence.key, self._step)
+        return not any(
+            use.step == self._step or (not use.over and use.order < order) for use in users.values()
         )
-        return stays + nbytes <= most
 
-    def _encode(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> _Held:
-        assert self._limits is not None
-        nbytes = item.count * self._limits.row_bytes
-        self._make_room(nbytes, sequence, wanted)
-        held = self._held[item.key] = _Held(self._next, item.key, nbytes)
-        self._next += 1
-        self.nbytes += nbytes
-        self._patches += patches_of(item)
-        self._pixels += len(item.pixels)
-        self.encoded += 1
-        self._ops.append(Encode(media=held.media, grid=item.grid, pixels=item.pixels))
-        return held
-
-    def _make_room(self, nbytes: int, sequence: Sequence, wanted: set[bytes]) -> None:
-        assert self._limits is not None
+    def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
+        """What may go for what ``sequence`` wants: unused ones first, by their age."""
         may_go = [
             held
-            for held in self._held.values()
-            if held.key not in wanted and held.may_go(sequence.key, self._step)
+            for held in self.cache.victims()
+            if held.key not in wanted and self._may_go(held.key, sequence.key)
         ]
-        for held in sorted(may_go, key=lambda held: held.used):  # stable: unused ones first, by their age
-            if self.nbytes + nbytes <= self._limits.cache_bytes:
-                return
-            self._drop(held)
+        return sorted(may_go, key=lambda held: self._in_use(held.key))
 
-    def _drop(self, held: _Held) -> None:
-        del self._held[held.key]
-        for sequence in held.uses:
-            del self._uses[sequence][held.key]
-        self.nbytes -= held.nbytes
-        self._ops.append(DropMedia(media=held.media))
+    def _in_use(self, key: bytes) -> bool:
+        return any(not use.over for use in self._users.get(key, {}).values())
+
+    def _fits(self, blocks: int, wanted: set[bytes], sequence: Sequence) -> bool:
+        """Whether ``blocks`` more are there once all is evicted that may go, but for ``wanted``."""
+        missing = blocks - self.cache.available
+        return missing <= 0 or missing <= sum(len(v.blocks) for v in self._victims(wanted, sequence))
+
+    def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
+        """The embedding of ``item``, in device blocks with the plan in the making."""
+        held = self.cache.find(item.key)
+        if held is not None:
+            use = self._users.get(item.key, {}).get(sequence.id)
+            self.cache.hits += use is None or use.step < 0
+            if not held.on_host or self.cache.lift(held, self._victims(wanted, sequence)):
+                return held
+            raise EngineDead("an image is read that there was no room for")
+        held = self.cache.add(item.key, item.count, self._victims(wanted, sequence))
+        if held is None:
+            raise EngineDead("an image is encoded that there was no room for")
+        self._patches += patches_of(item)
+        self._pixels += len(item.pixels)
+        self.cache.encoded += 1
+        self.cache.op(Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels))
+        return held
 
 
 def items_within(media: tuple[MediaItem, ...], start: int, end: int) -> Iterator[MediaItem]:

@@ -85,6 +85,8 @@ class Scheduler:
         self._rooms = SchedulerRooms(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
+        self.embeddings: None = None
+        """Takes part in rooms of embeddings, where these are taken."""
 
     # ---- sequences
 
@@ -399,9 +401,9 @@ class Scheduler:
             free_blocks=state.caches.free_blocks(),
             free_slots=state.slots.available(),
             transfers=self._rooms.stats(),
-            images_encoded=state.media.encoded,
-            image_hits=state.media.hits,
-            embedding_bytes=state.media.nbytes,
+            images_encoded=state.media.cache.encoded,
+            image_hits=state.media.cache.hits,
+            embedding_bytes=state.media.cache.nbytes,
         )
 
     # ----

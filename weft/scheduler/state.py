@@ -337,7 +337,7 @@ class SchedulerState:
         for op in ops:
             if (slot := getattr(op, "slot", None)) is not None:
                 self.columns.last_step[slot] = step
-        return ops + self.media.take_ops()
+        return ops + self.media.take_ops(step)
 
     def launched(self, plan: StepPlan) -> None:
         """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
@@ -357,6 +357,7 @@ class SchedulerState:
         self.in_flight.popleft()
         self.last_commit = step
         self.caches.committed(step)
+        self.media.cache.committed(step)
         self.slots.committed(step)
 
     # ----

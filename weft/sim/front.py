@@ -430,7 +430,7 @@ class FrontProcess:
         placed = 0
         for sequence, entry in fleet.entries.items():
             stream = self.streams[sequence]
-            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet._paused)
+            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
             if states != 1:
                 raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
             placed += len(entry.places)

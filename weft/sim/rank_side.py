@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from weft.common.errors import ErrorInfo
 from weft.config.resolved import KVConfig
 from weft.runner.exports import Exports
 from weft.sim.check import Violation, token, token_key
@@ -194,6 +195,9 @@ class RankSide:
 
     def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
         self._put(partial(self._transfer.computed, key, layers, begin, end))
+
+    def fail(self, key: RoomKey, error: ErrorInfo) -> None:
+        self._put(partial(self._transfer.fail, key, error))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
         self._put(partial(self._transfer.expect, offer, bound))

@@ -116,7 +116,7 @@ def chrome_trace(
         if span.name == "placement":
             places[span.span] = (place, span)
     for span in spans:
-        if span.parent in places and span.name in ("queue", "await"):
+        if span.parent in places and span.name in ("queue", "await", "await images"):
             (there, cause), here = places.pop(span.parent), tracks.place(span)
             arrow = {"name": "submit", "cat": "submit", "id": int(span.span[:12], 16)}
             events.append({**arrow, "ph": "s", **there, "ts": _micros(cause.start - origin)})

@@ -10,12 +10,14 @@ from weft.tracing.merge import ReadSpan
 
 #: Column -> (names of spans, of which part of a pair; "" for any).
 _STAGES = {
+    "images": ("await images", ("all", "prefill")),
     "queue": ("queue", ("all", "prefill")),
     "prefill": ("prefill", ("all", "prefill")),
     "slot": ("queue", ("decode",)),
     "decode": ("decode", ("all", "decode")),
 }
-COLUMNS = ("total", "read", "queue", "prefill", "transfer", "slot", "decode", "tokens", "attempts", "end")
+_TIMES = ("total", "read", "images", "queue", "prefill", "transfer", "slot", "decode")
+COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 
 
 @dataclass(slots=True)
@@ -31,7 +33,7 @@ class Row:
     stages: dict[str, float] = field(default_factory=dict)
 
     def cells(self) -> list[str]:
-        times = [self.total, *(self.stages.get(name, 0.0) for name in COLUMNS[1:7])]
+        times = [self.total, *(self.stages.get(name, 0.0) for name in _TIMES[1:])]
         end = "ok" if self.error is None else self.error
         return [self.trace[:8], *(f"{t:.3f}" for t in times), str(self.tokens), str(self.attempts), end]
 

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.config.cache_layout import ITEM_BYTES, TensorLayout
+from weft.config.cache_layout import ITEM_BYTES, TensorLayout, embedding_tensor
 from weft.config.resolved import KVConfig
 from weft.config.sharding import share, share_of_kv
+from weft.types.media import BLOCK_ROWS
 from weft.types.rooms import Blocks, GroupDims, KindDims, RoomMessageError, TensorDims
 
 _BEFORE_ENTRIES = ("layer", "block", "slot", "copy", "kv", "head")
@@ -76,6 +77,26 @@ def group_dims(whole: KVConfig, local: KVConfig, ranks: int, dtype: str, snapsho
     return GroupDims(ranks=ranks, kinds=tuple(kinds))
 
 
+def embedding_dims(
+    levels: int, width: int, num_blocks: int, ranks: int, dtype: str, shards: bool
+) -> GroupDims:
+    """What a group tells its peers of its pool of images' embeddings, which every rank has whole.
+
+    ``levels``: rows of ``width`` for each token of an image. ``shards``: see ``KindDims.shards``.
+    """
+    kind = KindDims(
+        kind="embedding",
+        layers=tuple(range(levels)),
+        block_size=BLOCK_ROWS,
+        window=0,
+        ratio=1,
+        kv_heads=0,
+        tensors=(_dims(embedding_tensor(levels, width, num_blocks, dtype)),),
+        shards=shards and ranks > 1,
+    )
+    return GroupDims(ranks=ranks, kinds=(kind,))
+
+
 def tensor_of(dims: TensorDims) -> Tensor:
     """Raises RoomMessageError for dims that no cache of ours has."""
     names = [name for name, _ in dims.dims]
@@ -113,6 +134,8 @@ def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
     for kind, tensors in zip(dims.kinds, found, strict=True):
         if kind.block_size % kind.ratio:
             raise RoomMessageError(f"a block of {kind.block_size} is no multiple of its ratio {kind.ratio}")
+        if kind.shards and kind.kind != "embedding":
+            raise RoomMessageError(f"ranks take all rows of kind {kind.kind}, and no shares of them")
         for tensor in tensors:
             entries = 1 if kind.kind == "state" else kind.block_size // kind.ratio
             if tensor.layers != len(kind.layers) or tensor.entries != entries:
@@ -160,7 +183,8 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
 def placed(
     blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int, *, grows: bool = False
 ) -> tuple[Place, ...]:
-    """Where a sequence lies, checked: up to ``num_positions`` there are blocks, and those exist.
+    """Where a sequence lies, checked: up to ``num_positions`` there are blocks, and those exist; where
+    ``start``, up to which nothing is moved, is there already, none is needed.
 
     Of a table that still grows (``grows``), ``num_positions`` are those that it has to have by now, and its
     states may have no place yet; of one that is added to another, 0. Raises RoomMessageError.
@@ -180,7 +204,7 @@ def placed(
                 raise RoomMessageError("a state is in one place")
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
             raise RoomMessageError(f"a block of kind {kind.kind} is named twice")
-        elif num_positions > (given.first + len(ids)) * kind.block_size:
+        elif num_positions > max(start, (given.first + len(ids)) * kind.block_size):
             raise RoomMessageError(f"blocks of kind {kind.kind} end before position {num_positions}")
         places.append(Place(given.first, ids))
     return tuple(places)

@@ -56,6 +56,13 @@ class Grown(_Word, frozen=True):
     places: tuple[Place, ...]
 
 
+class Spoiled(_Word, frozen=True):
+    """What the room would send cannot be computed on this rank, as ``error`` says. Nothing more is pushed."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
 class Written(_Word, frozen=True):
     """A write has ended: it was taken in, or it failed."""
 
@@ -77,7 +84,7 @@ class More(_Word, frozen=True):
     key: RoomKey
 
 
-Event = Begin | Computed | Grown | Written | Stopped | More
+Event = Begin | Computed | Grown | Spoiled | Written | Stopped | More
 
 
 class Write(_Word, frozen=True):
@@ -131,7 +138,7 @@ class _Room:
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
-        self.behind: deque[Computed | Grown] = deque()
+        self.behind: deque[Computed | Grown | Spoiled] = deque()
         """What was told before the room began, and since then, and is not taken in yet."""
         self.started = self.over = False
 
@@ -162,7 +169,7 @@ class Pushes:
                 self._of_layer.setdefault(layer, []).append((kind, number))
         self._write_bytes, self._window = min(write_bytes, window), window
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
-        self._early: dict[RoomKey, list[Computed | Grown]] = {}
+        self._early: dict[RoomKey, list[Computed | Grown | Spoiled]] = {}
         self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
         """The last that stopped: what is computed of them is nobody's concern."""
         self._rings: dict[str, Ring] = {}
@@ -203,7 +210,7 @@ class Pushes:
         match event:
             case Begin():
                 return self._begin(event)
-            case Computed() | Grown():
+            case Computed() | Grown() | Spoiled():
                 room = self._rooms.get(event.key)
                 if room is not None and not room.behind:
                     return self._take(room, event)
@@ -241,7 +248,9 @@ class Pushes:
         event = room.behind.popleft()
         return self._take(room, event)
 
-    def _take(self, room: _Room, event: Computed | Grown) -> list[Action]:
+    def _take(self, room: _Room, event: Computed | Grown | Spoiled) -> list[Action]:
+        if isinstance(event, Spoiled):
+            return self._fail(event.key, room, event.error)
         if isinstance(event, Grown):
             for plan in room.plans.values():
                 plan.grow(event.places)
@@ -278,13 +287,16 @@ class Pushes:
         if room is None or lease is None:
             return []
         self._rings[event.peer].give_back(lease)
-        actions = list[Action]()
-        if event.error is not None and not room.over:
-            room.over = True
-            for queue in room.queued.values():
-                queue.clear()
-            actions.append(Report(event.key, Outcome.failed, event.error))
-        return [*actions, *self._turn([event.peer]), *self._report(event.key, room)]
+        failed = [] if event.error is None else self._fail(event.key, room, event.error)
+        return [*failed, *self._turn([event.peer]), *self._report(event.key, room)]
+
+    def _fail(self, key: RoomKey, room: _Room, error: ErrorInfo) -> list[Action]:
+        if room.over:
+            return []
+        room.over = True
+        for queue in room.queued.values():
+            queue.clear()
+        return [Report(key, Outcome.failed, error)]
 
     def _release(self, room: _Room) -> list[Action]:
         for (peer, _), lease in room.under_way.items():

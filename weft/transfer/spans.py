@@ -8,6 +8,10 @@
 Every byte of a receiver's rank comes from one rank of the sender: of heads that several ranks of the sender
 have, and of what each of them has whole, one is chosen by the receiver's rank. Layers have equal plans but
 for an offset. The lengths of a sequence and the layout of both groups decide all of it.
+
+The embedding of an image is moved as a sequence of as many positions as it has rows. Where the receiver says
+so (``KindDims.shards``), each of its ranks gets its share of the rows, at the rows' own places; the ranges of
+all ranks are next to each other, and together they are all rows.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.config.sharding import balanced_share
 from weft.transfer.group_layout import Heads, Place, Tensor, heads_of, joined, tensors_of
 from weft.types.rooms import GroupDims, KindDims, RoomMessageError
 
@@ -60,6 +65,16 @@ def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -
     return max(start, *held)
 
 
+def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: int) -> tuple[int, int]:
+    """[begin, end) of what of positions ``begin`` .. end - 1 a rank of the receiver gets, of ``total`` that
+    the sequence has: all of them, or those in its share. Where it gets none, begin == end."""
+    if not kind.shards:
+        return begin, end
+    low, high = balanced_share(total, rank, ranks)
+    begin = min(max(begin, low), end)
+    return begin, max(begin, min(end, high))
+
+
 class SpanPlan:
     """What one rank of a sender pushes to one rank of a receiver."""
 
@@ -86,7 +101,9 @@ class SpanPlan:
         if sender.kind == "state":
             return []
         begin = max(begin, first_position(sender, receiver, self._start, self._end))
-        return self._layers(kind, numbers, begin, min(end, self._end))
+        end = min(end, self._end)
+        begin, end = rows_of(receiver, self._ranks[1], self._receiver.dims.ranks, begin, end, self._end)
+        return self._layers(kind, numbers, begin, end)
 
     def state(self, kind: int, numbers: Sequence[int]) -> list[Part]:
         """What to push of a recurrent kind's layers ``numbers`` when the whole prompt is computed."""
@@ -154,7 +171,8 @@ def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int)
     for number, (kind, theirs) in enumerate(zip(receiver.dims.kinds, sender.kinds, strict=True)):
         place, is_state = receiver.places[number], kind.kind == "state"
         begin = 0 if is_state else first_position(theirs, kind, start, end)
-        runs = _runs(kind, place, kind, place, begin, 1 if is_state else end)
+        begin, until = rows_of(kind, rank, receiver.dims.ranks, begin, end, end)
+        runs = _runs(kind, place, kind, place, begin, 1 if is_state else until)
         for dims in tensors_of(receiver.dims)[number]:
             spans = _spans(runs, dims, dims, 0, 0, max(dims.heads, 1))
             layers = np.arange(dims.layers, dtype=np.int64)[:, None] * dims.layer_stride

@@ -26,7 +26,7 @@ def _entries(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
 
 
 def _heads(kind: KindDims, tensor: Tensor, ranks: int) -> int:
-    """Of all ranks: what several have alike goes to each of them."""
+    """Of all ranks: what several have alike goes to each of them, unless they take shares of it."""
     if not tensor.heads:
-        return ranks
+        return 1 if kind.shards else ranks
     return sum(heads_of(kind, tensor, rank, ranks).size for rank in range(ranks))

@@ -26,7 +26,7 @@ from weft.transfer.group_layout import placed
 from weft.transfer.spans import Side, SpanPlan, arriving
 from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport
-from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, Outcome, RoomKey
+from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, Outcome, RoomKey, RoomMessageError
 
 log = get_logger(__name__)
 
@@ -52,6 +52,13 @@ class Growing(NamedTuple):
     blocks: tuple[Blocks, ...]
 
 
+class Failing(NamedTuple):
+    """Of a sender."""
+
+    key: RoomKey
+    error: ErrorInfo
+
+
 class Expecting(NamedTuple):
     """Of a receiver."""
 
@@ -69,7 +76,7 @@ class EndingAll(NamedTuple):
     carried_out: threading.Event
 
 
-_Command = Began | Growing | Expecting | Ending | EndingAll | p.Computed | None
+_Command = Began | Growing | Failing | Expecting | Ending | EndingAll | p.Computed | None
 
 
 class RankTransfer:
@@ -112,8 +119,8 @@ class RankTransfer:
         """Carries out ``Push``: what is computed of the room is pushed, and what will be.
 
         ``num_cached``: so many positions were in this rank's caches when the sequence was admitted, for which
-        ``blocks`` must suffice. They are pushed when they are told as ``computed``, not before: the step that
-        makes sure of all of them may not have run yet.
+        ``blocks`` must suffice; () says that there are none yet. They are pushed when they are told as
+        ``computed``, not before: the step that makes sure of all of them may not have run yet.
         """
         self._put(Began(offer, bound, blocks, num_cached))
 
@@ -124,6 +131,10 @@ class RankTransfer:
     def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
         """See ``pushes.Computed``. It may come before ``begin``."""
         self._put(p.Computed(key, layers, begin, end))
+
+    def fail(self, key: RoomKey, error: ErrorInfo) -> None:
+        """What the room would send cannot be computed here: it fails, as soon as it has begun."""
+        self._put(Failing(key, error))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
         """Carries out ``Expect``: the room's bytes are taken in."""
@@ -221,6 +232,8 @@ class RankTransfer:
             case Growing(key, blocks):
                 places = partial(placed, blocks, self.dims, 0, 0)
                 self._guard(key, lambda: self._push(self.pushes.on(p.Grown(key, places()))))
+            case Failing(key, error):
+                self._push(self.pushes.on(p.Spoiled(key, error)))
             case Expecting(offer):
                 self._guard(offer.key, lambda: self._expect(command))
             case EndingAll(carried_out):
@@ -243,7 +256,8 @@ class RankTransfer:
 
     def _begin(self, began: Began) -> None:
         offer, bound = began.offer, began.bound
-        own = Side(self.dims, placed(began.blocks, self.dims, bound.start, began.num_cached, grows=True))
+        blocks = began.blocks or (Blocks(first=0, ids=b""),) * len(self.dims.kinds)
+        own = Side(self.dims, placed(blocks, self.dims, bound.start, began.num_cached, grows=True))
         there = Side(bound.dims, placed(bound.blocks, bound.dims, bound.start, offer.num_prompt))
         plans = {}
         for to, endpoint in enumerate(bound.endpoints):
@@ -253,6 +267,9 @@ class RankTransfer:
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
+        if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
+            what = "shares of rows" if any(kind.shards for kind in bound.dims.kinds) else "whole rows"
+            raise RoomMessageError(f"a transfer of {what} came to a rank that does not take these")
         here = Side(self.dims, placed(bound.blocks, self.dims, bound.start, offer.num_prompt))
         expected = arriving(here, self._rank, offer.dims, bound.start, offer.num_prompt)
         self._arrive(a.Expected(offer.key, Coverage(expected)))

@@ -9,6 +9,9 @@ import numpy as np
 
 from weft.types.rooms import RoomTicket
 
+BLOCK_ROWS = 64
+"""Rows of a block of embeddings: the unit in which they are kept, and sent to other groups."""
+
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One image of a prompt (or one frame group of a video), resized as the model wants it."""

@@ -149,34 +149,31 @@ class Export(_Op, frozen=True, kw_only=True):
 
 
 class Encode(_Op, frozen=True, kw_only=True):
-    """Every rank makes the embedding of an image, and keeps it as ``media`` until ``DropMedia``.
+    """Every rank makes the embedding of an image, in ``blocks`` of its pool of embeddings.
 
-    Of no slot; before any ``BindMedia`` of it. The number was never used before in the epoch.
+    Of no slot; before any other op that reads them. What was in them is gone.
     """
 
-    media: int
+    blocks: bytes
+    """int32: blocks of ``MediaLimits.block_rows`` rows each, in order; the last may be used in part."""
+    count: int
+    """Rows."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches."""
     pixels: bytes
     """uint8 [frames, height, width, 3]; in no digest."""
 
 
-class DropMedia(_Op, frozen=True, kw_only=True):
-    """The embedding ``media`` is forgotten: no row of this plan or of a later one reads it."""
-
-    media: int
-
-
 class BindMedia(_Op, frozen=True, kw_only=True):
-    """Positions ``start`` .. ``start + count - 1`` of the slot are the rows of ``media``, in this plan.
+    """Positions ``start`` .. ``start + count - 1`` of the slot are the rows of ``blocks``, in this plan.
 
     A prefill row of the plan computes some of them. Every plan says anew what its rows read.
     """
 
     slot: int
-    media: int
     start: int
     count: int
+    blocks: bytes
 
 
 class SendMedia(_Op, frozen=True, kw_only=True):
@@ -185,7 +182,7 @@ class SendMedia(_Op, frozen=True, kw_only=True):
 
     key: RoomKey
     blocks: bytes
-    """int32: blocks of the pool of embeddings, of 64 rows each, in order."""
+    """int32: blocks of the pool of embeddings, in order."""
     count: int
 
 
@@ -225,7 +222,6 @@ Op: TypeAlias = (
     | LoadState
     | Export
     | Encode
-    | DropMedia
     | BindMedia
     | SendMedia
     | GatherMedia
@@ -234,7 +230,7 @@ Op: TypeAlias = (
 )
 
 
-OfNoSlot: TypeAlias = Encode | DropMedia | SendMedia | GatherMedia | MoveMedia | Rebalance
+OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -25,8 +25,8 @@ from msgspec import Meta
 
 from weft.common.errors import ErrorInfo, WeftError
 
-VERSION = 1
-"""Of these messages."""
+VERSION = 2
+"""Of these messages. Heads of different versions make no pairs: it is part of what a front pairs them by."""
 
 MOST_SECONDS = 600.0
 """That a room may take: what has ended is remembered for longer."""
@@ -130,6 +130,9 @@ class KindDims(_Part, frozen=True):
     kv_heads: Count
     """Of the whole model; 0 where entries are not made of KV heads."""
     tensors: tuple[TensorDims, ...]
+    shards: bool = False
+    """Of embeddings, where they are received: each rank takes its share of an image's rows
+    (``config.sharding.balanced_share``), and the ranks exchange them; else each takes all."""
 
 
 class GroupDims(_Part, frozen=True):
@@ -293,7 +296,8 @@ class FinishRoom(msgspec.Struct, frozen=True):
     """Of a sender: everything is computed."""
 
     key: RoomKey
-    first: FirstToken
+    first: FirstToken | None = None
+    """None of an embedding."""
 
 
 class CancelRoom(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from weft.common.errors import InvalidRequest, NotFound
 from weft.front import openapi
 from weft.front.answers import to_json
 from weft.front.context import Front
+from weft.front.doors import key_of
 from weft.front.responses import events as e
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.responses.read import NONE, line_of, references, with_history
@@ -29,12 +30,10 @@ def add_responses(app: FastAPI, front: Front) -> None:
     section = front.section
     store = ResponseStore(section.responses_store_bytes, _ELSEWHERE if section.fronts > 1 else "")
     _add_creation(app, front, store)
-    _add_stored(app, store)
+    _add_stored(app, front, store)
 
 
 def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
-    prepare = functools.partial(_prepare, front, store)
-
     @app.post(
         "/v1/responses",
         openapi_extra=openapi.generates(
@@ -43,12 +42,15 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
     )
     async def create_response(request: Request) -> Response:
         """Answers a conversation, in OpenAI's newer API."""
-        make = functools.partial(ResponsesShape, store=store, block=front.cache_block)
+        key = key_of(request.scope)
+        make = functools.partial(ResponsesShape, store=store, key=key, block=front.cache_block)
+        prepare = functools.partial(_prepare, front, store, key)
         return await handle(front, request, "responses", make, prepare)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=openapi.answers_of(TokensRequest, e.InputTokens))
     async def count_input_tokens(request: Request) -> Response:
         """Counts the tokens of a response's prompt."""
+        prepare = functools.partial(_prepare, front, store, key_of(request.scope))
         job = await read_only(front, request, "response_tokens", prepare)
         return _json(e.InputTokens(input_tokens=job.prompts[0].count))
 
@@ -60,24 +62,24 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
         )
 
 
-def _add_stored(app: FastAPI, store: ResponseStore) -> None:
+def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
     @app.get("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
-    async def get_response(response_id: str, stream: str = "false") -> Response:
+    async def get_response(request: Request, response_id: str, stream: str = "false") -> Response:
         """A stored response."""
         if stream.lower() not in ("false", "0", ""):
             raise InvalidRequest("stored responses can't be streamed", param="stream")
-        return Response(store.get(response_id).answer, media_type="application/json")
+        return Response(store.get(response_id, key_of(request.scope)).answer, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.DeletedResponse))
-    async def delete_response(response_id: str) -> Response:
+    async def delete_response(request: Request, response_id: str) -> Response:
         """Forgets a stored response."""
-        store.remove(response_id)
+        store.remove(response_id, key_of(request.scope))
         return _json(e.DeletedResponse(id=response_id))
 
     @app.post("/v1/responses/{response_id}/cancel", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
-    async def cancel_response(response_id: str) -> Response:
+    async def cancel_response(request: Request, response_id: str) -> Response:
         """Refused: only background responses can be cancelled, and there are none."""
-        store.get(response_id)
+        store.get(response_id, key_of(request.scope))
         raise InvalidRequest(
             "only responses with background: true can be cancelled, which this server does not make; close "
             "the connection to cancel a running one",
@@ -86,11 +88,17 @@ def _add_stored(app: FastAPI, store: ResponseStore) -> None:
 
     @app.get("/v1/responses/{response_id}/input_items", openapi_extra=openapi.returns(e.InputItems, 400))
     async def list_input_items(
-        response_id: str, order: str = "desc", limit: str = "20", after: str | None = None
+        request: Request,
+        response_id: str,
+        order: str = "desc",
+        limit: str = "20",
+        after: str | None = None,
     ) -> Response:
         """The input of a stored response, without that of the responses before it."""
-        items: list[dict[str, Any]] = msgspec.json.decode(store.get(response_id).input)
-        return _json(_page(items, order, limit, after))
+        stored = store.get(response_id, key_of(request.scope))
+        return await front.in_thread(
+            lambda: _json(_page(msgspec.json.decode(stored.input), order, limit, after))
+        )
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None) -> e.InputItems:
@@ -113,13 +121,13 @@ def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None
     )
 
 
-async def _prepare(front: Front, store: ResponseStore, body: list[bytes]) -> list[bytes]:
+async def _prepare(front: Front, store: ResponseStore, key: int, body: list[bytes]) -> list[bytes]:
     """The payload of a body, with what it refers to. Raises NotFound."""
     found = await front.in_thread(references, body)
     if found.previous is None and not found.items:
         return with_history(NONE, body)
-    chain = [] if found.previous is None else store.chain(found.previous)
-    owners = store.owners(found.items)
+    chain = [] if found.previous is None else store.chain(found.previous, key)
+    owners = store.owners(found.items, key)
     line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
     return with_history(line, body)
 

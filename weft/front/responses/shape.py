@@ -30,10 +30,11 @@ class ResponsesShape:
 
     form = FORM
 
-    def __init__(self, generation: Generation, store: ResponseStore, *, block: int) -> None:
-        """``block``: see ``cache_creation``."""
+    def __init__(self, generation: Generation, store: ResponseStore, key: int, *, block: int) -> None:
+        """``key``: of the API, that the request came with. ``block``: see ``cache_creation``."""
         self._generation = generation
         self._store = store
+        self._key = key
         self._block = block
         self._facts = unpacked(generation.job.facts)
         self._output = ChoiceOutput(generation.parser())
@@ -108,6 +109,7 @@ class ResponsesShape:
         if self._facts.store:
             stored = Stored(
                 id=self._answer.id,
+                key=self._key,
                 answer=made,
                 input=self._facts.items,
                 output_ids=tuple(item.id for item in self._items.done),

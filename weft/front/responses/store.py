@@ -21,6 +21,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """A response and what it was made from."""
 
     id: str
+    key: int
+    """The number of the API key that it was made with: nobody else finds it."""
     answer: bytes
     """JSON, as it was given."""
     input: bytes
@@ -65,50 +67,54 @@ class ResponseStore:
             self.used += stored.size
             self._touch(stored)
             while self.used > self.limit:
-                self.remove(next(iter(self._kept)))
+                self._forget(next(iter(self._kept.values())))
 
-    def get(self, id: str) -> Stored:
-        """Raises NotFound."""
+    def get(self, id: str, key: int) -> Stored:
+        """Of those that were made with ``key``. Raises NotFound."""
         with self._lock:
-            stored = self._find(id, "response_id", "response_not_found")
+            stored = self._find(id, key, "response_id", "response_not_found")
             self._touch(stored)
             return stored
 
-    def remove(self, id: str) -> None:
-        """Raises NotFound."""
+    def remove(self, id: str, key: int) -> None:
+        """Likewise."""
         with self._lock:
-            stored = self._find(id, "response_id", "response_not_found")
-            del self._kept[id]
-            for item in stored.output_ids:
-                self._owner.pop(item, None)
-            self.used -= stored.size
+            self._forget(self._find(id, key, "response_id", "response_not_found"))
 
-    def chain(self, id: str) -> list[Stored]:
+    def chain(self, id: str, key: int) -> list[Stored]:
         """The response and all that it goes on from, oldest first. Raises NotFound where one is gone."""
         links: list[Stored] = []
         at: str | None = id
         with self._lock:
             while at is not None:
-                links.append(self._find(at, "previous_response_id", "previous_response_not_found"))
+                links.append(self._find(at, key, "previous_response_id", "previous_response_not_found"))
                 at = links[-1].previous
             self._touch(links[0])
         return links[::-1]
 
-    def owners(self, items: Iterable[str]) -> list[Stored]:
-        """The responses that have these output items, as far as they are here."""
+    def owners(self, items: Iterable[str], key: int) -> list[Stored]:
+        """The responses that have these output items, as far as they are here and were made with ``key``."""
         with self._lock:
             found = {self._owner.get(item) for item in items}
-            return [self._kept[owner] for owner in found if owner is not None]
+            kept = (self._kept[owner] for owner in found if owner is not None)
+            return [stored for stored in kept if stored.key == key]
 
-    def _find(self, id: str, param: str, code: str) -> Stored:
-        if id not in self._kept:
+    def _forget(self, stored: Stored) -> None:
+        del self._kept[stored.id]
+        for item in stored.output_ids:
+            self._owner.pop(item, None)
+        self.used -= stored.size
+
+    def _find(self, id: str, key: int, param: str, code: str) -> Stored:
+        stored = self._kept.get(id)
+        if stored is None or stored.key != key:
             raise NotFound(
                 f"the response {printable(id, 64)} is not stored here: it never was (store: false), was "
                 f"deleted, or made room for newer ones (--responses-store-bytes){self._where}",
                 param=param,
                 code=code,
             )
-        return self._kept[id]
+        return stored
 
     def _touch(self, stored: Stored) -> None:
         """It is used, and so is all that it goes on from, which is to stay longer."""

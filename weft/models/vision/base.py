@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
 
 from weft.config.media import MediaFacts
+from weft.config.spec import VisionSpec
+from weft.layers.build import Build
+from weft.layers.linear import Linear
+from weft.models.vision.layers import PatchBlock
 
 Tensor = torch.Tensor
 
@@ -23,16 +29,124 @@ class Embedding:
     """[n, rows, hidden]: what is added to the stream behind layers 0 .. n - 1 (deepstack)."""
 
 
-class Tower(nn.Module, ABC):
-    """A vision tower on one rank, whole. It holds no state between images."""
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The patches of an image."""
 
-    @abstractmethod
+    frames: int
+    """Frame groups."""
+    rows: int
+    columns: int
+
+    @property
+    def count(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the patches of an image are, [N] of them."""
+
+    learned: Tensor
+    """[N, hidden], wide: what is added to them."""
+    axes: tuple[Tensor, Tensor]
+    """int64 [N] each: what ``axial_angles`` turns by."""
+
+
+class Tower(nn.Module, ABC):
+    """A vision tower on one rank, whole. It holds no state between images.
+
+    Images are encoded together as one row of patches: matrices go over all of them, attention over the
+    patches of one group of one image.
+    """
+
+    def __init__(self, vision: VisionSpec, build: Build, *, eps: float, alternating: bool) -> None:
+        """``eps``: of the blocks' norms; ``alternating``: see ``axial_angles``."""
+        super().__init__()
+        media = vision.media
+        self._spec = vision
+        self._wide = build.wide
+        self._alternating = alternating
+        self._colours = colour_table(media, build.dtype, build.device)
+        self.patch = Linear(3 * media.temporal * media.patch**2, vision.hidden, build, bias=True)
+        self.positions = build.weight(vision.side**2, vision.hidden)
+        shape = (vision.hidden, vision.heads, vision.intermediate, vision.activation, eps, build)
+        self.blocks = nn.ModuleList(PatchBlock(*shape) for _ in range(vision.layers))
+        self.levels = nn.ModuleList()
+        """What makes a level of the stream behind each block of ``VisionSpec.levels``."""
+
     def embed(self, image: Tensor) -> Embedding:
         """One image: uint8 [frames, height, width, 3] on the tower's device, of whole tokens in size.
 
         Its bits depend on the image alone: no other one is computed with it. Must be called in inference
         mode. Raises ValueError for an image of other sizes, or too many frames.
         """
+        return self.embed_batch([image])[0]
+
+    def embed_batch(self, images: Sequence[Tensor]) -> list[Embedding]:
+        """Images as ``embed`` takes them, of any sizes, encoded together; an embedding for each, in order.
+
+        The last bits of an embedding may depend on what else is in the batch. Raises as ``embed``, when any
+        image is wrong.
+        """
+        grids = [self._grid(image) for image in images]
+        # Groups of one size lie side by side, so that attention takes them in one call.
+        order = sorted(range(len(images)), key=lambda number: self._group(grids[number]))
+        made = self._embed([images[n] for n in order], [grids[n] for n in order]) if images else []
+        result = dict(zip(order, made, strict=True))
+        return [result[number] for number in range(len(images))]
+
+    def _embed(self, images: list[Tensor], grids: list[Grid]) -> list[Embedding]:
+        x = self.patch(_joined([patches(image, self._spec.media, self._colours) for image in images]))
+        placed = [self._place(grid, x.device) for grid in grids]
+        x = x + _joined([place.learned for place in placed]).to(x.dtype)
+        axes = _joined([place.axes[0] for place in placed]), _joined([place.axes[1] for place in placed])
+        dim = self._spec.hidden // self._spec.heads
+        angles = axial_angles(axes, dim, self._spec.theta, self._wide, alternating=self._alternating)
+        groups = _runs([self._group(grid) for grid in grids for _ in range(grid.count // self._group(grid))])
+        levels: list[Tensor] = []
+        for layer, block in enumerate(self.blocks):
+            x = block(x, angles, groups)
+            if layer in self._spec.levels:
+                levels.append(self.levels[len(levels)](x))
+        counts = [self._tokens(grid) for grid in grids]
+        main = self._merge(x, grids).split(counts)
+        if not levels:
+            return [Embedding(main=rows) for rows in main]
+        stacked = torch.stack(levels).split(counts, dim=1)
+        return [Embedding(main=rows, levels=level) for rows, level in zip(main, stacked, strict=True)]
+
+    def _grid(self, image: Tensor) -> Grid:
+        media = self._spec.media
+        _check(image, media)
+        frames = -(-image.shape[0] // media.temporal)
+        return Grid(frames, image.shape[1] // media.patch, image.shape[2] // media.patch)
+
+    def _group(self, grid: Grid) -> int:
+        """Patches that attend to each other: a divisor of all, which lie together."""
+        return grid.rows * grid.columns
+
+    def _tokens(self, grid: Grid) -> int:
+        """Rows of the embedding."""
+        return grid.count // self._spec.media.merge**2
+
+    @abstractmethod
+    def _place(self, grid: Grid, device: torch.device) -> Placed:
+        """Of the patches in the order of ``patches``."""
+
+    @abstractmethod
+    def _merge(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The rows of all images, [tokens, output], of the stream behind the blocks [N, hidden]."""
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """One after another; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _runs(lengths: list[int]) -> list[tuple[int, int]]:
+    """(groups, length of each): those of one length that follow one another."""
+    return [(len(list(run)), length) for length, run in groupby(lengths)]
 
 
 def colour_table(media: MediaFacts, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -58,7 +172,6 @@ def patches(image: Tensor, media: MediaFacts, colours: Tensor) -> Tensor:
     together; a last group of too few frames repeats its last one. Kind ``patches``: row by row. Equal to
     ``pixel_values`` of the reference's image processors.
     """
-    _check(image, media)
     size, merge, group = media.patch, media.merge, media.temporal
     channels = (image[..., c].to(torch.int32).flatten() for c in range(3))
     pixels = torch.stack([colours[c].index_select(0, values) for c, values in enumerate(channels)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -48,16 +50,23 @@ class PatchAttention(Layer):
         self.out = Linear(hidden, hidden, build, bias=True)
         self._heads = heads
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: int) -> Tensor:
-        """x: [N, hidden], ``groups`` equal groups one after another; angles: cos and sin, [N, dim / 2]."""
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: Sequence[tuple[int, int]]) -> Tensor:
+        """x: [N, hidden]; angles: cos and sin, [N, dim / 2]; groups: (how many, patches of each), one after
+        another."""
         tokens, hidden = x.shape
         qkv = self.qkv(x).view(tokens, 3 * self._heads, -1)
         turned, v = qkv.split((2 * self._heads, self._heads), dim=1)
         q, k = torch_ops.rotate(turned, *angles).split(self._heads, dim=1)  # at once: fewer operators
-        shape = (groups, tokens // groups, self._heads, -1)
-        q, k, v = (part.reshape(shape).transpose(1, 2) for part in (q, k, v))
-        made = F.scaled_dot_product_attention(q, k, v)
-        result: Tensor = self.out(made.transpose(1, 2).reshape(tokens, hidden))
+        made = []
+        begin = 0
+        for count, length in groups:
+            end = begin + count * length
+            shape = (count, length, self._heads, -1)
+            inside = (part[begin:end].reshape(shape).transpose(1, 2) for part in (q, k, v))
+            attended = F.scaled_dot_product_attention(*inside)
+            made.append(attended.transpose(1, 2).reshape(end - begin, hidden))
+            begin = end
+        result: Tensor = self.out(made[0] if len(made) == 1 else torch.cat(made))
         return result
 
 
@@ -73,7 +82,7 @@ class PatchBlock(Layer):
         self.mlp_norm = LayerNorm(hidden, eps, build)
         self.mlp = MLP(hidden, intermediate, hidden, activation, build)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: int) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], groups: Sequence[tuple[int, int]]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), angles, groups)
         result: Tensor = x + self.mlp(self.mlp_norm(x))
         return result

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
 
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build
-from weft.layers.linear import Linear
-from weft.models.vision.base import Embedding, Tower, axial_angles, colour_table, patches, places
-from weft.models.vision.layers import MLP, LayerNorm, PatchBlock
+from weft.models.vision.base import Grid, Placed, Tower, places
+from weft.models.vision.layers import MLP, LayerNorm
 from weft.models.vision.positions import cubic_taps, interpolated
 
 Tensor = torch.Tensor
@@ -19,48 +19,53 @@ class MoonTower(Tower):
     """Patches with positions in the image and in time; frames become one by the mean of each place."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:
-        super().__init__()
-        media = vision.media
-        self._spec = vision
-        self._wide = build.wide
-        self._colours = colour_table(media, build.dtype, build.device)
-        self.patch = Linear(3 * media.patch**2, vision.hidden, build, bias=True)
-        self.positions = build.weight(vision.side**2, vision.hidden)
-        shape = (vision.hidden, vision.heads, vision.intermediate, vision.activation, 1e-5, build)
-        self.blocks = nn.ModuleList(PatchBlock(*shape) for _ in range(vision.layers))
+        super().__init__(vision, build, eps=1e-5, alternating=True)
         self.norm = LayerNorm(vision.hidden, 1e-5, build)
         self.merger_norm = LayerNorm(vision.hidden, vision.norm_eps, build)
-        joined = vision.hidden * media.merge**2
+        joined = vision.hidden * vision.media.merge**2
         self.merger = MLP(joined, joined, vision.output, "gelu", build)
 
-    def embed(self, image: Tensor) -> Embedding:
-        spec, media = self._spec, self._spec.media
-        frames = image.shape[0]
-        if frames > spec.frames:
-            raise ValueError(f"{frames} frames in one image; the model takes {spec.frames} at most")
-        x = self.patch(patches(image, media, self._colours))
-        rows, columns = image.shape[1] // media.patch, image.shape[2] // media.patch
-        row, column = places(frames, rows, columns, 1, image.device)
+    def _grid(self, image: Tensor) -> Grid:
+        grid = super()._grid(image)
+        if grid.frames > self._spec.frames:
+            raise ValueError(
+                f"{grid.frames} frames in one image; the model takes {self._spec.frames} at most"
+            )
+        return grid
+
+    def _group(self, grid: Grid) -> int:
+        return grid.count  # frames see one another
+
+    def _tokens(self, grid: Grid) -> int:
+        return grid.rows * grid.columns // self._spec.media.merge**2
+
+    def _place(self, grid: Grid, device: torch.device) -> Placed:
+        spec = self._spec
+        row, column = places(grid.frames, grid.rows, grid.columns, 1, device)
         learned = interpolated(
             self.positions,
-            cubic_taps(row, rows, spec.side, self._wide),
-            cubic_taps(column, columns, spec.side, self._wide),
+            cubic_taps(row, grid.rows, spec.side, self._wide),
+            cubic_taps(column, grid.columns, spec.side, self._wide),
             self._wide,
         )
-        if frames > 1:
-            learned = learned + self._times(frames, image.device).repeat_interleave(rows * columns, 0)
-        x = x + learned.to(x.dtype)
-        dim = spec.hidden // spec.heads
-        angles = axial_angles((column, row), dim, spec.theta, self._wide, alternating=True)
-        for block in self.blocks:
-            x = block(x, angles, 1)
-        pooled = self._tokens(self.norm(x), frames, rows, columns)
-        return Embedding(main=self.merger(self.merger_norm(pooled).flatten(1)))
+        if grid.frames > 1:
+            learned = learned + self._times(grid.frames, device).repeat_interleave(
+                grid.rows * grid.columns, 0
+            )
+        return Placed(learned, (column, row))
 
-    def _tokens(self, x: Tensor, frames: int, rows: int, columns: int) -> Tensor:
+    def _merge(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        counts = [grid.count for grid in grids]
+        pooled = [
+            self._pooled(part, grid) for part, grid in zip(self.norm(x).split(counts), grids, strict=True)
+        ]
+        result: Tensor = self.merger(self.merger_norm(torch.cat(pooled)).flatten(1))
+        return result
+
+    def _pooled(self, x: Tensor, grid: Grid) -> Tensor:
         """[tokens, merge^2, hidden]: the patches of each token, each the mean of its frames."""
         merge = self._spec.media.merge
-        cut = x.view(frames, rows // merge, merge, columns // merge, merge, -1).mean(0)
+        cut = x.view(grid.frames, grid.rows // merge, merge, grid.columns // merge, merge, -1).mean(0)
         return cut.transpose(1, 2).reshape(-1, merge**2, x.shape[1])
 
     def _times(self, frames: int, device: torch.device) -> Tensor:

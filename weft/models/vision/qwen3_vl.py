@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from weft.config.spec import VisionSpec
 from weft.layers.build import Build, Layer
-from weft.layers.linear import Linear
-from weft.models.vision.base import Embedding, Tower, axial_angles, colour_table, patches, places
-from weft.models.vision.layers import MLP, LayerNorm, PatchBlock
+from weft.models.vision.base import Grid, Placed, Tower, places
+from weft.models.vision.layers import MLP, LayerNorm
 from weft.models.vision.positions import interpolated, linear_taps
 
 Tensor = torch.Tensor
@@ -40,36 +41,21 @@ class QwenTower(Tower):
     """Patches with interpolated positions, blocks that rotate by row and column, and mergers."""
 
     def __init__(self, vision: VisionSpec, build: Build) -> None:
-        super().__init__()
-        media = vision.media
-        self._spec = vision
-        self._wide = build.wide
-        self._colours = colour_table(media, build.dtype, build.device)
-        self.patch = Linear(3 * media.temporal * media.patch**2, vision.hidden, build, bias=True)
-        self.positions = build.weight(vision.side**2, vision.hidden)
-        shape = (vision.hidden, vision.heads, vision.intermediate, vision.activation, 1e-6, build)
-        self.blocks = nn.ModuleList(PatchBlock(*shape) for _ in range(vision.layers))
+        super().__init__(vision, build, eps=1e-6, alternating=False)
         self.merger = Merger(vision, build, after=False)
         self.levels = nn.ModuleList(Merger(vision, build, after=True) for _ in vision.levels)
 
-    def embed(self, image: Tensor) -> Embedding:
-        spec, media = self._spec, self._spec.media
-        x = self.patch(patches(image, media, self._colours))
-        rows, columns = image.shape[1] // media.patch, image.shape[2] // media.patch
-        frames = -(-image.shape[0] // media.temporal)
-        row, column = places(frames, rows, columns, media.merge, image.device)
+    def _place(self, grid: Grid, device: torch.device) -> Placed:
+        spec = self._spec
+        row, column = places(grid.frames, grid.rows, grid.columns, spec.media.merge, device)
         learned = interpolated(
             self.positions,
-            linear_taps(row, rows, spec.side, self._wide),
-            linear_taps(column, columns, spec.side, self._wide),
+            linear_taps(row, grid.rows, spec.side, self._wide),
+            linear_taps(column, grid.columns, spec.side, self._wide),
             self._wide,
         )
-        x = x + learned.to(x.dtype)
-        dim = spec.hidden // spec.heads
-        angles = axial_angles((row, column), dim, spec.theta, self._wide, alternating=False)
-        levels: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
-            x = block(x, angles, frames)
-            if layer in spec.levels:
-                levels.append(self.levels[len(levels)](x))
-        return Embedding(main=self.merger(x), levels=torch.stack(levels) if levels else None)
+        return Placed(learned, (row, column))
+
+    def _merge(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        result: Tensor = self.merger(x)
+        return result

@@ -14,12 +14,24 @@ from weft.models.weights import WeightMap
 _log = get_logger(__name__)
 
 
-def add_qwen_tower(made: WeightMap, spec: ModelSpec, theirs: str = "model.visual") -> None:
-    """Qwen3-VL's and Qwen3.5's tower below ``theirs``; without effect where it is not loaded."""
-    vision = spec.vision
-    if vision is None:
-        _ignore(made, f"{theirs}.")
-        return
+def tower_weights(vision: VisionSpec) -> WeightMap:
+    """Where a checkpoint's tensors go in a model that is a tower alone; all others are ignored."""
+    others = "|".join(re.escape(prefix) for prefix in vision.published)
+    made = WeightMap(ignored=[re.compile(f"^(?!{others})")])
+    _ADD[vision.kind](made, vision)
+    return made
+
+
+def add_qwen_tower(made: WeightMap, spec: ModelSpec) -> None:
+    """Qwen3-VL's and Qwen3.5's tower; without effect where it is not loaded."""
+    if spec.vision is None:
+        _ignore(made, "model.visual.")
+    else:
+        _add_qwen(made, spec.vision)
+
+
+def _add_qwen(made: WeightMap, vision: VisionSpec) -> None:
+    theirs = "model.visual"
     _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
     made.add(f"{theirs}.pos_embed.weight", "vision.positions")
     for layer in range(vision.layers):
@@ -46,11 +58,14 @@ def add_moon_tower(made: WeightMap, spec: ModelSpec) -> None:
 
     There a head's rotated pairs are neighbours in queries and keys; here they are its two halves.
     """
-    vision = spec.vision
-    if vision is None:
+    if spec.vision is None:
         _ignore(made, "vision_tower.")
         _ignore(made, "mm_projector.")
-        return
+    else:
+        _add_moon(made, spec.vision)
+
+
+def _add_moon(made: WeightMap, vision: VisionSpec) -> None:
     theirs = "vision_tower"
     _add_both(made, f"{theirs}.patch_embed.proj", "vision.patch", flat=True)
     made.add(
@@ -92,6 +107,9 @@ def _add_both(made: WeightMap, theirs: str, ours: str, *, flat: bool = False) ->
     """Weight and bias. flat: the weight is that of a convolution whose steps are as long as it is."""
     made.add(f"{theirs}.weight", f"{ours}.weight", read=partial(torch.flatten, start_dim=1) if flat else None)
     made.add(f"{theirs}.bias", f"{ours}.bias")
+
+
+_ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon}
 
 
 def _ignore(made: WeightMap, prefix: str) -> None:

@@ -1,0 +1,332 @@
+"""Two heads and their ranks in one process, between which embeddings of images move: real heads' rooms,
+frames, ranks' transfers and sockets. The schedulers are played: they hold blocks, and note what they hear.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+
+from tests.support.slowness import deadline
+from weft.common.clock import SystemClock
+from weft.common.errors import Unavailable
+from weft.config.sharding import balanced_share
+from weft.engine.group_rooms import GroupRooms, RankWord
+from weft.engine.room_channel import ZmqRooms
+from weft.engine.rooms import HeadRooms
+from weft.engine.sources import EmbeddingSource
+from weft.engine.worker_rooms import WorkerRooms
+from weft.runner.media_rooms import Departures
+from weft.transfer.group_layout import blocks_of, embedding_dims
+from weft.transfer.pushes import Write
+from weft.transfer.room_table import Patience
+from weft.transports.reports import RoomReports
+from weft.transports.shared_memory import SharedMemory
+from weft.transports.shm import ShmTransport
+from weft.transports.tcp import TcpTransport
+from weft.transports.worker import RankTransfer
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.media import BLOCK_ROWS
+from weft.types.messages import TokenEvent
+from weft.types.plan import SendMedia
+from weft.types.rooms import GroupDims, Peer, RoomKey, RoomTicket
+
+LEVELS, WIDTH, BLOCKS = 3, 8, 64
+ROW = LEVELS * WIDTH * 4
+"""Bytes of a row, in float32."""
+SECRET = b"sixteen bytes at least"
+SECONDS = deadline(30.0)
+PATIENCE = Patience(retry=0.2, bind=30.0, fence=3.0, stop=0.5)
+BROKEN = Unavailable("planted").info()
+
+
+class Rank:
+    """A rank's pool of embeddings, transport and thread."""
+
+    def __init__(
+        self, kind: str, folder: Path, number: int, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
+        """``small``: writes and windows of some rows."""
+        (tensor,) = dims.kinds[0].tensors
+        shape = [size for _, size in tensor.dims]
+        self.memory = SharedMemory(int(np.prod(shape)) * 4)
+        self.pool = self.memory.tensor.view(torch.float32).view(shape)
+        self.pool.fill_(-1.0)
+        self.transport: Any
+        if kind == "shm":
+            self.transport = ShmTransport(str(folder), number, incarnation)
+            self.transport.share([self.memory])
+        else:
+            self.transport = TcpTransport("127.0.0.1", number, incarnation, SECRET)
+            self.transport.register([self.memory.tensor])
+        if small:
+            self.transport.write_bytes, self.transport.window_bytes = 10 * ROW, 25 * ROW
+        self.sent_bytes = self.writes = 0
+        write = self.transport.write
+
+        def counted(one: Write) -> None:
+            self.writes += 1
+            self.sent_bytes += sum(part.nbytes for part in one.parts)
+            write(one)
+
+        self.transport.write = counted
+        self.reports = RoomReports()
+        self.transfer = RankTransfer(number, dims, self.transport, self.reports.tell)
+        self.leaves = Departures(self.transfer, LEVELS)
+        self.rooms = WorkerRooms(number, "embeddings")
+
+    def rows(self, blocks: list[int], count: int) -> np.ndarray:
+        """[levels, count, width]."""
+        rows: np.ndarray = self.pool[:, blocks].flatten(1, 2)[:, :count].numpy()
+        return rows
+
+    def close(self) -> None:
+        self.transfer.close()
+        self.reports.close()
+        self.memory.close()
+
+
+class Group:
+    """``RoomRanks``: the head's own rank, and others that hear of frames."""
+
+    def __init__(
+        self, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
+        self.members = [
+            Rank(kind, folder, number, dims, incarnation + number, small) for number in range(dims.ranks)
+        ]
+        own = self.members[0]
+        self.rooms = GroupRooms(
+            own.transfer,
+            own.reports,
+            lambda: [rank.transport.endpoint for rank in self.members],
+            {number: number for number in range(1, dims.ranks)},
+            self._frame,
+            cache="embeddings",
+        )
+        self.deaf: set[int] = set()
+        """Ranks whose process has ended."""
+        self.late: list[tuple[int, f.RoomToRank]] | None = None
+        """Frames that are kept back, if not None."""
+        self.dims, self.ranks = self.rooms.dims, self.rooms.ranks
+
+    @property
+    def sockets(self) -> Sequence[Any]:
+        return [rank.reports.descriptor for n, rank in enumerate(self.members) if n not in self.deaf]
+
+    def endpoints(self) -> tuple[r.Endpoint, ...] | None:
+        return self.rooms.endpoints()
+
+    def send(self, frame: f.RoomToRank) -> None:
+        self.rooms.send(frame)
+
+    def _frame(self, number: int, data: bytes) -> None:
+        frame = f.decode_to_rank(data)
+        assert isinstance(frame, f.RoomToRank)
+        assert frame.cache == "embeddings"
+        if self.late is not None:
+            self.late.append((number, frame))
+        elif number not in self.deaf:
+            self.members[number].rooms.take(frame, self.members[number].transfer)
+
+    def deliver(self) -> None:
+        """Frames that were kept back."""
+        late, self.late = self.late or [], None
+        for number, frame in late:
+            self._frame(number, f.encode(frame))
+
+    def take(self) -> list[RankWord]:
+        for number, rank in enumerate(self.members[1:], 1):
+            for frame in rank.rooms.said(rank.reports.take() if number not in self.deaf else []):
+                self.rooms.heard(frame)
+        return self.rooms.take()
+
+    def kill(self, number: int) -> None:
+        """The process of a rank that is not the head's ends."""
+        self.deaf.add(number)
+        self.members[number].transfer.close()
+        self.rooms.ended(number)
+
+
+class Scheduler:
+    """What the rooms of embeddings speak to, of either end."""
+
+    def __init__(self) -> None:
+        self.embeddings = self
+        self.requests: deque[r.RoomRequest] = deque()
+        self.told: list[r.RoomEvent] = []
+        self.blocks: dict[RoomKey, list[int]] = {}
+        """Of rooms whose memory is in use."""
+        self.held: dict[RoomKey, int] = {}
+        """Rooms that the receiver needs nothing of: rows that it has."""
+        self.postpone: set[RoomKey] = set()
+
+    def kinds(self, key: RoomKey) -> list[str]:
+        return [type(event).__name__ for event in self.told if event.key == key]
+
+    def error(self, key: RoomKey) -> str:
+        (failed,) = [e for e in self.told if isinstance(e, r.RoomFailed) and e.key == key]
+        return failed.error.message
+
+    def room_requests(self) -> list[r.RoomRequest]:
+        asked = list(self.requests)
+        self.requests.clear()
+        return asked
+
+    def room_blocks(self, key: RoomKey) -> tuple[r.Blocks, ...]:
+        """Of a sender, which has none of an image that is not encoded yet."""
+        return ()
+
+    def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]:
+        self.told.append(event)
+        key = event.key
+        if isinstance(event, r.RoomWanted):
+            if key in self.postpone:
+                self.requests.append(r.PostponeRoom(key, 0.05))
+            else:
+                start = self.held.get(key, 0)
+                blocks = (blocks_of(self.blocks.get(key, [])),)
+                self.requests.append(r.ReserveRoom(key, start, blocks))
+        elif isinstance(event, r.RoomLanded | r.RoomFreed):
+            self.blocks.pop(key, None)
+        return []
+
+
+class Head:
+    """One end."""
+
+    def __init__(
+        self, sends: bool, kind: str, folder: Path, dims: GroupDims, incarnation: int, small: bool = False
+    ) -> None:
+        self.group = Group(kind, folder, dims, 100 * incarnation, small)
+        channel = ZmqRooms(f"ipc://{folder}/h{incarnation}", incarnation)
+        self.scheduler = Scheduler()
+        self.rooms = HeadRooms(
+            sends, self.group, channel, incarnation=incarnation, clock=SystemClock(), patience=PATIENCE
+        )
+        self.source = EmbeddingSource(self.rooms)
+        self.peer = Peer(channel.address, incarnation)
+
+    def turn(self) -> None:
+        self.source.take(self.scheduler)
+
+    def close(self) -> None:
+        self.rooms.close()
+        for number, rank in enumerate(self.group.members):
+            if number not in self.group.deaf:
+                rank.close()
+
+
+class Pair:
+    """A group that encodes, and one that takes embeddings."""
+
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        ranks: tuple[int, int] = (1, 1),
+        shards: bool = False,
+        small: bool = False,
+        seed: int = 0,
+    ) -> None:
+        both = (embedding_dims(LEVELS, WIDTH, BLOCKS, n, "float32", shards) for n in ranks)
+        self.sender, self.receiver = (
+            Head(number == 0, kind, folder, dims, 7 + number, small) for number, dims in enumerate(both)
+        )
+        self.shards = shards
+        self.rng = np.random.default_rng(seed)
+        self.images: dict[RoomKey, tuple[np.ndarray, list[int], list[int]]] = {}
+        """Of each room the embedding [levels, rows, width], and its blocks at both ends."""
+
+    @property
+    def heads(self) -> tuple[Head, Head]:
+        return self.sender, self.receiver
+
+    def image(self, rows: int, room: int | None = None, attempt: int = 0) -> RoomKey:
+        """A room that neither end knows yet; its embedding is not computed."""
+        room = len(self.images) if room is None else room
+        key = RoomKey(room, attempt, self.sender.peer.incarnation)
+        value = self.rng.standard_normal((LEVELS, rows, WIDTH)).astype(np.float32)
+        tables = []
+        for head in self.heads:
+            taken = {block for blocks in head.scheduler.blocks.values() for block in blocks}
+            free = [block for block in range(1, BLOCKS + 1) if block not in taken]
+            self.rng.shuffle(free)
+            tables.append(free[: -(-rows // BLOCK_ROWS)])
+            head.scheduler.blocks[key] = tables[-1]
+        self.images[key] = value, tables[0], tables[1]
+        return key
+
+    def open(self, key: RoomKey, seconds: float = 60.0, receiver: bool = True, sender: bool = True) -> None:
+        if sender:
+            self.sender.rooms.open(RoomTicket(key, True, self.receiver.peer, seconds))
+            self.sender.scheduler.requests.append(r.OfferRoom(key, self.images[key][0].shape[1], 0))
+        if receiver:
+            self.receiver.rooms.open(RoomTicket(key, False, self.sender.peer, seconds))
+
+    def compute(self, key: RoomKey, finish: bool = True) -> None:
+        """The embedding is made, and may leave."""
+        value, blocks, _ = self.images[key]
+        rows = value.shape[1]
+        for rank in self.sender.group.members:
+            index = torch.tensor(blocks).repeat_interleave(BLOCK_ROWS)[:rows] * BLOCK_ROWS
+            index += torch.arange(rows) % BLOCK_ROWS
+            rank.pool.flatten(1, 2).index_copy_(1, index, torch.from_numpy(value))
+            ids = np.array(blocks, "<i4").tobytes()
+            rank.leaves.send(SendMedia(key=key, blocks=ids, count=rows))
+        if finish:
+            self.sender.scheduler.requests.append(r.FinishRoom(key))
+
+    def spoil(self, key: RoomKey, rank: int) -> None:
+        """Rank ``rank`` of the sender cannot make the embedding."""
+        self.sender.group.members[rank].transfer.fail(key, BROKEN)
+
+    def until(self, reached: Callable[[], bool], seconds: float = SECONDS) -> None:
+        """Turns of both, asleep between them."""
+        poller = zmq.Poller()
+        for head in self.heads:
+            for socket in [*head.rooms.sockets]:
+                poller.register(socket, zmq.POLLIN)
+        until = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < until, [head.scheduler.told for head in self.heads]
+            for head in self.heads:
+                head.turn()
+            poller.poll(5)
+
+    def told(self, key: RoomKey, what: str) -> bool:
+        """Whether both ends were."""
+        return all(what in head.scheduler.kinds(key) for head in self.heads)
+
+    def land(self, *keys: RoomKey) -> None:
+        self.until(lambda: all(self.told(key, "RoomLanded") for key in keys))
+
+    def freed(self, *keys: RoomKey) -> None:
+        self.until(lambda: all(self.told(key, "RoomFreed") for key in keys))
+
+    def check(self, key: RoomKey) -> None:
+        """Every rank of the receiver has its rows, as they are, and no other of these blocks was written."""
+        value, _, blocks = self.images[key]
+        rows = value.shape[1]
+        ranks = self.receiver.group.members
+        for number, rank in enumerate(ranks):
+            begin, end = balanced_share(rows, number, len(ranks)) if self.shards else (0, rows)
+            came = rank.rows(blocks, len(blocks) * BLOCK_ROWS)
+            assert (came[:, begin:end] == value[:, begin:end]).all(), f"rows of rank {number} differ"
+            assert (np.delete(came, np.s_[begin:end], axis=1) == -1.0).all(), "others were written"
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(rank.sent_bytes for rank in self.sender.group.members)
+
+    def close(self) -> None:
+        for head in self.heads:
+            head.close()

@@ -1,0 +1,379 @@
+"""Embeddings of images from heads and ranks that encode to those that take them, over real transports."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.engine.embedding_rig import BROKEN, ROW, SECONDS, Pair
+from weft.common.errors import Unavailable
+from weft.common.folder import private_folder
+from weft.types import frames as f
+from weft.types import rooms as r
+from weft.types.rooms import GroupDims, RoomTicket
+
+IMAGES = [256, 1, 77, 64, 300, 2, 199, 640]
+"""Rows of eight images; those of one or two rows have ranks without a share."""
+ERROR = Unavailable("its client left").info()
+Make = Callable[..., Pair]
+
+
+def with_shards(dims: GroupDims, shards: bool) -> GroupDims:
+    kinds = tuple(msgspec.structs.replace(kind, shards=shards) for kind in dims.kinds)
+    return msgspec.structs.replace(dims, kinds=kinds)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    import shutil
+
+    made: list[tuple[Pair, Path]] = []
+
+    def one(
+        kind: str = "shm", ranks: tuple[int, int] = (1, 1), shards: bool = False, small: bool = False
+    ) -> Pair:
+        folder = private_folder()
+        made.append((Pair(kind, folder, ranks, shards, small), folder))
+        return made[-1][0]
+
+    yield one
+    for pair, folder in made:
+        pair.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize("shards", [False, True])
+def test_what_lands_is_what_was_made(kind: str, ranks: tuple[int, int], shards: bool, make: Make) -> None:
+    pair = make(kind, ranks, shards and ranks[1] > 1)
+    keys = [pair.image(rows) for rows in (130, 1, 64, 3)]
+    for key in keys:
+        pair.open(key)
+        pair.compute(key)
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+        assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
+        assert pair.receiver.scheduler.kinds(key) == ["RoomWanted", "RoomLanded"]
+    times = ranks[1] if not pair.shards else 1
+    assert pair.sent_bytes == times * sum((130, 1, 64, 3)) * ROW
+    stats = pair.sender.rooms.stats(None), pair.receiver.rooms.stats(None)
+    assert stats[0].sent_bytes == stats[1].received_bytes == pair.sent_bytes
+    assert [one.rooms for one in stats] == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_cost_the_sender_exactly_so_many_times_less(ranks: int, make: Make) -> None:
+    """Eight images, bytes as transports are given them."""
+    sent = []
+    for shards in (False, True):
+        pair = make("shm", (1, ranks), shards)
+        keys = [pair.image(rows) for rows in IMAGES]
+        for key in keys:
+            pair.open(key)
+            pair.compute(key)
+        pair.land(*keys)
+        for key in keys:
+            pair.check(key)
+        sent.append(pair.sent_bytes)
+    whole, shared = sent
+    assert shared == sum(IMAGES) * ROW
+    assert whole == ranks * shared
+
+
+def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
+    for shards in (False, True):
+        pair = make("shm", (2, 4), shards)
+        key = pair.image(400)
+        pair.open(key)
+        pair.compute(key)
+        pair.land(key)
+        first, second = (rank.sent_bytes for rank in pair.sender.group.members)
+        assert first == second == 400 * ROW * (1 if shards else 4) // 2
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
+    """Through a window of 25 rows: as one room with one end, beside others, which take turns with it."""
+    pair = make(kind, (1, 2), False, True)
+    keys = [pair.image(rows) for rows in (640, 30, 200)]
+    for key in keys:
+        pair.open(key)
+        pair.compute(key)
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+        assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
+    (rank,) = pair.sender.group.members
+    assert rank.writes >= 2 * sum((640, 30, 200)) // 10
+    assert rank.transfer.pushes.under_way == 0
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: str, make: Make) -> None:
+    """The head's own rank knows at once, the other one hears of it by a frame that is late."""
+    pair = make(kind, (1, 2), True)
+    keys = [pair.image(rows) for rows in (100, 1, 64)]
+    pair.receiver.group.late = []
+    for key in keys:
+        pair.open(key)
+        pair.compute(key)
+    own, other = pair.receiver.group.members
+    pair.until(lambda: other.transfer.arrivals.parked > 0 and len(own.transfer.arrivals) == 3)
+    later = time.monotonic() + 0.2
+    pair.until(lambda: time.monotonic() > later)
+    assert (other.pool == -1.0).all(), "bytes were taken in before the room was known"
+    assert not any(pair.told(key, "RoomLanded") for key in keys)
+    pair.receiver.group.deliver()
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+    assert other.transfer.arrivals.parked == 0
+
+
+def test_ranks_that_receive_one_room_do_not_wait_for_each_other(make: Make) -> None:
+    """One stands still in the middle of a copy; the other one has all it needs meanwhile."""
+    pair = make("shm", (1, 2), True)
+    key = pair.image(300)
+    slow, quick = pair.receiver.group.members
+    go_on = threading.Event()
+    take = slow.transport.take
+
+    def waits(write: Any) -> Any:
+        assert go_on.wait(SECONDS)
+        return take(write)
+
+    slow.transport.take = waits
+    pair.open(key)
+    pair.compute(key)
+    value, _, blocks = pair.images[key]
+    pair.until(lambda: bool((quick.rows(blocks, 300)[:, 150:] == value[:, 150:]).all()))
+    assert (slow.pool == -1.0).all()
+    assert not pair.told(key, "RoomLanded")
+    go_on.set()
+    pair.land(key)
+    pair.check(key)
+
+
+def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_is_written(
+    make: Make,
+) -> None:
+    """What the sender's ranks were told is not what the receiver's expect."""
+    pair = make("shm", (1, 2), True)
+    key = pair.image(100)
+    send = pair.sender.group.send
+
+    def wrong(frame: f.RoomToRank) -> None:
+        if isinstance(frame, f.PushRoom):
+            bound = msgspec.structs.replace(frame.bound, dims=with_shards(frame.bound.dims, False))
+            frame = msgspec.structs.replace(frame, bound=bound)
+        send(frame)
+
+    pair.sender.group.send = wrong  # type: ignore[method-assign]
+    pair.open(key)
+    pair.compute(key)
+    pair.freed(key)
+    assert "lies outside what this room has" in pair.receiver.scheduler.error(key)
+    assert all((rank.pool == -1.0).all() for rank in pair.receiver.group.members)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
+    """The receiver's Submit comes late, and then it has no room for a while."""
+    pair = make(kind, (2, 2), True)
+    keys = [pair.image(rows) for rows in (100, 5, 64)]
+    for key in keys:
+        pair.open(key, receiver=False)
+        pair.compute(key)
+    pair.receiver.scheduler.postpone.update(keys)
+    later = time.monotonic() + 0.2
+    pair.until(lambda: time.monotonic() > later)
+    assert pair.sent_bytes == 0
+    for key in keys:
+        pair.open(key, sender=False)
+    pair.until(lambda: all(pair.receiver.scheduler.kinds(key).count("RoomWanted") > 2 for key in keys))
+    assert pair.sent_bytes == 0
+    pair.receiver.scheduler.postpone.clear()
+    pair.land(*keys)
+    for key in keys:
+        pair.check(key)
+
+
+def test_what_nobody_comes_for_ends_at_its_deadline(make: Make) -> None:
+    pair = make()
+    key = pair.image(70)
+    pair.open(key, receiver=False, seconds=0.3)
+    pair.compute(key)
+    pair.until(lambda: "RoomFreed" in pair.sender.scheduler.kinds(key))
+    assert "took too long" in pair.sender.scheduler.error(key)
+    assert key not in pair.sender.scheduler.blocks
+    assert pair.sent_bytes == 0
+    pair.open(key, sender=False)  # its receiver is told when it comes
+    pair.until(lambda: "RoomFreed" in pair.receiver.scheduler.kinds(key))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_what_the_receiver_has_is_not_sent(shards: bool, make: Make) -> None:
+    """It says so with ``start``, and needs no blocks for it; the sender need not have made it, either."""
+    pair = make("shm", (2, 2), shards)
+    key, other = pair.image(100), pair.image(90)
+    for head in pair.heads:
+        head.scheduler.blocks[key] = []
+    pair.receiver.scheduler.held[key] = 100
+    pair.open(key)
+    pair.open(other)
+    pair.sender.scheduler.requests.append(r.FinishRoom(key))
+    pair.compute(other)
+    pair.land(key, other)
+    pair.check(other)
+    assert pair.sent_bytes == 90 * ROW * (1 if shards else 2)
+    assert pair.sender.rooms.stats(None).done == pair.receiver.rooms.stats(None).done == 2
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_room_that_is_given_up_is_fenced_and_its_blocks_serve_the_next(end: str, make: Make) -> None:
+    pair = make("shm", (1, 2), True)
+    key, other = pair.image(200), pair.image(30)
+    for one in (key, other):
+        pair.open(one)
+    pair.until(lambda: "RoomBound" in pair.sender.scheduler.kinds(key))
+    head = pair.sender if end == "sender" else pair.receiver
+    head.scheduler.requests.append(r.CancelRoom(key, ERROR))
+    pair.freed(key)
+    for one in pair.heads:
+        assert one.scheduler.error(key) == ERROR.message
+        assert one.scheduler.kinds(key)[-2:] == ["RoomFailed", "RoomFreed"]
+        assert key not in one.scheduler.blocks
+    pair.compute(key, finish=False)  # the step was under way: nothing of it leaves
+    pair.compute(other)
+    pair.land(other)
+    assert pair.sent_bytes == 30 * ROW
+    again = pair.image(150, room=key.room, attempt=1)
+    pair.open(again)
+    pair.compute(again)
+    pair.land(again)
+    pair.check(again)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, rank: int, make: Make) -> None:
+    """Whether or not its receiver has come by then. The others ship, and the ranks go on."""
+    pair = make("shm", (2, 2), True)
+    key, other = pair.image(64), pair.image(130)
+    pair.open(other)
+    pair.open(key, receiver=bound)
+    if bound:
+        pair.until(lambda: pair.receiver.scheduler.kinds(key) != [])
+    pair.spoil(key, rank)
+    pair.compute(other)
+    pair.land(other)
+    if not bound:
+        assert pair.sender.scheduler.kinds(key) == []
+        pair.open(key, sender=False)
+    pair.freed(key)
+    for head in pair.heads:
+        assert head.scheduler.error(key) == BROKEN.message
+        assert head.scheduler.kinds(key).count("RoomFailed") == 1
+    pair.check(other)
+    last = pair.image(64)
+    pair.open(last)
+    pair.compute(last)
+    pair.land(last)
+    pair.check(last)
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_rank_that_is_gone_costs_its_rooms_and_every_receiver_hears_of_it(
+    end: str, kind: str, make: Make
+) -> None:
+    pair = make(kind, (2, 2), False)
+    keys = [pair.image(rows) for rows in (64, 500)]
+    for key in keys:
+        pair.open(key)
+    pair.until(lambda: all("RoomBound" in pair.sender.scheduler.kinds(key) for key in keys))
+    head = pair.sender if end == "sender" else pair.receiver
+    head.group.kill(1)
+    if end == "receiver":
+        for key in keys:
+            pair.compute(key)
+    pair.freed(*keys)
+    for key in keys:
+        assert all(
+            "lost" in one.scheduler.error(key) or "broke" in one.scheduler.error(key) for one in pair.heads
+        )
+    assert not pair.sender.rooms.moving
+    assert not pair.receiver.rooms.moving
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_a_group_that_loses_ranks_gives_all_rooms_up_and_stops_them(end: str, make: Make) -> None:
+    pair = make("shm", (1, 1))
+    key = pair.image(64)
+    pair.open(key)
+    pair.until(lambda: "RoomBound" in pair.sender.scheduler.kinds(key))
+    head = pair.sender if end == "sender" else pair.receiver
+    head.rooms.lose()
+    pair.freed(key)
+    late = pair.image(64)
+    pair.open(late)
+    if end == "receiver":
+        pair.compute(late)
+        later = time.monotonic() + 0.2
+        pair.until(lambda: time.monotonic() > later)
+        assert not pair.told(late, "RoomLanded"), "it was taken in by ranks that are not there"
+        head.rooms.regain()
+        pair.land(late)
+        pair.check(late)
+    else:
+        pair.freed(late)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_take_whole_rows_refuse_shares(rank: int, make: Make) -> None:
+    """The head says otherwise: they have other settings than it. No byte is written."""
+    pair = make("shm", (1, 2), False)
+    key = pair.image(100)
+    send = pair.receiver.group.send
+
+    def wrong(frame: f.RoomToRank) -> None:
+        if isinstance(frame, f.ExpectRoom):
+            bound = msgspec.structs.replace(frame.bound, dims=with_shards(frame.bound.dims, True))
+            frame = msgspec.structs.replace(frame, bound=bound)
+        send(frame)
+
+    pair.receiver.group.send = wrong  # type: ignore[method-assign]
+    pair.open(key)
+    pair.compute(key)
+    pair.freed(key)
+    assert "shares of rows came to a rank that does not take these" in pair.receiver.scheduler.error(key)
+    assert (pair.receiver.group.members[rank].pool == -1.0).all()
+
+
+def test_a_room_of_another_start_of_the_encoder_ends_at_once(make: Make) -> None:
+    """It was restarted at the same address: what was minted for the one before it has no part in it."""
+    pair = make()
+    key = pair.image(64)
+    stale = key._replace(incarnation=key.incarnation - 1)
+    pair.sender.rooms.open(RoomTicket(stale, True, pair.receiver.peer, 60.0))
+    pair.receiver.rooms.open(RoomTicket(stale, False, pair.sender.peer, 60.0))
+    pair.freed(stale)
+    assert "another start" in pair.receiver.scheduler.error(stale)
+
+
+def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
+    pair = make("shm", (2, 2))
+    for head in pair.heads:
+        sockets: Any = head.source.sockets
+        assert {rank.reports.descriptor for rank in head.group.members} <= {
+            s for s in sockets if isinstance(s, int)
+        }
+        assert any(not isinstance(socket, int) for socket in sockets)

@@ -1,0 +1,203 @@
+"""The caches of a group, from settings: how many bytes each rank gives them, and which pools those make."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.config import devices
+from weft.config.flags import parse_size
+from weft.config.gpus import sharers
+from weft.config.media_limits import embedding_bytes, media_limits
+from weft.config.memory import (
+    GIB,
+    activation_bytes,
+    bytes_for,
+    live_bytes,
+    longest_that_fits,
+    pools_for,
+    show_bytes,
+    weight_bytes,
+)
+from weft.config.resolved import HostShare, KVConfig
+from weft.config.sections import CacheSection, Config, ModelSection, ParallelSection, SchedulerSection
+from weft.config.sharding import local_spec
+from weft.config.spec import ModelSpec
+
+_CPU_CACHE_MOST = 4 * GIB
+#: Share of the memory that the weights leave which the cache may take by default on a CPU.
+_CPU_CACHE_SHARE = 0.5
+
+
+def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: HostShare) -> KVConfig:
+    """What a rank keeps of sequences and of images. ``spec``: of the whole model; ``config``: with the depth
+    and the budget that were chosen. Raises ConfigError."""
+    model, cache, scheduler, transfer = config.model, config.cache, config.scheduler, config.transfer
+    copies = 1 + config.speculation.drafts
+    rooms = transfer.role != "unified"
+    parts = (model, cache, scheduler, copies)
+    tower = not model.language_model_only
+    loaded = spec if tower else msgspec.structs.replace(spec, vision=None)
+    images = 0
+    if tower or transfer.take_embeddings:
+        longest = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+        images = embedding_bytes(spec, dtype, longest, config.media, host=device == "cpu")
+    num_bytes = cache_bytes(loaded, dtype, device, *parts, config.parallel, host, rooms, images)
+    kv = divide_cache(local_spec(loaded, config.parallel.layout), dtype, num_bytes, *parts, rooms)
+    limits = media_limits(
+        spec, dtype, kv.max_model_len, config.media, tower=tower, takes=transfer.take_embeddings
+    )
+    return msgspec.structs.replace(kv, media=limits)
+
+
+def divide_cache(
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    copies: int,
+    rooms: bool,
+) -> KVConfig:
+    """The pools that a rank makes of ``num_bytes``, and the context length. ``spec``: of a rank's share.
+    ``rooms``: as in ``bytes_for``."""
+    max_model_len = choose_max_model_len(spec, dtype, num_bytes, model, cache, scheduler, copies, rooms)
+    return KVConfig(
+        pools=pools_for(
+            spec,
+            cache.block_size,
+            dtype,
+            num_bytes,
+            max_model_len,
+            scheduler,
+            copies=copies,
+            snapshots=cache.enable_prefix_caching,
+            rooms=rooms,
+        ),
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        max_model_len=max_model_len,
+        num_slots=scheduler.max_num_seqs * scheduler.steps_in_flight,
+        copies=copies,
+    )
+
+
+def cache_bytes(
+    spec: ModelSpec,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    copies: int = 1,
+    parallel: ParallelSection = ParallelSection(),
+    host: HostShare = HostShare(),
+    rooms: bool = False,
+    images: int = 0,
+) -> int:
+    """Bytes for a rank's cache pools: as asked, or what its device leaves, at most what all sequences could
+    use. A host's ranks, of all groups, share a CPU's memory evenly, and so do those that have the same GPU.
+
+    ``spec``: of the whole model. ``copies``: of a slot's recurrent state. ``rooms``: as in ``bytes_for``.
+    ``images``: bytes of a rank's embeddings.
+
+    On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
+    when the weights are loaded.
+    """
+    if cache.kv_cache_memory is not None:
+        asked = parse_size(cache.kv_cache_memory)
+        assert asked is not None, "checked when the flag was parsed"
+        _check_asked(asked, device, ranks_on_device(parallel, device, host))
+        return asked
+    weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
+    spec = local_spec(spec, parallel.layout)
+    length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
+    needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
+    usable = needs(scheduler.max_num_seqs, length, scheduler, snapshots=cache.enable_prefix_caching)
+    if device == "cpu":
+        available = devices.available_memory()
+        if available is None:
+            return min(_CPU_CACHE_MOST, usable)
+        available //= ranks_on_device(parallel, device, host)
+        share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
+        one = needs(1, length, scheduler)
+        return min(share, usable, max(_CPU_CACHE_MOST, one))
+    total = devices.gpu_memory()
+    if total is None:
+        raise ConfigError(
+            "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
+            param="--kv-cache-memory",
+        )
+    budget = int(total * cache.gpu_memory_utilization) // ranks_on_device(parallel, device, host)
+    left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
+    if left <= 0:
+        raise ConfigError(
+            f"--gpu-memory-utilization {cache.gpu_memory_utilization} is {show_bytes(budget)} of this GPU; "
+            f"the weights take {show_bytes(weights)}, and the largest step and images "
+            f"{show_bytes(budget - weights - left)}: raise it, or lower "
+            "--max-num-batched-tokens or --max-num-seqs",
+            param="--gpu-memory-utilization",
+        )
+    return min(left, usable)
+
+
+def ranks_on_device(parallel: ParallelSection, device: str, host: HostShare) -> int:
+    """Ranks that share the memory of a device."""
+    if device == "cpu":
+        return host.ranks or parallel.ranks_here
+    return sharers(parallel, devices.gpus(), host)
+
+
+def _check_asked(asked: int, device: str, ranks: int) -> None:
+    """``ranks``: that share the device's memory."""
+    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    shared = ""
+    if have is not None and ranks > 1:
+        have //= ranks
+        shared = f" for each of {ranks} ranks"
+    if have is not None and asked > have:
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(asked)} is more than the {show_bytes(have)} that the device has"
+            f"{shared}: set --kv-cache-memory to at most {show_bytes(have // 2)}",
+            param="--kv-cache-memory",
+        )
+
+
+def choose_max_model_len(
+    spec: ModelSpec,
+    dtype: str,
+    num_bytes: int,
+    model: ModelSection,
+    cache: CacheSection,
+    scheduler: SchedulerSection,
+    copies: int = 1,
+    rooms: bool = False,
+) -> int:
+    """The context length: as asked, the model's own, or with ``auto`` the longest that the cache holds."""
+    if isinstance(model.max_model_len, int):
+        if model.max_model_len > spec.max_position:
+            raise ConfigError(
+                f"--max-model-len {model.max_model_len} is more than the model's {spec.max_position} "
+                f"positions: set it to at most {spec.max_position}",
+                param="--max-model-len",
+            )
+        return model.max_model_len
+    if model.max_model_len is None:
+        return spec.max_position
+    longest = longest_that_fits(
+        spec, cache.block_size, dtype, num_bytes, spec.max_position, scheduler, copies=copies, rooms=rooms
+    )
+    if longest < 1:
+        if live_bytes(spec, dtype, scheduler):
+            # This says more.
+            pools_for(spec, cache.block_size, dtype, num_bytes, 1, scheduler, copies=copies, rooms=rooms)
+        one = bytes_for(spec, cache.block_size, dtype, 1, 1, scheduler, copies=copies, rooms=rooms)
+        raise ConfigError(
+            f"--kv-cache-memory {show_bytes(num_bytes)} does not hold one block "
+            f"(--block-size {cache.block_size}): set --kv-cache-memory to at least {show_bytes(one)}",
+            param="--kv-cache-memory",
+        )
+    return longest

@@ -1,0 +1,72 @@
+"""From a resolved configuration to the runner of a group that only encodes images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.gpus import head_rank
+from weft.config.resolved import EngineConfig, KVConfig
+from weft.engine.build import DTYPES, LoadedModel, device_of, load, trace_of
+from weft.engine.rank_rooms import check_rooms, open_embeddings
+from weft.models.tower import TowerAlone, load_tower
+from weft.parallel.mesh import Mesh
+from weft.runner.encode_runner import EncodeRunner
+from weft.runner.trace import StepTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTower:
+    """A tower with its weights on a rank, which has no pool of embeddings yet."""
+
+    config: EngineConfig
+    model: TowerAlone
+    rank: int
+    trace: StepTrace | None
+
+    @property
+    def kv(self) -> KVConfig:
+        """The same on every rank: nothing of it follows from what a rank has left."""
+        return self.config.kv
+
+    def runner(self, kv: KVConfig | None = None) -> EncodeRunner:
+        """Preallocates everything a step needs. Once."""
+        config = self.config
+        return EncodeRunner(
+            self.model.vision,
+            kv or self.kv,
+            dtype=DTYPES[config.dtype],
+            device=device_of(config),
+            together=not config.runner.deterministic,
+            varying=self.model.varying,
+            rooms=open_embeddings(config, self.rank),
+            trace=self.trace,
+        )
+
+
+def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None) -> LoadedTower:
+    """The tower: every rank has it whole. Raises ConfigError as ``weft.engine.build.load``."""
+    device = device_of(config)
+    check_rooms(config)
+    rank = head_rank(config) if mesh is None else mesh.rank
+    path = config.runner.trace
+    model = load_tower(
+        config.model_path,
+        config.spec,
+        DTYPES[config.dtype],
+        device,
+        config.model.load_format,
+        config.model.seed or 0,
+        progress,
+        invariant=config.runner.deterministic,
+    )
+    trace = StepTrace(trace_of(path, rank, config.group)) if path else None
+    return LoadedTower(config=config, model=model, rank=rank, trace=trace)
+
+
+def load_rank(
+    config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None
+) -> LoadedModel | LoadedTower:
+    """What a rank of the group loads, by its role. Raises ConfigError as ``weft.engine.build.load``."""
+    if config.transfer.role == "encode":
+        return load_encoder(config, progress=progress, mesh=mesh)
+    return load(config, progress=progress, mesh=mesh)

@@ -1,0 +1,62 @@
+"""A vision tower alone, for groups that only encode images: of a checkpoint nothing else is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.common.errors import ConfigError
+from weft.config.spec import ModelSpec
+from weft.layers.build import Build, pack_all
+from weft.models.files import weight_files
+from weft.models.loader import fill, fill_randomly
+from weft.models.vision import make_tower
+from weft.models.vision.weights import tower_weights
+
+
+class TowerAlone(nn.Module):
+    """A model without its text side. Its parameters have the names that they have in the whole model."""
+
+    def __init__(self, spec: ModelSpec, build: Build) -> None:
+        """``spec``: of a model that has a tower. Raises ConfigError for ops that cannot be had as asked."""
+        super().__init__()
+        if spec.vision is None:
+            raise ConfigError(f"{spec.architecture} has no vision tower", param="--role")
+        self.spec = spec
+        self.dtype = build.dtype
+        self._ops = build.ops
+        self.vision = make_tower(spec.vision, build)
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        """As ``weft.models.base.Model``'s."""
+        return tuple(
+            sorted({f"{op} ({made.name})" for (op, _), made in self._ops.items() if not made.invariant})
+        )
+
+
+def load_tower(
+    folder: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: bool = True,
+    *,
+    invariant: bool = False,
+) -> TowerAlone:
+    """The tower of ``folder`` with its weights, ready to compute. See ``weft.models.loader.load_model``:
+    with the same arguments both have the same bits.
+    """
+    model = TowerAlone(spec, Build(dtype=dtype, device=device, invariant=invariant))
+    if load_format == "dummy":
+        fill_randomly(model, seed)
+    else:
+        assert spec.vision is not None
+        files = weight_files(Path(folder), load_format, spec.vision.published)
+        fill(model, tower_weights(spec.vision), files, spec.layers, progress)
+    pack_all(model)
+    return model

@@ -1,0 +1,80 @@
+"""The sequences that clients have open, and which of them are at no instance. Pure data, one owner: the
+fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.common.errors import WeftError
+from weft.routing.events import Opened
+from weft.routing.lateness import Lateness
+from weft.routing.ledger import LedgerEntry
+from weft.routing.parked import Parked
+
+
+class OpenSequences:
+    """A sequence is parked, paused, or at instances (``LedgerEntry.places``)."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, LedgerEntry] = {}
+        self.requests: dict[int, dict[int, None]] = {}
+        """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
+        self.parked = Parked()
+        """Those that wait for an instance, in order."""
+        self.paused: dict[int, None] = {}
+        """Those that their client does not read."""
+        self.bereft: set[int] = set()
+        """Those parked or paused that lost their instance."""
+
+    def open(self, event: Opened) -> None:
+        """Those of a new request: they wait."""
+        for submit in event.submits:
+            hashes = event.hashes.get(submit.request)
+            self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
+            self.requests.setdefault(submit.request, {})[submit.sequence] = None
+            self.parked.add(submit.sequence)
+
+    def forget(self, sequence: int) -> None:
+        """It has ended, and is nowhere."""
+        entry = self.entries.pop(sequence)
+        siblings = self.requests[entry.submit.request]
+        del siblings[sequence]
+        if not siblings:
+            del self.requests[entry.submit.request]
+        self.parked.discard(sequence)
+        self.paused.pop(sequence, None)
+        self.bereft.discard(sequence)
+
+    def pause(self, sequence: int) -> None:
+        """It was taken from where it was."""
+        self.parked.discard(sequence)
+        self.paused[sequence] = None
+
+    def resume(self, sequences: Iterable[int]) -> None:
+        """Those of them that were paused wait."""
+        for sequence in sequences:
+            if sequence in self.paused:
+                del self.paused[sequence]
+                self.parked.add(sequence)
+
+    def placed(self, sequence: int) -> bool:
+        """It waits no longer. Whether it goes on after an instance was lost."""
+        self.parked.discard(sequence)
+        bereft = sequence in self.bereft
+        self.bereft.discard(sequence)
+        return bereft
+
+    def near(self, request: int) -> set[str]:
+        """Instances that have sequences of ``request``."""
+        return {name for each in self.requests[request] for name in self.entries[each].places}
+
+    def late(self, lateness: Lateness) -> list[tuple[int, WeftError]]:
+        """The parked ones that have waited for too long, and why."""
+        found: list[tuple[int, WeftError]] = []
+        for sequence in self.parked:
+            entry = self.entries[sequence]
+            error = lateness.why(begun=entry.attempt >= 0, images=bool(entry.submit.media))
+            if error is not None:
+                found.append((sequence, error))
+        return found

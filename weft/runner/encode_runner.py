@@ -1,0 +1,213 @@
+"""The runner of a group that only encodes images: carries out plans of ops on one device.
+
+    forward(plan)   on a thread of its own, in order: the ops of the plan. Before the first image is written
+                    all of the plan have been through the tower, in one call
+    sample(handle)  nothing
+    read(handle)    an empty StepResult, once the ops are carried out
+
+An image that fails, alone as well, is no failure of the step: what would send its embedding fails on this
+rank, and everything else goes on. Which image that was the head hears from the transfer.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from weft.common.errors import EngineDead, ErrorInfo, ImageFailed
+from weft.common.log import get_logger
+from weft.config.resolved import KVConfig
+from weft.runner.device_queue import DeviceQueue, result_of
+from weft.runner.doorbell import Doorbell
+from weft.runner.exports import RankRooms, Reports, Transfer
+from weft.runner.media import Embedded, MediaStore
+from weft.runner.media_rooms import Departures
+from weft.runner.runner import StepHandle
+from weft.runner.trace import StepTrace
+from weft.types.plan import EMPTY, Encode, MoveMedia, SendMedia, StepPlan, StepResult, TokenMasks, column
+from weft.types.rooms import Endpoint
+
+Tensor = torch.Tensor
+
+log = get_logger(__name__)
+
+_NO_ROWS = column([0])
+
+
+class BatchTower(Protocol):
+    """What encodes images: the contract of ``weft.models.vision``."""
+
+    def embed(self, image: Tensor) -> Embedded:
+        """``image``: uint8 [frames, height, width, 3], on the model's device."""
+
+    def embed_batch(self, images: list[Tensor]) -> list[Any]:
+        """An ``Embedded`` for each, in order."""
+
+
+class EncodeRunner:
+    """One rank's share of every step: all of it. The interface of ``weft.runner.runner.Runner``."""
+
+    graphs = None
+    drafter = None
+    transfer: Transfer | None = None
+    reports: Reports | None = None
+    endpoint: Endpoint | None = None
+
+    def __init__(
+        self,
+        tower: BatchTower,
+        kv: KVConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        together: bool = True,
+        varying: tuple[str, ...] = (),
+        rooms: RankRooms | None = None,
+        trace: StepTrace | None = None,
+        step_timeout: float = 600.0,
+    ) -> None:
+        """``together``: images of a plan go through the tower in one call; else one by one, so that the bits
+        of each depend on it alone. ``varying``: of the tower's ops. ``rooms``: in whose memory the pool of
+        embeddings lies, closed with the runner; without it nothing can be sent.
+        """
+        self.kv = kv
+        self.varying = varying if together else ()
+        self.embeddings = rooms
+        """What moves embeddings to other groups."""
+        self.bell = Doorbell()
+        """Rung when a step has ended."""
+        self._tower, self._device, self._together = tower, device, together
+        limits = kv.media
+        if limits is None:
+            raise EngineDead("a group that encodes images has no limits of these")
+        memory = None if rooms is None else rooms.memory[0][0]
+        self._store = MediaStore(tower, limits, device, dtype, memory=memory)
+        self._departures = None if rooms is None else Departures(rooms.transfer, 1 + limits.levels)
+        self._spoiled: dict[tuple[bool, bytes], ErrorInfo] = {}
+        """Blocks whose image could not be encoded: (on the host, blocks)."""
+        self._queue = DeviceQueue(threaded=True)
+        self._trace, self._timeout, self._next_step = trace, step_timeout, -1
+        self._failed = False
+
+    def forward(self, plan: StepPlan) -> StepHandle:
+        """Launches a step. Raises, at ``read``, what it raised."""
+        handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=Future())
+        handle.forwarded = self._queue.submit(self._step, handle)
+        handle.forwarded.add_done_callback(lambda _: self.bell.ring())
+        return handle
+
+    def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        """There is nothing to sample."""
+        handle.sampled = handle.forwarded
+
+    def done(self, handle: StepHandle) -> bool:
+        """Whether ``read`` would not wait."""
+        return handle.forwarded.done()
+
+    def read(self, handle: StepHandle) -> StepResult:
+        """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised."""
+        result_of(handle.forwarded, time.monotonic() + self._timeout)
+        if self._trace is not None:
+            self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
+        return StepResult(step=handle.plan.step, rows=EMPTY, offsets=_NO_ROWS, tokens=EMPTY, accepted=EMPTY)
+
+    def reset(self) -> None:
+        """Forgets every step in flight: any step may be the next. Weights and memory stay."""
+        result_of(self._queue.submit(self._clear), time.monotonic() + self._timeout)
+
+    def close(self) -> None:
+        """Ends the device thread and the transfers."""
+        self._queue.close()
+        if self.embeddings is not None:
+            self.embeddings.close()
+        self.bell.close()
+        if self._trace is not None:
+            self._trace.close()
+
+    # ---- on the device thread
+
+    def _clear(self) -> None:
+        self._store.clear()
+        self._spoiled.clear()
+        self._next_step, self._failed = -1, False
+
+    def _step(self, handle: StepHandle) -> None:
+        if self._failed:
+            raise EngineDead("a step before it failed")
+        self._failed = True
+        self._carry_out(handle)
+        self._failed = False
+
+    @torch.inference_mode()
+    def _carry_out(self, handle: StepHandle) -> None:
+        plan = handle.plan
+        if plan.step != self._next_step >= 0:
+            raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
+        if plan.rows:
+            raise EngineDead(f"step {plan.step} has rows, and this group computes none")
+        self._next_step = plan.step + 1
+        made: dict[int, Embedded | ErrorInfo] | None = None
+        for number, op in enumerate(plan.ops):
+            if isinstance(op, Encode):
+                if made is None:
+                    began = time.monotonic()
+                    made = self._encode({n: o for n, o in enumerate(plan.ops) if isinstance(o, Encode)})
+                    handle.encode_seconds = time.monotonic() - began
+                self._write(op, made.pop(number))
+            elif isinstance(op, SendMedia):
+                self._send(op)
+            elif isinstance(op, MoveMedia):
+                self._store.apply([op])
+                here, there = (False, op.blocks), (True, op.host)
+                self._moved(there, here) if op.up else self._moved(here, there)
+            else:
+                raise EngineDead(f"step {plan.step} has the op {type(op).__name__}, which is of no use here")
+
+    def _encode(self, ops: dict[int, Encode]) -> dict[int, Embedded | ErrorInfo]:
+        """What the tower makes of the images, or why it makes nothing, by number of the op."""
+        if self._together and len(ops) > 1:
+            try:
+                images = [self._store.image(op) for op in ops.values()]
+                return dict(zip(ops, self._tower.embed_batch(images), strict=True))
+            except Exception:
+                log.warning("%d images failed together, and are encoded one by one", len(ops), exc_info=True)
+        return {number: self._alone(op) for number, op in ops.items()}
+
+    def _alone(self, op: Encode) -> Embedded | ErrorInfo:
+        try:
+            return self._tower.embed(self._store.image(op))
+        except Exception as error:
+            log.warning("an image of %s patches cannot be encoded", op.grid, exc_info=True)
+            return ImageFailed(
+                f"the image cannot be encoded ({type(error).__name__}): use another one"
+            ).info()
+
+    def _write(self, op: Encode, made: Embedded | ErrorInfo) -> None:
+        place = (False, op.blocks)
+        self._spoiled.pop(place, None)
+        if not isinstance(made, ErrorInfo):
+            rows = len(made.main)
+            if rows == op.count:
+                self._store.write(op.blocks, op.count, made)
+                return
+            made = ImageFailed(f"the image has {rows} rows in the tower, and {op.count} in the prompt").info()
+        self._spoiled[place] = made
+
+    def _send(self, op: SendMedia) -> None:
+        if self._departures is None or self.embeddings is None:
+            raise EngineDead("an embedding is to leave, and this rank has no transfers of them")
+        error = self._spoiled.get((False, op.blocks))
+        if error is None:
+            self._departures.send(op)
+        else:
+            self.embeddings.transfer.fail(op.key, error)
+
+    def _moved(self, source: tuple[bool, bytes], target: tuple[bool, bytes]) -> None:
+        error = self._spoiled.get(source)
+        if error is None:
+            self._spoiled.pop(target, None)
+        else:
+            self._spoiled[target] = error
