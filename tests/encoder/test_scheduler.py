@@ -324,6 +324,19 @@ class TestFailures:
         assert [plan.step for plan in world.all] == list(range(len(world.all)))
         world.check_idle()
 
+    def test_what_comes_while_the_group_is_formed_waits(self) -> None:
+        world = World(limits())
+        world.submit(submit(1, [(1, 4)]))
+        world.scheduler.lose()
+        world.submit(submit(2, [(2, 4)]))
+        assert world.rooms.keys() == {key(1)}
+        world.events += world.scheduler.requeue_all()
+        world.ask()
+        assert world.rooms.keys() == {key(1), key(2)}
+        world.settle()
+        assert (world.finishes(1), world.finishes(2)) == (["evicted"], ["moved"])
+        world.check_idle()
+
     @pytest.mark.parametrize("depth", [1, 2])
     @pytest.mark.parametrize("seed", range(30))
     def test_random_lives(self, seed: int, depth: int) -> None:

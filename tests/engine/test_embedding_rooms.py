@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.embedding_rig import BROKEN, ROW, SECONDS, Pair
+from tests.engine.embedding_rig import BLOCKS, BROKEN, ROW, SECONDS, Pair
 from weft.common.errors import Unavailable
 from weft.common.folder import private_folder
 from weft.types import frames as f
@@ -377,3 +378,64 @@ def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
             s for s in sockets if isinstance(s, int)
         }
         assert any(not isinstance(socket, int) for socket in sockets)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
+    kind: str, seed: int, make: Make
+) -> None:
+    """Computed early and late, put off, given up at either end, failed by a rank; in a pool that is so small
+    that blocks of rooms that ended serve the next ones at once."""
+    draw = random.Random(seed)
+    pair = make(kind, draw.choice([(1, 2), (2, 2), (2, 4)]), draw.random() < 0.7, True)
+    live: set[r.RoomKey] = set()
+    uncomputed: set[r.RoomKey] = set()
+    given_up: dict[r.RoomKey, float] = {}
+    """When, if it has not ended by then."""
+    checked = 0
+    until = time.monotonic() + SECONDS
+    while len(pair.images) < 60 or live:
+        assert time.monotonic() < until, live
+        if len(pair.images) < 60 and min(len(pair.free(head)) for head in pair.heads) >= 5:
+            key = pair.image(draw.choice([1, 3, 64, 100, 250]))
+            live.add(key)
+            uncomputed.add(key)
+            if draw.random() < 0.3:
+                given_up[key] = time.monotonic() + draw.random() * 0.05
+            if draw.random() < 0.2:
+                pair.receiver.scheduler.postpone.add(key)
+            first = draw.random() < 0.5
+            pair.open(key, sender=first, receiver=not first)
+            pair.open(key, sender=not first, receiver=first)
+        for key in list(uncomputed):
+            if draw.random() < 0.3:
+                uncomputed.discard(key)
+                if draw.random() < 0.1:
+                    pair.spoil(key, draw.randrange(pair.sender.group.dims.ranks))
+                elif key in pair.sender.scheduler.blocks:  # else it has ended: nobody would encode it
+                    pair.compute(key)
+        for key in list(live):
+            if given_up.get(key, until) < time.monotonic():
+                del given_up[key]
+                draw.choice(pair.heads).scheduler.requests.append(r.CancelRoom(key, ERROR))
+            if draw.random() < 0.2:
+                pair.receiver.scheduler.postpone.discard(key)
+        for head in draw.sample(pair.heads, 2):
+            landed = {e.key for e in head.scheduler.told if isinstance(e, r.RoomLanded)}
+            head.turn()
+            if head is pair.receiver:
+                for event in head.scheduler.told:
+                    if isinstance(event, r.RoomLanded) and event.key not in landed:
+                        pair.check(event.key, fresh=False)
+                        checked += 1
+        for key in list(live):
+            ends = [{"RoomLanded", "RoomFreed"} & {*head.scheduler.kinds(key)} for head in pair.heads]
+            assert all(len(one) <= 1 for one in ends), ends
+            assert all(head.scheduler.kinds(key).count("RoomLanded") <= 1 for head in pair.heads)
+            if all(ends):
+                live.discard(key)
+    assert checked > 20
+    assert all(len(pair.free(head)) == BLOCKS for head in pair.heads)
+    assert not pair.sender.rooms.moving
+    assert not pair.receiver.rooms.moving

@@ -14,6 +14,7 @@ from tests.engine.test_group import load
 from tests.scheduler.fake_runner import kv_config
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.engine.group_rooms import GroupRooms
+from weft.engine.worker import GivenUp
 from weft.group import types as t
 from weft.parallel.loopback import Loopback
 from weft.runner.exports import RankRooms
@@ -53,7 +54,8 @@ class FakeTransfer:
         self.log.append(("stop", key))
         self.reports.tell(w.RankStopped(key, 99))
 
-    def stop_all(self) -> None: ...
+    def stop_all(self) -> None:
+        self.log.append("stop all")
 
     def grow(self, key: RoomKey, blocks: tuple[r.Blocks, ...]) -> None: ...
 
@@ -231,6 +233,25 @@ def test_a_rank_that_ends_is_told_of_to_both() -> None:
         assert w.RankGone(2) in rooms.take()
     assert ranks.head.embeddings is not None
     assert ranks.head.embeddings.endpoints() is None, "the process that took its place has not said where"
+
+
+def test_a_rank_that_joins_another_head_stops_the_rooms_of_both(rig: GroupRig) -> None:
+    both = equip(rig.ranks), equip_embeddings(rig.ranks)
+    rig.ranks.up()
+    rig.ranks.behead()
+    rig.ranks.up()
+    for transfers in both:
+        assert [transfers[rank].log for rank in (1, 2)] == [["stop all"]] * 2
+
+
+def test_a_rank_whose_transfers_of_embeddings_have_failed_is_given_up(rig: GroupRig) -> None:
+    """Another process can take its place."""
+    equip(rig.ranks)
+    embeddings = equip_embeddings(rig.ranks)
+    rig.ranks.up()
+    embeddings[1].failure = OSError("planted")
+    with pytest.raises(GivenUp, match="moves caches"):
+        rig.ranks.workers[1].turn()
 
 
 def test_of_several_replicas_ranks_are_numbered_from_their_head_on() -> None:

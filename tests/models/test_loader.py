@@ -277,6 +277,49 @@ def test_dummy_weights(name: str, dtype: torch.dtype, checkpoints: Any, paged: A
     assert logits.std() > 0.1
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_a_checkpoint_of_fewer_layers(name: str, checkpoints: Any, tmp_path: Path) -> None:
+    """D30: it is refused unless asked for; then layers without any tensor have random weights."""
+    checkpoint = checkpoints(name)
+
+    def fewer(tensors: Tensors) -> None:
+        for key in [key for key in tensors if ".layers.2." in key]:
+            del tensors[key]
+
+    folder = _folder(checkpoint, tmp_path, fewer)
+    assert "missing: model.layers.2." in _message(folder)
+    made = dict(_load(folder, load_format="partial", seed=3).named_parameters())
+    random = dict(_load(folder, load_format="dummy", seed=3).named_parameters())
+    whole = dict(checkpoint.read().named_parameters())
+    for parameter, held in made.items():
+        like = random if parameter.startswith("blocks.2.") else whole
+        assert torch.equal(held, like[parameter]), parameter
+
+    def torn(tensors: Tensors) -> None:
+        fewer(tensors)
+        del tensors["model.layers.1.input_layernorm.weight"]
+
+    torn_folder = _folder(checkpoint, tmp_path / "torn", torn)
+    message = _message(torn_folder, load_format="partial")
+    assert message.endswith("missing: model.layers.1.input_layernorm.weight")
+
+
+def test_a_checkpoint_of_fewer_shards(checkpoints: Any, tmp_path: Path) -> None:
+    """D30: those of the last layer were never fetched."""
+    source = Path(checkpoints("llama").folder)
+    tensors = load_file(source / "model.safetensors")
+    files = {name: "last.safetensors" if ".layers.2." in name else "first.safetensors" for name in tensors}
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    first = {name: tensor for name, tensor in tensors.items() if files[name] == "first.safetensors"}
+    save_file(first, tmp_path / "first.safetensors")
+    assert "last.safetensors, which is missing" in _message(tmp_path)
+    made = dict(_load(tmp_path, load_format="partial").named_parameters())
+    whole = dict(checkpoints("llama").read().named_parameters())
+    assert torch.equal(made["blocks.1.attention_norm.weight"], whole["blocks.1.attention_norm.weight"])
+    assert not torch.equal(made["blocks.2.attention.qkv.weight"], whole["blocks.2.attention.qkv.weight"])
+
+
 def test_progress_goes_to_a_terminal_and_can_be_off(
     checkpoints: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

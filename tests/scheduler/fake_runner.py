@@ -32,6 +32,7 @@ from weft.types.plan import (
     Encode,
     Export,
     FreeSlot,
+    GatherMedia,
     LoadState,
     LogprobRows,
     MoveMedia,
@@ -240,7 +241,12 @@ class FakeRunner:
     images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
     """By block of the pool of embeddings: the pixels of what is in it, and which of its blocks."""
     host_images: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    """Pixels of each embedding that is held."""
+    """Likewise in the second tier."""
+    host_shares: set[int] = field(default_factory=set)
+    shares: set[int] = field(default_factory=set)
+    """Blocks that came from another group, of which ranks have their shares of rows alone."""
+    touched: dict[int, set[int]] = field(default_factory=dict)
+    """Step in flight -> blocks of embeddings that it reads or writes."""
     encoded: int = 0
     moved: int = 0
     overwritten: int = 0
@@ -306,7 +312,7 @@ class FakeRunner:
         return msgspec.structs.replace(_result(plan.step, made, told), embeddings=_embeddings(embeddings))
 
     def committed(self, step: int) -> None:
-        del self.named[step], self.verifying[step], self.saving[step]
+        del self.named[step], self.verifying[step], self.saving[step], self.touched[step]
 
     # ---- ops
 
@@ -397,12 +403,15 @@ class FakeRunner:
         """No position of an image is computed whose embedding is not held, or that is not said to be it."""
         patches: list[int] = []
         bound: dict[tuple[int, int], BindMedia] = {}
+        touched = self.touched[plan.step] = set()
         for op in plan.ops:
             if isinstance(op, Encode):
                 assert op.pixels
                 for number, block in enumerate(self._embedding_blocks(op.blocks, op.count)):
                     self.overwritten += block in self.images
                     self.images[block] = (op.pixels, number)
+                    self.shares.discard(block)
+                    touched.add(block)
                 patches.append(math.prod(op.grid))
                 self.encoded += 1
             elif isinstance(op, MoveMedia):
@@ -415,9 +424,19 @@ class FakeRunner:
                 pairs = zip(there, here, strict=True) if op.up else zip(here, there, strict=True)
                 for old, new in pairs:
                     target[new] = source[old]
+                    shared = self.host_shares if op.up else self.shares
+                    other = self.shares if op.up else self.host_shares
+                    (other.add if old in shared else other.discard)(new)
+                touched.update(here)
                 self.moved += 1
+            elif isinstance(op, GatherMedia):
+                blocks = self._embedding_blocks(op.blocks, op.count)
+                assert self.shares.issuperset(blocks), "ranks exchange what they have whole"
+                self.shares.difference_update(blocks)
+                touched.update(blocks)
             elif isinstance(op, BindMedia):
                 bound[op.slot, op.start] = op
+                touched.update(self._embedding_blocks(op.blocks, op.count))
         if patches:
             limits = self.kv.media
             assert limits is not None
@@ -431,6 +450,7 @@ class FakeRunner:
                     found = [self.images[block] for block in blocks]
                     whole = [(item.pixels, number) for number in range(len(blocks))]
                     assert found == whole, "positions of another image"
+                    assert self.shares.isdisjoint(blocks), "rows that ranks have not exchanged"
         assert not bound, "an image is bound that no row reads"
 
     def _embedding_blocks(self, blocks: bytes, count: int) -> list[int]:

@@ -27,6 +27,7 @@ from weft.kv.snapshots import StateKind
 from weft.scheduler import Scheduler
 from weft.scheduler.sequence import MOST_YIELDS, PROTECT_AFTER, Waiting
 from weft.types.grammar import Text
+from weft.types.media import MediaItem
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
@@ -104,6 +105,7 @@ class Rig:
         section.setdefault("max_num_seqs", 8)
         section.setdefault("max_num_batched_tokens", 24 + 8 * kv.drafts)
         self.kv = kv
+        self.now = 0.0
         self.section = SchedulerSection(**section)  # type: ignore[arg-type]
         speculation = SpeculationSection(speculative_adaptive=adaptive)
         self.scheduler = Scheduler(kv, self.section, VOCAB, speculation)
@@ -119,7 +121,7 @@ class Rig:
 
     def submit(self, request: Submit) -> None:
         """Whatever the grammar of one that has any, it allows all tokens: see ``Follower``."""
-        events = self.scheduler.add(request, 0.0)
+        events = self.scheduler.add(request, self.now)
         self.told[request.sequence] = Told(request)
         self.hear(events)
         if request.grammar is not None and not events:
@@ -133,22 +135,26 @@ class Rig:
         self.hear(events)
 
     def plan(self) -> StepPlan | None:
-        plan = self.scheduler.plan(0.0)
+        plan = self.scheduler.plan(self.now)
         for sequence in self.scheduler._state.live.values():
             self.most_preempted = max(self.most_preempted, sequence.preemptions)
         if plan is None:
             return None
         self._check_shape(plan)
         self.plans.append(plan)
-        self.runner.media_of = lambda slot: self.scheduler._state.in_slot[slot].media
+        self.runner.media_of = self.media_of
         self.in_flight.append((plan, self.runner.launch(plan)))
         self._check_snapshots(plan)
         self.mask()
         return plan
 
+    def media_of(self, slot: int) -> tuple[MediaItem, ...]:
+        """The images of the sequence in ``slot``, with what is in them."""
+        return self.scheduler._state.in_slot[slot].media  # type: ignore[no-any-return]
+
     def commit(self) -> None:
         plan, result = self.in_flight.popleft()
-        self.hear(self.scheduler.commit(plan, result, 0.0))
+        self.hear(self.scheduler.commit(plan, result, self.now))
         self.scheduler.observe(plan, 1e-3)  # whatever is in it: so drafts pay
         self.runner.committed(plan.step)
         self.mask()

@@ -186,7 +186,7 @@ class RequestMaker:
 
     def _check(self, media: tuple[MediaItem, ...], ids: list[int]) -> None:
         if media:
-            check_media(media, len(ids), self._images, pixels=True)
+            check_media(media, len(ids), self._images, computes=True)
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
         """(text, ids, images) of a prompt in any of its forms. Raises InvalidRequest."""

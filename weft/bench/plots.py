@@ -47,6 +47,22 @@ def plot_serving(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, format="png")
 
 
+def plot_stages(found: dict[str, dict[str, float]], stages: Sequence[str], title: str, path: Path) -> None:
+    """A bar for each entry of ``found`` (name -> seconds of each stage), of its stages in order."""
+    figure, (panel,) = _figure(8, 0.9 + 0.55 * len(found), 1)
+    names = list(found)[::-1]
+    begin = [0.0] * len(names)
+    for stage in stages:
+        widths = [1e3 * found[name][stage] for name in names]
+        panel.barh(names, widths, left=begin, label=stage)
+        begin = [a + b for a, b in zip(begin, widths, strict=True)]
+    panel.set_xlabel("ms")
+    panel.grid(False, axis="y")
+    panel.legend(fontsize=8, ncols=len(stages), loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+
+
 def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
     """Two panels: throughput, TTFT and TPOT against concurrency; prefill time and TPOT against context."""
     figure, (left, right) = _figure(11, 4.2, 2)

@@ -49,6 +49,8 @@ def make_caches(spec: ModelSpec, dtype: str, device: str, config: Config, host: 
     limits = media_limits(
         spec, dtype, kv.max_model_len, config.media, tower=tower, takes=transfer.take_embeddings
     )
+    if limits is not None and limits.takes and transfer.shard_embeddings != "off":
+        limits = msgspec.structs.replace(limits, shards=config.parallel.layout.tensor > 1)
     return msgspec.structs.replace(kv, media=limits)
 
 

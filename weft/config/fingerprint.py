@@ -114,6 +114,8 @@ def _weights(config: EngineConfig) -> bytes:
         return f"dummy {config.model.seed or 0}".encode()
     made = hashlib.blake2b(digest_size=16)
     try:
+        if config.model.load_format == "partial":
+            made.update(f"partial {config.model.seed or 0}".encode())
         for file in _files(Path(config.model_path), config.model.load_format == "pickle"):
             made.update(f"{file.name} {file.stat().st_size}\n".encode())
             for piece in _samples(file):

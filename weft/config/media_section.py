@@ -78,8 +78,8 @@ class MediaSection(Section, frozen=True, kw_only=True):
         int,
         Meta(
             ge=1 << 20,
-            description="Bytes of images that each front holds for requests that are being answered; beyond "
-            "it they get 429.",
+            description="Bytes of images that each front holds for requests that are being answered, and "
+            "each group with the role encode for those whose embeddings it sends; beyond it they get 429.",
         ),
     ] = 2 << 30
 

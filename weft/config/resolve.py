@@ -190,12 +190,10 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
         trace = Path(runner.trace)
         if trace.is_dir() or not trace.absolute().parent.is_dir():
             raise ConfigError("--trace must name a file in a folder that exists", param="--trace")
-    if runner.trace_requests is not None:
-        folder = Path(runner.trace_requests)
-        if not (folder.is_dir() or folder.absolute().parent.is_dir()):
+    for flag, name in (("--trace-requests", runner.trace_requests), ("--profile-dir", runner.profile_dir)):
+        if name is not None and not (Path(name).is_dir() or Path(name).absolute().parent.is_dir()):
             raise ConfigError(
-                "--trace-requests must name a folder, or one to be made in a folder that exists",
-                param="--trace-requests",
+                f"{flag} must name a folder, or one to be made in a folder that exists", param=flag
             )
     check_front(front)
     check_media(media)

@@ -70,6 +70,8 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether images are encoded here; else their embeddings come by rooms."""
     takes: bool = False
     """Whether embeddings may come by rooms."""
+    shards: bool = False
+    """Whether each rank then receives its share of the rows, and ranks exchange them."""
     host_bytes: int = 0
     """Of the second tier: host memory of a rank for embeddings that left the first one."""
     encode_items: int = 32
@@ -95,6 +97,10 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     def pool_bytes(self) -> int:
         """Device memory of a rank's pool."""
         return (1 + self.blocks) * self.block_rows * self.row_bytes if self.blocks else 0
+
+    def describe(self) -> str:
+        """For the log: ``83 blocks of 64 rows (embeddings, 536.9 MB)``."""
+        return f"{self.blocks} blocks of {self.block_rows} rows (embeddings, {self.pool_bytes / 1e6:.1f} MB)"
 
     def blocks_of(self, count: int) -> int:
         """Blocks that an embedding of ``count`` rows takes."""

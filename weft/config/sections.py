@@ -52,9 +52,10 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Meta(description="Longest prompt + output in tokens; by default the model's own; auto: what fits."),
     ] = None
     load_format: Annotated[
-        Literal["auto", "safetensors", "pickle", "dummy"],
+        Literal["auto", "safetensors", "pickle", "partial", "dummy"],
         Meta(
-            description="auto takes safetensors; pickles are refused unless asked for; dummy: random weights."
+            description="auto takes safetensors; pickles are refused unless asked for; partial: safetensors, "
+            "and random weights in layers of which there are none, to see what fits; dummy: random weights."
         ),
     ] = "auto"
     num_hidden_layers_override: Annotated[
@@ -242,6 +243,13 @@ class RunnerSection(Section, frozen=True, kw_only=True):
         Meta(
             description="Folder where a server's processes write what each request waited for, as "
             "OpenTelemetry spans (OTLP JSON lines); `weft trace` makes one Perfetto file of it."
+        ),
+    ] = None
+    profile_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder where heads write torch's profiles (Chrome trace JSON) when POST "
+            "/admin/profile asks for one."
         ),
     ] = None
 

@@ -27,14 +27,14 @@ class Batch:
     """One step in the making. Its ops are in ``cache``."""
 
     def __init__(self, book: ItemBook, cache: EmbeddingCache, limits: MediaLimits, step: int) -> None:
-        self._cache, self._limits, self._step = cache, limits, step
+        self._book, self._cache, self._limits, self._step = book, cache, limits, step
         self.sent: list[ItemRoom] = []
         """Whose embeddings may leave with it."""
         self.encoded: list[ItemRoom] = []
         """One for each image that it encodes."""
         self._patches = self._pixels = 0
         self._ended = False
-        self._waiting = list(book.waiting())
+        self._waiting = book.waiting()
         self._wanted = {room.item.key for room in self._waiting}
 
     def fill(self, starved: ItemRoom | None) -> ItemRoom | None:
@@ -109,5 +109,6 @@ class Batch:
         self._cache.pin(held)
         self._cache.touch(held, self._step)
         self._cache.op(SendMedia(key=room.key, blocks=held.ids, count=held.count))
-        room.held, room.sent = held, True
+        room.held = held
+        self._book.send(room)
         self.sent.append(room)

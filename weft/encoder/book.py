@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.resolved import MediaLimits
@@ -67,7 +68,8 @@ class ItemBook:
         self._rooms: dict[RoomKey, ItemRoom] = {}
         """Those that have not ended, of sequences that may have."""
         self._queue: list[tuple[tuple[int, int, int], ItemRoom]] = []
-        """Those that have not been sent, in order; some of them are over."""
+        """Those that have not been sent, in order; with some that have, or are over, if so ``_stale``."""
+        self._stale = False
         self._arrivals = 0
         self.pixels = 0
         """Bytes of all live sequences."""
@@ -83,7 +85,8 @@ class ItemBook:
             )
         if not submit.media:
             raise InvalidRequest("a group that encodes images needs some", param="media")
-        check_media(submit.media, max(i.start + i.count for i in submit.media), self._limits, pixels=True)
+        here = tuple(msgspec.structs.replace(item, room=None) for item in submit.media)
+        check_media(here, max(item.start + item.count for item in here), self._limits, True)
         keys = set()
         for item in submit.media:
             ticket = item.room
@@ -112,11 +115,29 @@ class ItemBook:
         self._arrivals += 1
         return sequence
 
-    def waiting(self) -> Iterator[ItemRoom]:
+    def send(self, room: ItemRoom) -> None:
+        """A plan says that it may leave, or nothing of it has to."""
+        room.sent = self._stale = True
+
+    def fail(self, room: ItemRoom) -> None:
+        """It failed, or was cancelled."""
+        room.over = self._stale = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether a room has not been sent."""
+        self._clean()
+        return bool(self._queue)
+
+    def waiting(self) -> list[ItemRoom]:
         """Rooms that have not been sent, in order."""
-        if any(room.sent or room.over for _, room in self._queue):
+        self._clean()
+        return [room for _, room in self._queue]
+
+    def _clean(self) -> None:
+        if self._stale:
+            self._stale = False
             self._queue = [(order, room) for order, room in self._queue if not (room.sent or room.over)]
-        return (room for _, room in self._queue)
 
     def end(self, sequence: ItemSequence) -> list[ItemRoom]:
         """A sequence is none any more. Its rooms that have not ended, which are over."""
@@ -124,7 +145,7 @@ class ItemBook:
         self.pixels -= sum(len(room.item.pixels) for room in sequence.rooms)
         ended = [room for room in sequence.rooms if room.key in self._rooms and not room.over]
         for room in ended:
-            room.over = True
+            self.fail(room)
             if room.held is None:
                 del self._rooms[room.key]
         return ended

@@ -76,6 +76,8 @@ class EncodeScheduler:
         """Sequences of which the last plan was the first with anything."""
         self._blocked = False
         """Whether nothing can be planned until something changes."""
+        self._whole = True
+        """Whether there are ranks to offer rooms for."""
 
     @property
     def embeddings(self) -> EncodeScheduler:
@@ -90,14 +92,12 @@ class EncodeScheduler:
         """Takes in images. Raises InvalidRequest or Overloaded before anything is changed."""
         pixels = self._book.check(submit)
         live = len(self._book.live)
-        if live >= self._section.max_queued_requests or (
-            live and self._book.pixels + pixels > self._most_pixels
-        ):
+        full = live and self._book.pixels + pixels > self._most_pixels
+        if full or live >= self._section.max_queued_requests:
             raise Overloaded(f"{live} sequences wait for their images already; try again later")
         sequence = self._book.add(submit)
-        self._requests += [
-            OfferRoom(key=r.key, num_prompt=r.item.count, num_cached=0) for r in sequence.rooms
-        ]
+        if self._whole:
+            self._offer(sequence)
         self._blocked = False
         return []
 
@@ -130,19 +130,24 @@ class EncodeScheduler:
         return self._given_back()
 
     def lose(self) -> None:
-        """Ranks are lost: every sequence is given back, with the code "group_lost"."""
+        """Ranks are lost: every sequence is given back, with the code "group_lost". What comes until
+        ``requeue_all`` waits, and its rooms are not offered: they would fail at once."""
         lost = RanksLost("processes of the group that encoded the images were lost").info()
         for sequence in list(self._book.live.values()):
             self._end(sequence, "evicted", lost, lost)
+        self._whole = False
 
     def requeue_all(self) -> list[TokenEvent]:
         """As ``Scheduler.requeue_all``: the ranks have nothing, and no plan is in flight. Embeddings that a
         room may still be read from keep their blocks."""
         self._built = None
-        self.lose()
+        if self._whole:
+            self.lose()
         self._in_flight.clear()
         self.cache.clear()
-        self._blocked = False
+        self._whole, self._blocked = True, False
+        for sequence in self._book.live.values():
+            self._offer(sequence)
         return self._given_back()
 
     # ---- rooms
@@ -171,9 +176,10 @@ class EncodeScheduler:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """Where a room's embedding is, once it is to be sent; () before."""
+        """Where a room's embedding is, once it is to be sent; before that an empty table."""
         room = self._book.get(key)
-        return () if room is None or room.held is None else (Blocks(first=0, ids=room.held.ids),)
+        held = None if room is None else room.held
+        return (Blocks(first=0, ids=b"" if held is None else held.ids),)
 
     # ---- steps
 
@@ -183,7 +189,7 @@ class EncodeScheduler:
 
     @property
     def _can_plan(self) -> bool:
-        return self.cache.asks or (not self._blocked and next(self._book.waiting(), None) is not None)
+        return self.cache.asks or (not self._blocked and self._book.waits)
 
     @property
     def awaiting(self) -> bool:
@@ -292,11 +298,15 @@ class EncodeScheduler:
             raise EngineDead("a step was built and never sealed")
         return PlanBuilder(self._step, 0, self._columns).close()
 
+    def _offer(self, sequence: ItemSequence) -> None:
+        for room in sequence.rooms:
+            self._requests.append(OfferRoom(key=room.key, num_prompt=room.item.count, num_cached=0))
+
     def _bound(self, room: ItemRoom, start: int) -> None:
         """The receiver has memory for it, or has it: then nothing is sent, and it need not be encoded."""
         room.bound = True
         if start >= room.item.count and not (room.over or room.sent):
-            room.sent = True
+            self._book.send(room)
             self._requests.append(FinishRoom(key=room.key))
 
     def _landed(self, room: ItemRoom) -> None:
@@ -311,7 +321,7 @@ class EncodeScheduler:
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
         """Its sequence ends. Of an image that cannot be encoded nothing is kept, so that it is tried again
         for whoever else wants it."""
-        room.over = True
+        self._book.fail(room)
         if error.code == ImageFailed.code and room.held is not None:
             self.cache.drop(room.held)
         if room.held is None:

@@ -375,13 +375,14 @@ class EngineCore:
     def stats(self) -> HeadStats:
         """Counters and gauges of scheduler, transfers and overlap."""
         stats = self.scheduler.stats()
+        images = None if self.embeddings is None else self.embeddings.stats(stats.embedding_transfers)
         return msgspec.structs.replace(
             stats,
             mask_seconds=self._mask_seconds,
             encode_seconds=self._encode_seconds,
             grammars_compiled=self.grammars.compiled,
             transfers=None if self.rooms is None else self.rooms.stats(stats.transfers),
-            embedding_transfers=None if self.embeddings is None else self.embeddings.stats(None),
+            embedding_transfers=images,
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,

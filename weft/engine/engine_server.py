@@ -21,6 +21,7 @@ from weft.common.log import get_logger
 from weft.config.names import process_name
 from weft.config.resolved import EngineConfig
 from weft.engine.listener import Listener
+from weft.engine.profiling import Profiler
 from weft.routing.head_protocol import HeadEngine, HeadProtocol, Outgoing
 from weft.types import messages as m
 from weft.types.attachments import decode_parts
@@ -65,11 +66,17 @@ class EngineServer:
     """Serves one engine to fronts. ``run`` returns when told to shut down, or when drained."""
 
     def __init__(
-        self, core: ServedEngine, endpoint: str | Listener, *, wait_ms: Callable[[], int] | None = None
+        self,
+        core: ServedEngine,
+        endpoint: str | Listener,
+        *,
+        wait_ms: Callable[[], int] | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         """``endpoint``: the address to listen at, or a listener that exists already. ``wait_ms``: how long
         the engine's next step may wait for messages, while it has work; by default not at all.
         """
+        self._profiler = profiler or Profiler(None, "")
         self._core = core
         self._wait_ms = wait_ms or (lambda: 0)
         self._listener = Listener(endpoint) if isinstance(endpoint, str) else endpoint
@@ -97,12 +104,14 @@ class EngineServer:
                     break  # what awaits something ends before
                 # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
                 self._heartbeat(at_once=busy and not self._core.has_work())
+                self._profiler.look()
         except Exception as error:
             failed = True
             self._tell_failure(error)
             raise
         finally:
             self._listener.close()
+            self._profiler.end()
             self._core.close(failed)
 
     def _receive(self, wait_ms: int) -> None:
@@ -123,6 +132,8 @@ class EngineServer:
             self._protocol.bad_frames += 1
             log.warning("dropped a frame that is not a message (%s)", type(error).__name__)
             return
+        if isinstance(message, m.Profile):
+            self._profiler.ask(message.seconds)
         self._send(self._protocol.on(front, message))
 
     def _tell(self, events: list[m.TokenEvent]) -> None:
@@ -178,11 +189,14 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     except BaseException:
         listener.close()
         raise
-    kinds = core.runner.kv.pools  # a GPU's are divided when the weights are there
-    pools = ", ".join(pool.describe(config.dtype) for pool in kinds)
+    kv = core.runner.kv  # a GPU's pools are divided when the weights are there
+    pools = ", ".join(pool.describe(config.dtype) for pool in kv.pools)
+    if not pools and kv.media is not None:
+        pools = kv.media.describe()
     log.info(
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
-    EngineServer(core, listener, wait_ms=core.wait_ms).run()
+    profiler = Profiler(config.runner.profile_dir, process_name(config))
+    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler).run()

@@ -97,9 +97,8 @@ def embedding_dims_of(config: EngineConfig) -> GroupDims:
     """The group's pool of embeddings as rooms describe it. Of a model that takes images."""
     limits = config.kv.media
     assert limits is not None
-    shards = embeddings_of(config) == "takes" and config.transfer.shard_embeddings != "off"
     levels, ranks = 1 + limits.levels, config.parallel.layout.tensor
-    return embedding_dims(levels, limits.width, limits.blocks, ranks, config.dtype, shards)
+    return embedding_dims(levels, limits.width, limits.blocks, ranks, config.dtype, limits.shards)
 
 
 def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:

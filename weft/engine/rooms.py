@@ -214,7 +214,7 @@ class HeadRooms:
     def lose(self) -> None:
         """Ranks of this group are lost, and with them the steps in flight. ``asked`` is to follow."""
         self._whole = False
-        lost = Unavailable("processes of a group that moved the sequence's cache were lost").info()
+        lost = Unavailable("processes of a group that had a part in the transfer were lost").info()
         for key in list(self._records):
             self._on(w.Cancel(key, lost))
 
@@ -231,7 +231,7 @@ class HeadRooms:
 
     def close(self) -> None:
         """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
-        ends = Unavailable("the head of a group that moved the sequence's cache ends").info()
+        ends = Unavailable("the head of a group that had a part in the transfer ends").info()
         for key in list(self._records):
             self._on(w.Cancel(key, ends))
         for action in self._actions:

@@ -21,6 +21,8 @@ from weft.front.tokenizing import Detokenized, DetokenizeRequest, Tokenized, Tok
 
 log = get_logger(__name__)
 
+MOST_PROFILE_S = 60.0
+"""That a profile may take: it keeps every operation in memory."""
 _ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 
 
@@ -33,6 +35,19 @@ class AbortRequest(Body, frozen=True, kw_only=True):
     def check(self) -> None:
         if not _ID.fullmatch(self.rid):
             raise InvalidRequest("rid must be the id of an answer", param="rid")
+
+
+class ProfileRequest(Body, frozen=True, kw_only=True):
+    """POST /admin/profile."""
+
+    seconds: float = 5.0
+    """That the profile takes; 0 ends one that runs."""
+
+    def check(self) -> None:
+        if not 0 <= self.seconds <= MOST_PROFILE_S:
+            raise InvalidRequest(
+                f"seconds must be at least 0 and at most {MOST_PROFILE_S:g}", param="seconds"
+            )
 
 
 class Done(msgspec.Struct, kw_only=True):
@@ -76,6 +91,16 @@ def add_admin(app: FastAPI, front: Front) -> None:
         log.info("a drain was asked for")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)
+
+    @app.post("/admin/profile", openapi_extra=openapi.answers_of(ProfileRequest, Done))
+    async def profile(request: Request) -> Response:
+        """Has every head write a profile of its next steps into --profile-dir; the last request counts."""
+        with front.bodies.upload() as upload:
+            asked = parse(b"".join(await read_json(request, upload)), ProfileRequest)
+        if front.config.runner.profile_dir is None:
+            raise InvalidRequest("profiles need a folder: start the server with --profile-dir DIR")
+        told = front.links.profile(asked.seconds)
+        return Response(to_json(Done(status=f"asked {told} heads")), media_type=JSON)
 
 
 async def _made(front: Front, request: Request, kind: str) -> Response:

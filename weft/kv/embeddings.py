@@ -38,7 +38,7 @@ def ids(blocks: Iterable[int]) -> bytes:
 class Embedded:
     """An embedding in the cache. Changed by ``EmbeddingCache`` alone."""
 
-    __slots__ = ("blocks", "count", "gone", "key", "on_host", "pins", "step")
+    __slots__ = ("blocks", "count", "gone", "key", "on_host", "pins", "ready", "step", "whole")
 
     def __init__(self, key: bytes, count: int, blocks: list[int]) -> None:
         self.key, self.count, self.blocks = key, count, blocks
@@ -47,6 +47,10 @@ class Embedded:
         self.pins = 0
         self.gone = False
         """Whether nobody finds it any more: it is there for its pins alone."""
+        self.ready = True
+        """False while it is still to come: its blocks are taken, and nothing can be read of them."""
+        self.whole = True
+        """False while each rank has its share of the rows alone."""
         self.step = -1
         """The last plan that writes or reads its device blocks."""
 
@@ -149,6 +153,11 @@ class EmbeddingCache:
         self.nbytes += count * self._row_bytes
         return held
 
+    def make_room(self, blocks: int, victims: Iterable[Embedded]) -> bool:
+        """Evicts what is needed so that ``blocks`` are there for a writer from outside. False: not now; where
+        plans in flight touch what is there, after they have committed."""
+        return self._make_room(blocks, victims) and blocks <= len(self._free)
+
     def lift(
         self, held: Embedded, victims: Iterable[Embedded] | None = None, *, settled: bool = False
     ) -> bool:
@@ -228,22 +237,26 @@ class EmbeddingCache:
     # ----
 
     def _take(self, number: int, victims: Iterable[Embedded] | None, settled: bool) -> list[int] | None:
-        missing = number - self.available
-        if missing > 0:
-            evicted = []
-            for victim in self.victims() if victims is None else victims:
-                if missing <= 0:
-                    break
-                evicted.append(victim)
-                missing -= len(victim.blocks)
-            if missing > 0:
-                return None
-            for victim in evicted:
-                self._evict(victim)
+        if not self._make_room(number, victims):
+            return None
         if settled:
             return self._pop(number) if number <= len(self._free) else None
         blocks = [self._leaving.popitem(last=False)[0] for _ in range(min(number, len(self._leaving)))]
         return blocks + self._pop(number - len(blocks))
+
+    def _make_room(self, number: int, victims: Iterable[Embedded] | None) -> bool:
+        missing = number - self.available
+        evicted = []
+        for victim in self.victims() if victims is None else victims:
+            if missing <= 0:
+                break
+            evicted.append(victim)
+            missing -= len(victim.blocks)
+        if missing > 0:
+            return False
+        for victim in evicted:
+            self._evict(victim)
+        return True
 
     def _pop(self, number: int) -> list[int]:
         return [self._free.pop() for _ in range(number)]

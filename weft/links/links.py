@@ -4,8 +4,7 @@
       ▲         │ ▲              Link 1 ──zmq──→ head 1
     flow ◄─ Deliver ╰──── Received, Lost, .. ◄──╯
 
-``Links`` decides nothing: it gives events to the fleet and carries out the fleet's actions at once, in order,
-on the event loop.
+``Links`` decides nothing: events go to the fleet, whose actions are carried out at once, on the event loop.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
 from weft.links.placements import Placements
 from weft.routing import events as e
+from weft.routing.abilities import PROFILES_SINCE
 from weft.routing.fleet import Fleet
 from weft.routing.instance_table import Patience
 from weft.routing.instances import Instance, InstanceState
@@ -274,16 +274,13 @@ class Links:
             flow.fail(error)
 
     def pause(self, flow: Flow) -> None:
-        """Takes the flow's open sequences from their heads until ``resume``. Idempotent.
-
-        What heads have sent by now is kept; what they send later is computed again.
-        """
+        """Takes the flow's open sequences from their heads until ``resume``. Idempotent. What heads have sent
+        by now is kept; what they send later is computed again."""
         self._feed(e.Paused(tuple(flow.open)))
 
     def resume(self, flow: Flow) -> None:
         """Goes on with what ``pause`` took from its heads. Idempotent."""
-        if not flow.failed:
-            self._feed(e.Resumed(tuple(flow.open)))
+        self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
         """Asks every live head for its counters. Raises EngineDead when one does not answer."""
@@ -297,6 +294,13 @@ class Links:
         except TimeoutError:
             raise EngineDead("an engine does not say how it is") from None
         return [one.stats for one in self.instances]
+
+    def profile(self, seconds: float) -> int:
+        """Has the heads profile their steps for so long; 0: no longer. How many were told."""
+        able = [one.name for one in self.instances if one.alive and one.version >= PROFILES_SINCE]
+        for name in able:
+            self._links[name].send(m.Profile(seconds=seconds))
+        return len(able)
 
     def _lives(self, name: str) -> bool:
         return self._fleet.table.instances[name].alive

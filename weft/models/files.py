@@ -23,8 +23,8 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.
 def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
     """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
 
-    ``prefixes``: where an index says what is in which file, those with tensors whose names begin so; others
-    need not be there.
+    With ``partial`` shards that an index names may be missing. ``prefixes``: where an index says what is in
+    which file, those with tensors whose names begin so; others need not be there.
 
     Raises ConfigError when there are none, when an index names a file that is missing or outside the
     folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
@@ -36,7 +36,7 @@ def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = (""
                 "no pickled weights in the model folder; try --load-format auto", param="--load-format"
             )
         return result
-    result = _listed(folder, "model.safetensors.index.json", prefixes)
+    result = _listed(folder, "model.safetensors.index.json", prefixes, load_format == "partial")
     if result:
         return result
     single = folder / "model.safetensors"
@@ -58,9 +58,9 @@ def _pickles(folder: Path) -> list[Path]:
     )
 
 
-def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...]) -> list[Path]:
+def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: bool = False) -> list[Path]:
     """The shards that an index names, of tensors whose names begin with one of ``prefixes``; empty where
-    there is no index."""
+    there is no index. ``partial``: some may be missing."""
     index = read_json(folder, index_name)
     if index is None:
         return []
@@ -71,9 +71,9 @@ def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...]) -> list[Pa
     for shard in shards:
         if Path(shard).name != shard:
             raise ConfigError(f"{index_name} names a file outside the model folder", param="--model")
-        if not (folder / shard).is_file():
+        if not partial and not (folder / shard).is_file():
             raise ConfigError(f"{index_name} names {shard}, which is missing", param="--model")
-    return [folder / shard for shard in shards]
+    return [folder / shard for shard in shards if (folder / shard).is_file()]
 
 
 class WeightFile:

@@ -87,7 +87,8 @@ def load_model(
     """The model of ``folder`` with its weights, converted to ``dtype`` and packed: ready to compute.
 
     load_format: "auto" and "safetensors" read safetensors; "pickle" reads torch files (tensors only);
-    "dummy" reads nothing and makes random weights from ``seed``. ``progress`` shows a bar on stderr.
+    "dummy" reads nothing and makes random weights from ``seed``, "partial" does so in layers that the
+    checkpoint has no tensor of. ``progress`` shows a bar on stderr.
     Without ``pack`` the weights stay plain parameters, to be looked at. ``placements``: where experts are
     that ranks divide, for each layer that has some; by default in order.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
@@ -104,7 +105,10 @@ def load_model(
     else:
         path = Path(folder)
         files = weight_files(path, load_format)
-        fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress)
+        partial = load_format == "partial"
+        if partial:
+            fill_randomly(model, seed)
+        fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress, partial)
     if pack:
         model.pack()
     if model.experts is not None and mesh is not None:
@@ -140,14 +144,21 @@ class Loadable(Protocol):
 
 @torch.no_grad()
 def fill(
-    model: Loadable, weights: WeightMap, files: Sequence[Path], saved_layers: int, progress: bool
+    model: Loadable,
+    weights: WeightMap,
+    files: Sequence[Path],
+    saved_layers: int,
+    progress: bool,
+    partial: bool = False,
 ) -> None:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
+    ``partial``: layers may be missing whole; what is in them stays.
 
     Quantized weights are dequantized one by one (``weft.models.quantized``).
     """
     quantized = model.spec.quantized
-    sources = _check_names(weights, files, range(model.spec.layers, saved_layers), quantized is not None)
+    cut = range(model.spec.layers, saved_layers)
+    sources = _check_names(weights, files, cut, quantized is not None, partial)
     target = Target(weights, dict(model.named_parameters()), quantized, torch_ops.wide(model.dtype))
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
@@ -161,7 +172,7 @@ def fill(
 
 
 def _check_names(
-    weights: WeightMap, files: Sequence[Path], cut_layers: range, quantized: bool
+    weights: WeightMap, files: Sequence[Path], cut_layers: range, quantized: bool, partial: bool
 ) -> list[Source]:
     """What to load. Raises ConfigError for missing, unexpected or doubled names."""
     sources: dict[str, Source] = {}
@@ -181,8 +192,9 @@ def _check_names(
             elif not _without_effect(name, weights, cut_layers, quantized):
                 unexpected.append(Part(name, path))
     problems = []
+    missing = _missing(weights, sources)
     for what, listed in (
-        ("missing", _missing(weights, sources)),
+        ("missing", _of_saved_layers(missing, sources) if partial else missing),
         ("unexpected", [part.name for part in unexpected if not is_zero_bias(part, sources)]),
         ("present twice", doubled + _both_forms(weights, sources)),
     ):
@@ -213,6 +225,12 @@ def _missing(weights: WeightMap, present: Iterable[str]) -> list[str]:
         best = max(forms, key=lambda form: sum(name in have for name in form) / len(form))
         missing += [name for name in best if name not in have]
     return missing
+
+
+def _of_saved_layers(missing: Iterable[str], present: Iterable[str]) -> list[str]:
+    """Those of ``missing`` that are not of a layer which is missing whole."""
+    saved = {layer.group(1) for name in present if (layer := _LAYER.search(name))}
+    return [n for n in missing if not (layer := _LAYER.search(n)) or layer.group(1) in saved]
 
 
 def _both_forms(weights: WeightMap, present: Iterable[str]) -> list[str]:

@@ -81,6 +81,7 @@ class Mesh:
             comm.connect(store, epoch, timeout)
         for agree in self.formed:
             agree()
+        self.launcher.take()  # what they launched is of no step
 
     def abort(self) -> None:
         """Ends every group: a waiting collective raises CommLost. From any thread; does not wait."""

@@ -14,6 +14,8 @@ from weft.types.messages import Submit
 
 GRAMMARS_SINCE = 4
 """The version of messages in which a Submit may have a grammar, pooling, explain or session."""
+PROFILES_SINCE = 6
+"""The version in which heads can be asked for profiles."""
 MEDIA_SINCE = 5
 """Likewise, in which it may have images."""
 

@@ -93,7 +93,7 @@ class HeadProtocol:
             self.draining = True
         elif isinstance(message, m.Goodbye):
             self.forget(front)
-        else:
+        elif not isinstance(message, m.Profile):  # the loop's own
             self.stopped = True
         return []
 

@@ -74,7 +74,7 @@ class EncodeRunner:
         embeddings lies, closed with the runner; without it nothing can be sent.
         """
         self.kv = kv
-        self.varying = varying if together else ()
+        self.varying = (*varying, "images encoded together") if together else ()
         self.embeddings = rooms
         """What moves embeddings to other groups."""
         self.bell = Doorbell()

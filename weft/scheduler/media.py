@@ -10,12 +10,13 @@ there for other prompts with the same image, until room is needed: see ``weft.kv
                                                    then those of later sequences, which encode again
 
 INVARIANT: the first in order of the sequences that are prefilled can always go on: one image fits in the
-room, and everything else in it may go, but for what rows of the same plan read.
+room, and everything else in it may go, but for what rows of the same plan read, and what transfers may still
+write: these end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from weft.common.errors import EngineDead, InvalidRequest
@@ -23,7 +24,7 @@ from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import Embedded, EmbeddingCache
 from weft.scheduler.sequence import Sequence
 from weft.types.media import MediaItem, spans_of
-from weft.types.plan import BindMedia, Encode, Op, column
+from weft.types.plan import BindMedia, Encode, GatherMedia, Op, column
 
 MOST_PIXELS = 64 << 20
 """Bytes of pixels in a plan, beside those of its first image, and of one image: a plan is one frame."""
@@ -34,10 +35,12 @@ def patches_of(item: MediaItem) -> int:
     return frames * rows * columns
 
 
-def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, pixels: bool) -> None:
-    """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens. ``pixels``:
-    whether they have to be there."""
-    if limits is None or (pixels and not (limits.tower or limits.takes)):
+def check_media(
+    media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, computes: bool
+) -> None:
+    """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
+    ``computes``: whether the prompt is computed here, so that all of their embeddings have to be had."""
+    if limits is None or (computes and not (limits.tower or limits.takes)):
         raise InvalidRequest("this model takes no images: leave them out", param="media")
     if len(media) > limits.most_items:
         raise InvalidRequest(
@@ -56,7 +59,6 @@ def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits |
         if item.start < end or item.start + item.count > length:
             raise InvalidRequest("the tokens of an image lie outside of the prompt", param="media")
         end = item.start + item.count
-        size = rows * columns * limits.patch**2 * 3
         too_large = limits.blocks_of(item.count) > limits.blocks and (limits.tower or limits.takes)
         if len(item.pixels) > MOST_PIXELS or too_large:
             raise InvalidRequest(
@@ -64,10 +66,43 @@ def check_media(media: tuple[MediaItem, ...], length: int, limits: MediaLimits |
                 "smaller one (or raise --mm-cache-bytes, which has to hold its embedding)",
                 param="media",
             )
-        if not (item.pixels or pixels):
+        _check_source(item, limits, computes)
+        size = rows * columns * limits.patch**2 * 3
+        may_lack = limits.takes or not computes
+        if not item.pixels and may_lack:
             continue
         if len(item.pixels) not in range(frames * size, frames * limits.frames * size + 1, size):
             raise InvalidRequest("the pixels of an image are not those of its grid", param="media")
+    _check_rooms(media, limits)
+
+
+def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
+    """That the embedding can come from where the item says."""
+    if item.room is not None and not (limits.takes and computes):
+        raise InvalidRequest(
+            "an image is to come from a group that encodes, and this one takes none (--take-embeddings)",
+            param="media",
+        )
+    if computes and item.pixels and item.room is None and not limits.tower:
+        raise InvalidRequest(
+            "no image is encoded here (--language-model-only): groups that encode have to do it",
+            param="media",
+        )
+
+
+def _check_rooms(media: tuple[MediaItem, ...], limits: MediaLimits) -> None:
+    """That all images of a prompt that come by rooms fit side by side: none is computed before all are
+    there.
+    """
+    coming = {item.key: item.count for item in media if item.room is not None}
+    needed = sum(limits.blocks_of(count) for count in coming.values())
+    if needed > limits.blocks:
+        block = limits.block_rows * limits.row_bytes
+        raise InvalidRequest(
+            f"the {len(coming)} images of the prompt are too large together: use fewer or smaller ones (or "
+            f"raise --mm-cache-bytes to {needed * block}, where they come from groups that encode)",
+            param="media",
+        )
 
 
 @dataclass(slots=True)
@@ -80,6 +115,10 @@ class _Use:
     """The last plan that reads it for the sequence."""
     over: bool = False
     """Whether that was the last one."""
+    runs: bool = False
+    """Whether the sequence has a slot. One that has none may need that of whom it keeps out."""
+    counted: bool = False
+    """Whether it was counted how the embedding came to be there."""
 
 
 class MediaBook:
@@ -102,6 +141,12 @@ class MediaBook:
         self._patches = 0
         self._pixels = 0
         """What the plan in the making encodes so far."""
+        self.short = False
+        """Whether a chunk of the plan in the making waits for room, or for what comes from another group."""
+        self.desperate = False
+        """Whether nothing runs, so that who has a slot and lacks room takes it from whoever has none."""
+        self.shards = limits is not None and limits.shards
+        """Whether each rank receives its share of an embedding's rows."""
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -109,20 +154,56 @@ class MediaBook:
     # ---- sequences
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence has come: fills in its ``spans``."""
-        if sequence.media and self._limits is not None and self._limits.sections:
+        """A sequence has come: fills in its ``spans``, and whether it ``relies`` on others."""
+        if self._limits is None:
+            return
+        if sequence.media and self._limits.sections:
             sequence.spans = column(spans_of(sequence.media, self._limits.merge).ravel())
+        makes = self._limits.tower
+        sequence.relies = not sequence.fetches and not all(makes and item.pixels for item in sequence.media)
+
+    def want(self, sequence: Sequence, key: bytes) -> None:
+        """A sequence without a slot needs an embedding that is held, or coming."""
+        self._use(sequence, key).counted = True
+
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence has lost its slot: of what it relies on, what is there stays as long as it can."""
+        for item in sequence.media if sequence.relies else ():
+            if self.cache.find(item.key) is not None:
+                self.want(sequence, item.key)
 
     def enter(self, sequence: Sequence, computed: int) -> None:
         """A sequence gets a slot, ``computed`` positions cached: what is there of the others stays."""
+        counted = {key for key in self._uses.get(sequence.id, ()) if self._users[key][sequence.id].counted}
+        self.leave(sequence)
         for item in sequence.media:
             if item.start + item.count > computed and self.cache.find(item.key) is not None:
-                self._use(sequence, item.key)
+                use = self._use(sequence, item.key)
+                use.runs, use.counted = True, item.key in counted
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence leaves its slot."""
+        """A sequence leaves its slot, or has ended."""
         for key in self._uses.pop(sequence.id, ()):
             self._unuse(key, sequence.id)
+
+    def wants(self, key: bytes) -> bool:
+        """Whether a sequence still needs the embedding ``key``."""
+        return any(not use.over for use in self._users.get(key, {}).values())
+
+    def unused(self, keys: Container[bytes]) -> list[Embedded]:
+        """What may go for a sequence that has no slot, and wants ``keys``: what nobody needs, by its age."""
+        return [held for held in self.cache.victims() if held.key not in keys and not self.wants(held.key)]
+
+    def lost(self, sequence: Sequence, start: int) -> bool:
+        """Whether a sequence that relies on others lacks an image, from position ``start`` on, that nobody
+        encodes here and that is not coming."""
+        makes = self._limits is not None and self._limits.tower
+        return any(
+            item.start + item.count > start
+            and not (makes and item.pixels)
+            and self.cache.find(item.key) is None
+            for item in sequence.media
+        )
 
     def spoil(self, sequence: Sequence) -> None:
         """A sequence has failed: nobody else is to find what was encoded for it, if nobody uses it."""
@@ -153,7 +234,12 @@ class MediaBook:
                 continue
             wanted.add(item.key)
             held = self.cache.find(item.key)
+            if held is not None and not held.ready:
+                self.short = True
+                return max(start, item.start)
             if held is None:
+                if sequence.relies and not item.pixels:
+                    return max(start, item.start)
                 patches += patches_of(item)
                 pixels += len(item.pixels)
                 first = patches == patches_of(item)
@@ -163,23 +249,24 @@ class MediaBook:
                 blocks += self.cache.blocks_of(item.count)
             # Also what is there: it may be in the way of what was to be encoded before it, or has to go.
             if not self._fits(blocks, wanted, sequence):
+                self.short = True
                 return max(start, item.start)
         return end
 
     def take(self, sequence: Sequence, slot: int, start: int, end: int, step: int) -> list[Op]:
         """The ops of a row of plan ``step`` over ``start`` .. end - 1, as far as ``reach`` allowed; what it
         encodes and moves goes out with the same plan, before them (``take_ops``)."""
-        ops: list[Op] = []
-        items = list(items_within(sequence.media, start, end)) if self._limits is not None else []
+        self._begin(step)
+        if self._limits is None:
+            return []
+        items = list(items_within(sequence.media, start, end))
         wanted = {item.key for item in items}
-        for item in items:
-            held = self._have(item, sequence, wanted)
-            self.cache.touch(held, step)
-            use = self._use(sequence, item.key)
-            use.step = step
-            last = max(other.start + other.count for other in sequence.media if other.key == item.key)
-            use.over = last <= end
-            ops.append(BindMedia(slot=slot, start=item.start, count=item.count, blocks=held.ids))
+        found = [held for key in wanted if (held := self.cache.find(key)) is not None]
+        for held in found:  # until all are there: what goes to the host's blocks may not take their place
+            self.cache.pin(held)
+        ops: list[Op] = [self._bind(item, sequence, slot, end, wanted) for item in items]
+        for held in found:
+            self.cache.unpin(held)
         return ops
 
     def take_ops(self, step: int) -> list[Op]:
@@ -218,32 +305,54 @@ class MediaBook:
         if users is None:
             return True
         return not any(
-            use.step == self._step or (not use.over and use.order < order) for use in users.values()
+            use.step == self._step
+            or (not use.over and use.order < order and (use.runs or not self.desperate))
+            for use in users.values()
         )
 
     def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
-        """What may go for what ``sequence`` wants: unused ones first, by their age."""
+        """What may go for what ``sequence`` wants: unused ones first, by their age; then what those want
+        alone who have no slot, of the last ones first."""
         may_go = [
             held
             for held in self.cache.victims()
             if held.key not in wanted and self._may_go(held.key, sequence.key)
         ]
-        return sorted(may_go, key=lambda held: self._in_use(held.key))
+        return sorted(may_go, key=lambda held: self._place(held.key))
 
-    def _in_use(self, key: bytes) -> bool:
-        return any(not use.over for use in self._users.get(key, {}).values())
+    def _place(self, key: bytes) -> tuple[int, ...]:
+        uses = [use for use in self._users.get(key, {}).values() if not use.over]
+        if not uses:
+            return (0,)
+        if any(use.runs for use in uses):
+            return (2,)
+        return (1, *(-number for number in min(use.order for use in uses)))
 
     def _fits(self, blocks: int, wanted: set[bytes], sequence: Sequence) -> bool:
         """Whether ``blocks`` more are there once all is evicted that may go, but for ``wanted``."""
         missing = blocks - self.cache.available
         return missing <= 0 or missing <= sum(len(v.blocks) for v in self._victims(wanted, sequence))
 
+    def _bind(
+        self, item: MediaItem, sequence: Sequence, slot: int, end: int, wanted: set[bytes]
+    ) -> BindMedia:
+        held = self._have(item, sequence, wanted)
+        if not held.whole:
+            self.cache.op(GatherMedia(blocks=held.ids, count=held.count))
+            held.whole = True
+        self.cache.touch(held, self._step)
+        use = self._use(sequence, item.key)
+        use.step, use.runs = self._step, True
+        last = max(other.start + other.count for other in sequence.media if other.key == item.key)
+        use.over = last <= end
+        return BindMedia(slot=slot, start=item.start, count=item.count, blocks=held.ids)
+
     def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
         """The embedding of ``item``, in device blocks with the plan in the making."""
         held = self.cache.find(item.key)
         if held is not None:
-            use = self._users.get(item.key, {}).get(sequence.id)
-            self.cache.hits += use is None or use.step < 0
+            use = self._use(sequence, item.key)
+            self.cache.hits += use.step < 0 and not use.counted
             if not held.on_host or self.cache.lift(held, self._victims(wanted, sequence)):
                 return held
             raise EngineDead("an image is read that there was no room for")

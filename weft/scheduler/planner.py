@@ -50,7 +50,7 @@ class Planner:
 
     def fill(self, builder: PlanBuilder) -> None:
         """The rows of a step, within the budget of ``builder``."""
-        self.starved = False
+        self.starved = self._state.media.short = False
         self._adopt_first()
         if self._exclusive:
             self._fill_exclusive(builder)
@@ -121,6 +121,8 @@ class Planner:
             if builder.budget < 1:
                 return
             start = run.num_scheduled
+            if self._gone(sequence, start):
+                continue
             end = self._chunk_end(sequence, start, run.known, builder)
             if end <= start:
                 continue
@@ -177,6 +179,8 @@ class Planner:
             if sequence.protected and not state.guaranteed(sequence):
                 return
             hashes, num_hit = state.lookup(sequence)
+            if self._gone(sequence, num_hit):
+                continue
             known = len(sequence.tokens)
             behind = min(known + 1, sequence.limit)  # there is nothing behind a prompt that is only embedded
             needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
@@ -206,6 +210,14 @@ class Planner:
             promised = [p + n for p, n in zip(promised, rest, strict=True)]
 
     # ---- parts of the phases
+
+    def _gone(self, sequence: Sequence, start: int) -> bool:
+        """Whether a sequence is given back, as it lacks an image, from ``start`` on, that only another group
+        can encode."""
+        if sequence.relies and (gone := self._state.media.lost(sequence, start)):
+            self._state.evict(sequence, "an image that another group encoded is there no more")
+            return gone
+        return False
 
     def _chunk_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
         """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""

@@ -187,6 +187,11 @@ class RoomBook:
             )
         )
 
+    def given_back(self) -> list[TokenEvent]:
+        """What there is to tell, once."""
+        events, self.events = self.events, []
+        return events
+
     def untold(self, sequence: int) -> list[TokenEvent]:
         """Takes what was not told yet of the sequence of this id."""
         found = [event for event in self.events if event.sequence == sequence]

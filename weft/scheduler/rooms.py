@@ -113,11 +113,11 @@ class SchedulerRooms:
             self._state.evict(sequence, "the cache of a sequence did not come in time")
 
     def lose(self) -> None:
-        """Ranks are lost: gives back those that run and have a room, or had one, with the code "group_lost".
-        Those that do not run have no part in it."""
+        """Ranks are lost: gives back those that run and have a room, or had one, or rely on what another
+        group encoded, with the code "group_lost". Those that do not run have no part in it."""
         lost = RanksLost("processes of the group that computed the sequence were lost").info()
         for sequence in self._state.running.snapshot():
-            if sequence.room is not None:
+            if sequence.room is not None or sequence.relies:
                 self._state.evict(sequence, lost.message, lost)
 
     def stats(self) -> TransferStats | None:

@@ -26,6 +26,8 @@ from weft.config.sections import SchedulerSection, SpeculationSection, TransferS
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler.commit import commit
 from weft.scheduler.constraints import Constraint, TokenMatcher, masks_of
+from weft.scheduler.gauges import head_stats
+from weft.scheduler.media_rooms import MediaRooms
 from weft.scheduler.plan_builder import PlanBuilder
 from weft.scheduler.planner import Planner
 from weft.scheduler.rooms import SchedulerRooms
@@ -85,8 +87,10 @@ class Scheduler:
         self._rooms = SchedulerRooms(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
-        self.embeddings: None = None
+        self.embeddings: MediaRooms | None = None
         """Takes part in rooms of embeddings, where these are taken."""
+        if kv.media is not None and kv.media.takes:
+            self.embeddings = MediaRooms(self._state, self._unblock)
 
     # ---- sequences
 
@@ -104,6 +108,8 @@ class Scheduler:
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
         self._rooms.check(submit)
+        if self.embeddings is not None:
+            self.embeddings.check(submit)
         # A sequence that the next step can admit does not queue: a burst on an idle engine fills its slots
         # first.
         unused = self._section.max_num_seqs - len(state.running)
@@ -116,8 +122,10 @@ class Scheduler:
         self._arrivals += 1
         if sequence.room is not None:
             state.rooms.open(sequence)
+        state.images.open(sequence, now)
         ending = sequence.ending() if sequence.num_output else None
         if ending is not None:
+            state.images.ended(sequence)
             state.rooms.ended(sequence, ending[0], None)
             position = sequence.position
             finish, stop_id = ending
@@ -170,7 +178,7 @@ class Scheduler:
     def expire(self, now: float) -> list[TokenEvent]:
         """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
         self._state.retention.expire(now)
-        self._blocked = self._blocked and self._holds.excuse(now)
+        self._blocked = self._blocked and self._state.excuse(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
         events: list[TokenEvent] = []
         for number in late:
@@ -181,7 +189,9 @@ class Scheduler:
             self._state.end(sequence, "error")
             events.append(TokenEvent(sequence=number, finish="error", error=error))
         self._rooms.expire(now)
-        events += self._given_back()
+        if self.embeddings is not None:
+            self.embeddings.expire(now)
+        events += self._state.rooms.given_back()
         if events:
             self._blocked = False
         return events
@@ -189,7 +199,9 @@ class Scheduler:
     @property
     def awaiting(self) -> bool:
         """Whether nothing can be done before something comes from outside: what is awaited, or a block."""
-        return bool(self._awaited or self._blocked or self._state.rooms.awaited) and not self.has_work()
+        state = self._state
+        awaited = self._awaited or self._blocked or state.rooms.awaited or state.images.awaited
+        return bool(awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
         """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event, unless
@@ -227,7 +239,7 @@ class Scheduler:
             TokenEvent(sequence=s.id, num_cached=max(s.num_cached, 0), finish="error", error=error)
             for s in often
         ]
-        return events + self._given_back()
+        return events + self._state.rooms.given_back()
 
     def enqueue(self, op: Op) -> None:
         """``op`` goes out with the next plan, which is made for it alone if there are no rows. A slot that it
@@ -253,7 +265,7 @@ class Scheduler:
         self._state.rooms.now = now
         self._rooms.on(event)
         self._blocked = False
-        return self._given_back()
+        return self._state.rooms.given_back()
 
     def room_requests(self) -> list[RoomRequest]:
         """What is asked of rooms since the last call, in order. To be called after whatever changes anything
@@ -269,7 +281,7 @@ class Scheduler:
         """Whether there is something to plan or to commit. What is awaited is none."""
         state = self._state
         wanting = (state.waiting or len(state.running)) and not self._blocked
-        return bool(wanting or state.ops or state.in_flight or state.rooms.can_save)
+        return bool(wanting or state.asks or state.in_flight)
 
     @property
     def in_flight(self) -> int:
@@ -295,14 +307,15 @@ class Scheduler:
         while True:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
-            if builder.rows or not builder.preempted:
+            if builder.rows or not (builder.preempted or self._despairs()):
                 break  # else the blocks of preempted sequences may be free at once: try again
+        self._state.media.desperate = False
         self.planner.lacked = builder.lacking is not None
         if builder.rows:
             self._empty_plans = 0
         else:
             self._watch_progress(now)
-            if not (self._state.ops or self._state.rooms.can_save):
+            if not self._state.asks:
                 return None
         self._built = builder.close()
         return builder
@@ -347,7 +360,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
         """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
         events = commit(self._state, plan, result, self.planner.drafts)
-        return events + self._given_back() if self._state.rooms.events else events
+        return events + self._state.rooms.given_back() if self._state.rooms.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
         """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
@@ -374,37 +387,7 @@ class Scheduler:
 
     def stats(self) -> HeadStats:
         """Counters and gauges."""
-        state = self._state
-        counts = self._state.counts
-        return HeadStats(
-            steps=counts.steps,
-            mixed_steps=counts.mixed_steps,
-            idle_steps=counts.idle_steps,
-            running=len(state.running),
-            waiting=self._num_waiting,
-            kv_usage=state.caches.usage(),
-            prefix_queries=counts.prefix_queries,
-            prefix_hits=counts.prefix_hits,
-            preemptions=counts.preemptions,
-            prompt_tokens=counts.prompt_tokens,
-            generation_tokens=counts.generation_tokens,
-            drafts=tuple(counts.drafts),
-            drafts_accepted=tuple(counts.drafts_accepted),
-            row_errors=counts.row_errors,
-            recoveries=counts.recoveries,
-            requeued=counts.requeued,
-            constrained_steps=counts.constrained_steps,
-            prefill_rows=counts.prefill_rows,
-            prefill_tokens=counts.prefill_tokens,
-            decode_rows=counts.decode_rows,
-            grammar_errors=counts.grammar_errors,
-            free_blocks=state.caches.free_blocks(),
-            free_slots=state.slots.available(),
-            transfers=self._rooms.stats(),
-            images_encoded=state.media.cache.encoded,
-            image_hits=state.media.cache.hits,
-            embedding_bytes=state.media.cache.nbytes,
-        )
+        return head_stats(self._state, self._num_waiting, self._rooms.stats())
 
     # ----
 
@@ -419,11 +402,17 @@ class Scheduler:
     def _num_waiting(self) -> int:
         return len(self._state.live) - len(self._state.running)
 
-    def _given_back(self) -> list[TokenEvent]:
-        """What rooms have to tell, once."""
-        rooms = self._state.rooms
-        events, rooms.events = rooms.events, []
-        return events
+    def _despairs(self) -> bool:
+        """Whether a step without rows is tried once more, as nothing runs and what lacks room for an image
+        may take it from sequences without a slot."""
+        state = self._state
+        if not state.media.short or state.media.desperate or any(plan.rows for plan in state.in_flight):
+            return False
+        state.media.desperate = True
+        return True
+
+    def _unblock(self) -> None:
+        self._blocked = False
 
     def _watch_progress(self, now: float) -> None:
         """Counts plans without rows in a row that nothing explains; too many end the group.
@@ -432,8 +421,8 @@ class Scheduler:
         """
         state = self._state
         waits = state.waiting or len(state.running)
-        lacking = self.planner.lacked or self.planner.starved or state.rooms.parting
-        excused = lacking and self._holds.excuse(now)
+        lacking = self.planner.lacked or self.planner.starved or state.rooms.parting or state.media.short
+        excused = lacking and state.excuse(now)
         self._blocked = bool(excused and not state.in_flight)
         if not waits or excused or any(plan.rows for plan in state.in_flight):
             self._empty_plans = 0

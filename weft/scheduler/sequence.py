@@ -145,6 +145,7 @@ class Sequence:
 
     __slots__ = (
         "awaits",
+        "awaits_images",
         "chain",
         "choice",
         "constraint",
@@ -163,6 +164,7 @@ class Sequence:
         "pooling",
         "preemptions",
         "prompt_logprobs",
+        "relies",
         "request",
         "room",
         "salt",
@@ -224,6 +226,10 @@ class Sequence:
         """Where it is in the grammar of its output, if it has one and that was compiled."""
         self.awaits = False
         """Whether something is missing that comes from outside; it cannot be admitted meanwhile."""
+        self.awaits_images = False
+        """Whether images of its prompt are still to come from groups that encode; likewise."""
+        self.relies = False
+        """Whether it computes a prompt with images that cannot be encoded here again."""
         self.state: State = AwaitingLeader()
 
     def move(self, state: State) -> None:
@@ -322,6 +328,18 @@ class Sequence:
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
         return sample, sample
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """The live sequences of one request. The leader computes the prompt; the others wait for it."""
+
+    leader: Sequence
+    members: dict[int, Sequence] = field(default_factory=dict)
+    prompt_computed: bool = False
+    shared: bool = False
+    """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
+    """
 
 
 @dataclass(slots=True, eq=False)

@@ -7,10 +7,14 @@ these columns; only a sequence that needs blocks, ends or asks for more is looke
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.types.plan import Segment
+
+if TYPE_CHECKING:
+    from weft.scheduler.sequence import Running, Sequence
 
 NO_ORIGIN = 1 << 30
 """More than any length."""
@@ -60,6 +64,21 @@ class SlotColumns:
         self.constrained = np.zeros(num_slots, bool)
         self.quiet = np.zeros(num_slots, bool)
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
+
+    def enter(self, sequence: Sequence, run: Running) -> None:
+        """Fills in what does not change while ``sequence`` is in the slot of ``run``."""
+        slot = run.slot
+        self.gen[slot] = run.gen
+        self.sequence[slot] = sequence.id
+        self.limit[slot] = sequence.limit
+        self.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
+        self.known[slot] = run.known
+        self.num_cached[slot] = sequence.num_cached
+        self.constrained[slot] = sequence.constraint is not None
+        self.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
+        self.last_step[slot] = -1
+        self.drafts[slot] = 0
+        self.exact[slot] = 0
 
     def set_stops(self, slot: int, stop_ids: Iterable[int], quiet: bool) -> None:
         """The ids that may end the sequence in ``slot``, and whether nothing else of its result is needed."""

@@ -7,7 +7,6 @@ The operations of ``SchedulerState`` keep sequences, queues, requests and caches
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from weft.kv.slots import SlotTable
 from weft.kv.snapshots import Marks
 from weft.scheduler.counts import Counts
 from weft.scheduler.holds import Holds
+from weft.scheduler.image_rooms import ImageRooms
 from weft.scheduler.media import MediaBook
 from weft.scheduler.misses import Misses
 from weft.scheduler.queue import FairQueue, SequenceQueue
@@ -29,25 +29,14 @@ from weft.scheduler.sequence import (
     AwaitingLeader,
     Ended,
     FetchedTables,
+    LiveRequest,
     Running,
     Sequence,
     Waiting,
 )
-from weft.scheduler.slot_columns import NO_ORIGIN, SlotColumns
+from weft.scheduler.slot_columns import SlotColumns
 from weft.types.plan import Op, StepPlan
 from weft.types.rooms import RoomKey
-
-
-@dataclass(slots=True, eq=False)
-class LiveRequest:
-    """The live sequences of one request. The leader computes the prompt; the others wait for it."""
-
-    leader: Sequence
-    members: dict[int, Sequence] = field(default_factory=dict)
-    prompt_computed: bool = False
-    shared: bool = False
-    """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
-    """
 
 
 class SchedulerState:
@@ -59,6 +48,7 @@ class SchedulerState:
         self.holds = Holds(self.caches)
         self.rooms = RoomBook(self.caches, self.holds)
         self.media = MediaBook(kv.media)
+        self.images = ImageRooms(self.media)
         self.slots = SlotTable(kv.num_slots)
         self.columns = SlotColumns(kv.num_slots)
         self.in_slot = np.full(kv.num_slots, None, object)
@@ -99,8 +89,12 @@ class SchedulerState:
     def arrived(self, sequence: Sequence) -> None:
         """The input that the sequence awaited has come. Idempotent."""
         sequence.awaits = False
-        if isinstance(sequence.state, Awaiting) and not sequence.fetches:
-            self._enqueue(sequence)
+        self._go_on(sequence)
+
+    def images_landed(self, sequence: Sequence) -> None:
+        """All images of the sequence are there that come from other groups."""
+        sequence.awaits_images = False
+        self._go_on(sequence)
 
     def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
         """Ends a live sequence in any state, and frees its slot and blocks. ``error``: for its room."""
@@ -121,6 +115,7 @@ class SchedulerState:
         del self.live[sequence.id]
         self.waiting.leave(sequence)
         self._leave(sequence)
+        self.images.ended(sequence, error)
         if sequence.room is not None:
             self.rooms.ended(sequence, finish, error)
 
@@ -144,6 +139,7 @@ class SchedulerState:
             return
         sequence.move(Waiting())
         self._release(sequence, run)
+        self.media.wait(sequence)
         sequence.preemptions += 1
         sequence.yielded += yields
         self.counts.preemptions += 1
@@ -170,6 +166,7 @@ class SchedulerState:
         self.in_flight.clear()
         self.ops.clear()
         self.caches.reset()
+        self.images.clear()
         self.media.clear()
         self.retention.clear()
         self.slots.reset()
@@ -324,6 +321,15 @@ class SchedulerState:
 
     # ---- steps
 
+    @property
+    def asks(self) -> bool:
+        """Whether the next plan has something to do beside rows."""
+        return bool(self.ops or self.rooms.can_save or self.media.cache.asks)
+
+    def excuse(self, now: float) -> bool:
+        """Whether a transfer may still touch blocks that others lack."""
+        return self.holds.excuse(now) or self.images.excuse(now)
+
     def order(self) -> np.ndarray:
         """Slots of the running sequences, by key."""
         if self._order is None:
@@ -362,29 +368,22 @@ class SchedulerState:
 
     # ----
 
+    def _go_on(self, sequence: Sequence) -> None:
+        lacks = sequence.awaits or sequence.awaits_images or sequence.fetches
+        if isinstance(sequence.state, Awaiting) and not lacks:
+            self._enqueue(sequence)
+
     def _enqueue(self, sequence: Sequence) -> None:
         """Moves a sequence that waits for no leader to the queue, or to awaiting its missing input."""
-        if sequence.awaits:
+        if sequence.awaits or sequence.awaits_images:
             sequence.move(Awaiting())
         else:
             sequence.move(Waiting())
             self.waiting.add(sequence)
 
     def _enter(self, sequence: Sequence, run: Running) -> None:
-        """Fills the columns of what does not change while the sequence is in the slot."""
-        columns, slot = self.columns, run.slot
-        columns.gen[slot] = run.gen
-        columns.sequence[slot] = sequence.id
-        columns.limit[slot] = sequence.limit
-        columns.origin[slot] = NO_ORIGIN if sequence.room is None else sequence.num_prompt
-        columns.known[slot] = run.known
-        columns.num_cached[slot] = sequence.num_cached
-        columns.constrained[slot] = sequence.constraint is not None
-        columns.set_stops(slot, sequence.stop_ids, quiet=sequence.params.logprobs < 0)
-        columns.last_step[slot] = -1
-        columns.drafts[slot] = 0
-        columns.exact[slot] = 0
-        self.in_slot[slot] = sequence
+        self.columns.enter(sequence, run)
+        self.in_slot[run.slot] = sequence
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:

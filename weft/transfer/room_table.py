@@ -248,10 +248,10 @@ class Rooms:
                 actions += self._stop_again(room, now)
                 continue
             if room.deadline is not None and room.deadline <= now:
-                error = DeadlineExceeded("the transfer of a sequence's cache took too long")
+                error = DeadlineExceeded("a transfer between groups took too long")
                 actions += self._fail(room, error.info(), now)
             elif room.bind_by is not None and room.bind_by <= now:
-                actions += self._fail(room, Unavailable("no room to decode was found in time").info(), now)
+                actions += self._fail(room, Unavailable("a transfer was not taken in time").info(), now)
             elif room.say is not None and room.say_at <= now:
                 actions += self._say(room, room.say, now)
         self._ended.expire(now)
@@ -298,7 +298,7 @@ class Rooms:
 
     def _all_there(self, room: Room, now: float) -> list[w.Action]:
         """Fails a room that has just been bound when a rank is gone: nobody would move its part."""
-        lost = Unavailable("a process that would move the sequence's cache was lost")
+        lost = Unavailable("a process that would have a part in the transfer was lost")
         return self._fail(room, lost.info(), now) if self._gone else []
 
     def _rank_gone(self, rank: int, now: float) -> list[w.Action]:
@@ -306,7 +306,7 @@ class Rooms:
         self._gone.add(rank)
         for room in list(self._rooms.values()):
             if room.was_bound and room.state is not State.failing:
-                lost = Unavailable("a process that moved the sequence's cache was lost")
+                lost = Unavailable("a process that had a part in the transfer was lost")
                 actions += self._fail(room, lost.info(), now)
             if room.key in self._rooms:
                 actions += self._rank_stopped(room.key, rank, now)

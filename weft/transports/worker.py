@@ -314,4 +314,4 @@ class RankTransfer:
 def _info(error: Exception) -> ErrorInfo:
     if isinstance(error, WeftError):
         return error.info()
-    return EngineDead("a rank failed to move a sequence's cache").info()
+    return EngineDead("a rank failed in a transfer between groups").info()

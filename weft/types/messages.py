@@ -32,7 +32,7 @@ peer with an older version:
         grammars_compiled and grammar_errors of HeadStats
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
-        embedding_transfers of HeadStats
+        embedding_transfers of HeadStats; Profile
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -151,6 +151,12 @@ class WatchPrefixes(_Message, frozen=True, kw_only=True):
     """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
     that has missed a change asks again.
     """
+
+
+class Profile(_Message, frozen=True, kw_only=True):
+    """Front to head: profile the steps of the next ``seconds``; 0 ends a profile. Nothing is answered."""
+
+    seconds: float
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
@@ -350,6 +356,8 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Images of prompts whose embedding was there already."""
     embedding_bytes: int = 0
     """Now: of the embeddings of images that a rank keeps."""
+    embedding_host_bytes: int = 0
+    """Now: of those that it keeps in the second tier, in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
 
@@ -394,14 +402,12 @@ class HeadFailed(_Message, frozen=True, kw_only=True):
     error: ErrorInfo
 
 
-ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Shutdown
+ToHead = Hello | Submit | Finish | WatchPrefixes | Drain | Goodbye | Profile | Shutdown
 ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
-    """The newest version that both ends understand, given the peer's ``versions`` [oldest, newest]; None if
-    there is none.
-    """
+    """The newest version that both ends understand, if any. ``versions``: the peer's, [oldest, newest]."""
     low, high = versions
     newest = min(VERSION, high)
     return newest if newest >= max(OLDEST, low) else None

@@ -11,6 +11,7 @@ from weft.text.parsing.json_text import MAX_DEPTH, is_number, quoted
 from weft.text.parsing.python_text import python_to_json
 
 _MAX_NESTED = 8
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WHOLE_FLOAT = re.compile(r"(-?[0-9]+)\.0*")
 _OF_VALUE = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string")
@@ -117,8 +118,9 @@ def _refuse(name: str) -> None:
 
 
 def _depth(text: str) -> int:
+    """Of ``text``, which is JSON."""
     deepest = depth = 0
-    for char in text:
+    for char in _STRING.sub("", text):
         if char in "{[":
             depth += 1
             deepest = max(deepest, depth)

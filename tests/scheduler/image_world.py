@@ -1,0 +1,371 @@
+"""A scheduler that takes images from groups that encode, with a fake runner, a front, and a world of rooms.
+
+The world keeps the contract of ``ReceivingRooms``: a room that was answered with blocks is written at any
+time until it has landed, or failed and was freed; it may fail at any time, and is freed later. What is
+written is what the fake runner finds in the blocks: it compares that with the images of whoever reads them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from tests.scheduler.fake_runner import alone
+from tests.scheduler.harness import Follower, Rig, Told
+from weft.common.errors import Overloaded, Unavailable
+from weft.config.resolved import KVConfig, MediaLimits
+from weft.types import rooms as r
+from weft.types.media import MediaItem, without_pixels
+from weft.types.messages import Submit, TokenEvent, ids_to_bytes
+from weft.types.rooms import Admitted, GroupDims, KindDims, Peer, RoomKey, RoomTicket
+
+SECONDS = 8.0
+DIMS = GroupDims(
+    ranks=1,
+    kinds=(KindDims(kind="embedding", layers=(0,), block_size=1, window=0, ratio=1, kv_heads=0, tensors=()),),
+)
+MINE = Unavailable("planted").info()
+
+
+def limits(**changes: object) -> MediaLimits:
+    """Of a group that encodes nothing itself; a block has 3 rows."""
+    given = MediaLimits(
+        patch=1,
+        merge=1,
+        row_bytes=1,
+        cache_bytes=60,
+        encode_patches=64,
+        most_items=8,
+        sections=True,
+        block_rows=3,
+        tower=False,
+        takes=True,
+    )
+    return msgspec.structs.replace(given, **changes)
+
+
+@dataclass
+class Room:
+    """One room, as the machine of the receiver knows it."""
+
+    key: RoomKey
+    item: MediaItem
+    """With its pixels."""
+    seconds: float
+    state: str = "new"
+    asked: bool = False
+    blocks: list[int] = field(default_factory=list)
+    start: int = 0
+    due: float | None = None
+
+
+@dataclass
+class Stream:
+    """What a client asked for, and has heard."""
+
+    request: Submit
+    """With all pixels."""
+    room_choices: bool
+    """Whether each of its choices has rooms of its own."""
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    attempts: int = 0
+    sequence: int = -1
+    aborted: bool = False
+
+
+class World(Rig):
+    """The world of one scheduler, on virtual time."""
+
+    def __init__(
+        self, kv: KVConfig, depth: int = 1, seed: int = 0, harm: float = 0.0, **section: object
+    ) -> None:
+        """``harm``: how often rooms fail, or are slow."""
+        super().__init__(kv, depth, **section)
+        self.rng = random.Random(seed)
+        self.harm = harm
+        self.rooms: dict[RoomKey, Room] = {}
+        self.streams: list[Stream] = []
+        self.of: dict[int, Stream] = {}
+        self.by_hand = False
+        """Whether rooms do nothing by themselves."""
+        self.asked: list[r.RoomRequest] = []
+        """All that was asked of rooms."""
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self.written = 0
+        self.seen: set[str] = set()
+
+    @classmethod
+    def of_group(cls, kv: KVConfig, **facts: object) -> World:
+        return cls(kv, **facts)  # type: ignore[arg-type]
+
+    # ---- the front
+
+    def ask(self, request: Submit, *, rooms: bool = True) -> Stream:
+        """A client asks; request 0 is one of its own. ``rooms``: its images come by rooms; else it is a
+        sibling of one whose do."""
+        request = msgspec.structs.replace(request, request=request.request or 1000 + len(self.streams))
+        stream = Stream(request, rooms)
+        self.streams.append(stream)
+        self._send(stream, rooms)
+        return stream
+
+    def _send(self, stream: Stream, rooms: bool) -> None:
+        number = len(self.of)
+        request = msgspec.structs.replace(
+            stream.request, sequence=number, emitted_ids=ids_to_bytes(stream.tokens), attempt=stream.attempts
+        )
+        stream.attempts += 1
+        stream.sequence = number
+        self.of[number] = stream
+        self.told[number] = Told(request)
+        local = self.kv.media is not None and self.kv.media.tower and self.rng.random() < 0.3 * self.harm
+        bare = request.media if local else without_pixels(request.media)
+        if rooms and not local:
+            bare = tuple(
+                msgspec.structs.replace(item, room=self._ticket(number, place))
+                for place, item in enumerate(bare)
+            )
+        try:
+            events = self.scheduler.add(msgspec.structs.replace(request, media=bare), self.now)
+        except Overloaded:
+            self.later(0.5, lambda: self._send(stream, rooms))
+            return
+        for place, item in enumerate(bare):
+            if item.room is not None:
+                room = Room(item.room.key, request.media[place], item.room.seconds)
+                self.rooms[room.key] = room
+                forgotten = self.rng.random() < 0.02 * self.harm  # nobody ever encodes it
+                if not (self.by_hand or forgotten):
+                    self.later(self.delay(), lambda room=room: self.offer(room))  # type: ignore[misc]
+        self.hear(events)
+        if request.grammar is not None and not events:
+            self.later(self.delay(), lambda: self._constrain(number))
+        self.talk()
+
+    def _constrain(self, number: int) -> None:
+        request = self.of[number].request
+        self.followers[number] = Follower()
+        self.hear(self.scheduler.constrain(number, self.followers[number], request.params.stop_ids))
+
+    def _ticket(self, number: int, place: int) -> RoomTicket:
+        return RoomTicket(RoomKey(number * 16 + place, 0, 1), False, Peer("e", 1), SECONDS)
+
+    def abort(self, stream: Stream) -> None:
+        if stream.finish is None:
+            stream.aborted = True
+            self.hear(self.scheduler.finish(stream.sequence))
+            self.talk()
+
+    def hear(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            stream = self.of[event.sequence]
+            assert stream.sequence == event.sequence, "an event of an attempt that has ended"
+            assert stream.finish is None
+            stream.tokens += event.token_ids
+            if event.error is not None and event.error.code == "engine_dead":  # lost too often
+                stream.aborted = True
+            if event.finish == "evicted" and stream.aborted:
+                stream.finish = "abort"
+            elif event.finish == "evicted":
+                self.seen.add("evicted")
+                self.later(self.delay(), lambda stream=stream: self._again(stream))  # type: ignore[misc]
+                stream.sequence = -1
+            else:
+                stream.finish = event.finish
+
+    def _again(self, stream: Stream) -> None:
+        if stream.aborted:
+            stream.finish = "abort"
+        else:
+            self._send(stream, True)
+
+    def media_of(self, slot: int) -> tuple[MediaItem, ...]:
+        return self.of[self.scheduler._state.in_slot[slot].id].request.media
+
+    # ---- time
+
+    def later(self, seconds: float, what: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (self.now + seconds, self._number, what))
+
+    def delay(self) -> float:
+        slow = self.rng.random() < 0.1 * self.harm
+        return self.rng.random() * (6.0 if slow else 0.05)
+
+    def turn(self) -> None:
+        """One turn of an engine's loop."""
+        self.now += 0.01
+        while self._events and self._events[0][0] <= self.now:
+            heapq.heappop(self._events)[2]()
+        for room in list(self.rooms.values()):
+            if room.due is not None and room.due <= self.now and room.state in ("new", "bound"):
+                self.fail(room)
+        self.hear(self.scheduler.expire(self.now))
+        self.talk()
+        while len(self.in_flight) < self.depth and self.scheduler.has_work() and self.plan() is not None:
+            self.talk()
+        if self.in_flight and self.rng.random() < 0.8:
+            self.commit()
+        self.talk()
+        self.check()
+
+    def run(self, seconds: float = 400.0) -> None:
+        """Until nobody waits for anything."""
+        end = self.now + seconds
+        while not self.idle():
+            assert self.now < end, [(s.finish, s.attempts) for s in self.streams]
+            self.turn()
+
+    def idle(self) -> bool:
+        return not (
+            self._events or self.rooms or self.in_flight or any(s.finish is None for s in self.streams)
+        )
+
+    def lose(self) -> None:
+        """Ranks are lost, and formed anew."""
+        for room in list(self.rooms.values()):
+            if room.state in ("new", "bound"):
+                self.fail(room)
+        self.scheduler.lose()
+        self.in_flight.clear()
+        self.hear(self.scheduler.requeue_all())
+        self.runner = self.runner.anew()
+        self.talk()
+
+    # ---- rooms
+
+    def tell(self, event: r.RoomEvent) -> None:
+        self.seen.add(type(event).__name__)
+        assert self.scheduler.embeddings is not None
+        self.hear(self.scheduler.embeddings.room(event, self.now))
+        self.talk()
+
+    def talk(self) -> None:
+        assert self.scheduler.embeddings is not None
+        while asked := self.scheduler.embeddings.room_requests():
+            for request in asked:
+                self.asked.append(request)
+                self.seen.add(type(request).__name__)
+                self._carry_out(request)
+
+    def _carry_out(self, request: r.RoomRequest) -> None:
+        room = self.rooms.get(request.key)
+        match request:
+            case r.ReserveRoom(key, start, (blocks,)):
+                if room is None or room.state != "new":
+                    self.tell(r.RoomFreed(key))
+                    return
+                assert room.asked
+                room.state, room.start = "bound", start
+                room.blocks = np.frombuffer(blocks.ids, "<i4").tolist()
+                assert start in (0, room.item.count)
+                assert bool(room.blocks) == (start == 0)
+                if not self.by_hand:
+                    self.later(self.delay(), lambda: self.move(room))
+            case r.PostponeRoom() if room is not None and room.state == "new":
+                room.asked = False
+                self.later(1.0, lambda: self.offer(room))
+            case r.CancelRoom() | r.RefuseRoom() if room is not None and room.state in ("new", "bound"):
+                self.fail(room)
+            case _:
+                assert room is None or room.state == "failing", request
+
+    def offer(self, room: Room) -> None:
+        """The encoder has it in its queue."""
+        if room.state != "new" or room.asked:
+            return
+        room.asked = True
+        if room.due is None:
+            room.due = self.now + room.seconds
+        self.tell(r.RoomWanted(room.key, Admitted(key=room.key, num_prompt=room.item.count, dims=DIMS)))
+
+    def move(self, room: Room) -> None:
+        """Some of it comes, or all."""
+        if room.state != "bound":
+            return
+        self.write(room)
+        if self.rng.random() < 0.1 * self.harm:
+            self.fail(room)
+        elif self.rng.random() < 0.5:
+            self.land(room)
+        else:
+            self.later(self.delay(), lambda: self.move(room))
+
+    def write(self, room: Room, right: bool = True) -> None:
+        """Its bytes, or half of them."""
+        busy = set().union(*self.runner.touched.values())
+        assert busy.isdisjoint(room.blocks), "a room writes where a plan in flight reads"
+        for number, block in enumerate(room.blocks):
+            assert not any(block in other.blocks for other in self.rooms.values() if other is not room)
+            self.runner.images[block] = (room.item.pixels if right else b"half of it", number)
+            if self.kv.media is not None and self.kv.media.shards:
+                self.runner.shares.add(block)
+            self.written += 1
+
+    def land(self, room: Room) -> None:
+        self.write(room)
+        del self.rooms[room.key]
+        self.tell(r.RoomLanded(room.key))
+
+    def fail(self, room: Room) -> None:
+        bound, room.state = room.state == "bound", "failing"
+        self.tell(r.RoomFailed(room.key, MINE))
+        if bound:
+            self.write(room, right=False)
+        if not self.by_hand:
+            self.later(self.delay() if bound else 0.0, lambda: self.free(room))
+
+    def free(self, room: Room) -> None:
+        """Nobody touches its memory any more."""
+        self.write(room, right=False)
+        self.rooms.pop(room.key, None)
+        self.tell(r.RoomFreed(room.key))
+
+    # ---- what must be
+
+    def check(self) -> None:
+        """Blocks are in one place each, and those that rooms may write are nobody's else."""
+        self.audit()
+        state = self.scheduler._state
+        cache, images = state.media.cache, state.images
+        writing = {id(room.held): room.held for room in images._rooms.values() if room.held is not None}
+        near = {id(held): held for held in cache if not held.on_host} | writing
+        taken = [block for held in near.values() for block in held.blocks]
+        assert len(set(taken)) == len(taken) == cache.blocks - cache.available
+        for room in self.rooms.values():
+            if room.state in ("bound", "failing") and room.blocks:
+                mine = images._rooms[room.key].held
+                assert mine is not None
+                assert mine.blocks == room.blocks
+                assert mine.pins > 0
+        assert all(held.pins == (held.key in images._coming) for held in cache)
+        assert all(held.ready == (held.key not in images._coming) for held in cache)
+        assert len(state.running) <= self.section.max_num_seqs
+        awaiting = {s.id for s in state.live.values() if s.awaits_images}
+        assert awaiting == set(images._images) | {s.id for s in images.landed}
+
+    def check_end(self) -> None:
+        """Everybody has the tokens that they would have got alone, and nothing is left of anybody."""
+        for stream in self.streams:
+            tokens, finish = alone(stream.request, self.kv.max_model_len)
+            if stream.aborted:
+                assert stream.tokens == tokens[: len(stream.tokens)]
+                continue
+            assert (stream.tokens, stream.finish) == (tokens, finish)
+        self.check_idle()
+        state = self.scheduler._state
+        cache = state.media.cache
+        assert len(state.images) == 0
+        left = [state.images._offers, state.images._wanting, state.images._coming]
+        left += [state.media._uses, state.media._users]
+        assert not any(left)
+        assert all(held.pins == 0 and held.ready for held in cache)
+        assert cache.settled == cache.available
+        assert sum(len(held.blocks) for held in cache if not held.on_host) + cache.settled == cache.blocks

@@ -1,0 +1,423 @@
+"""Images that other groups encode: when their sequences wait, what is reserved for them, who gives it up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.fake_runner import kv_config, submit
+from tests.scheduler.image_world import MINE, Room, Stream, World, limits
+from tests.scheduler.test_media import ask, image
+from weft.common.errors import InvalidRequest
+from weft.scheduler.sequence import Awaiting, AwaitingLeader, Running, Waiting
+from weft.types import rooms as r
+from weft.types.media import without_pixels
+from weft.types.plan import Encode, GatherMedia
+from weft.types.rooms import Peer, RoomKey, RoomTicket
+
+
+def world_of(depth: int = 1, **facts: object) -> World:
+    """By hand."""
+    section = {name: facts.pop(name) for name in list(facts) if name in ("max_num_seqs",)}
+    world = World(kv_config(media=limits(**facts)), depth, **section)
+    world.by_hand = True
+    return world
+
+
+def rooms_of(world: World, stream: Stream) -> list[Room]:
+    return [room for key, room in sorted(world.rooms.items()) if key.room // 16 == stream.sequence]
+
+
+def state_of(world: World, stream: Stream) -> object:
+    return world.scheduler._state.live[stream.sequence].state
+
+
+def go(world: World, turns: int = 40) -> None:
+    for _ in range(turns):
+        world.turn()
+
+
+def bring(world: World, room: Room) -> None:
+    world.offer(room)
+    assert room.state == "bound"
+    world.land(room)
+
+
+def test_a_sequence_waits_for_all_its_images_and_holds_nothing_meanwhile() -> None:
+    """They come in any order, from several rooms."""
+    world = world_of()
+    stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
+    one, two = rooms_of(world, stream)
+    go(world)
+    assert isinstance(state_of(world, stream), Awaiting)
+    assert not world.scheduler.has_work()
+    assert world.scheduler.awaiting
+    stats = world.scheduler.stats()
+    assert stats.free_blocks == (64,)
+    assert stats.embedding_transfers is not None
+    assert (stats.embedding_transfers.awaiting, stats.embedding_transfers.fetching) == (1, 0)
+    bring(world, two)
+    go(world)
+    assert isinstance(state_of(world, stream), Awaiting)
+    bring(world, one)
+    assert isinstance(state_of(world, stream), Waiting)
+    world.run()
+    world.check_end()
+    assert stream.attempts == 1
+    assert not [op for plan in world.plans for op in plan.ops if isinstance(op, Encode)]
+
+
+def test_blocks_are_there_for_all_images_of_a_sequence_or_for_none() -> None:
+    """4, 2 and 2 blocks of 6: the second one gets none while the first one has some, and is then served."""
+    world = world_of(cache_bytes=18)
+    first, second = world.ask(ask(0, [3], 4, [5])), world.ask(ask(0, 1, [3], 2, [5]))
+    (one,), (two, three) = rooms_of(world, first), rooms_of(world, second)
+    world.offer(one)
+    world.offer(three)
+    assert (one.state, three.state) == ("bound", "new")
+    assert world.scheduler._state.media.cache.available == 2
+    world.land(one)
+    go(world)
+    assert three.state == "bound"
+    assert two.state == "new"
+    world.offer(two)
+    assert two.state == "bound"
+    world.land(two)
+    world.land(three)
+    world.run()
+    world.check_end()
+
+
+def test_nobody_is_let_in_before_who_comes_first() -> None:
+    """However small it is: else the first one might never find enough."""
+    world = world_of(cache_bytes=18)
+    held, large, small = (world.ask(ask(0, [3], name, [5])) for name in (1, 4, 3))
+    (one,), (two,), (three,) = (rooms_of(world, stream) for stream in (held, large, small))
+    world.offer(one)
+    world.offer(three)
+    assert three.state == "bound"
+    world.offer(two)
+    assert two.state == "new"
+    late = world.ask(ask(0, [3], 2, [5], priority=0))
+    (four,) = rooms_of(world, late)
+    world.land(three)
+    go(world, 10)
+    world.offer(four)
+    assert (two.state, four.state) == ("bound", "new")
+    world.land(one)
+    world.land(two)
+    go(world)
+    assert four.state == "bound"
+    world.land(four)
+    world.run()
+    world.check_end()
+
+
+def test_an_image_that_is_held_or_came_meanwhile_is_not_sent() -> None:
+    world = world_of()
+    first = world.ask(ask(0, [3], 4, [5]))
+    second = world.ask(ask(0, [9], 4, [5]))
+    (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
+    world.offer(two)
+    world.offer(one)
+    assert (two.state, one.state) == ("bound", "new")  # it is coming
+    world.land(two)
+    assert (one.state, one.start, one.blocks) == ("bound", 10, [])
+    world.land(one)
+    third = world.ask(ask(0, [8], 4, [5]))
+    (three,) = rooms_of(world, third)
+    world.offer(three)
+    assert (three.state, three.start) == ("bound", 10)
+    world.land(three)
+    world.run()
+    world.check_end()
+    assert world.scheduler.stats().image_hits == 2
+
+
+def test_when_what_comes_for_two_fails_the_other_room_gets_its_blocks_once_they_are_free() -> None:
+    world = world_of(cache_bytes=12)
+    first = world.ask(ask(0, [3], 4, [5]))
+    second = world.ask(ask(0, [9], 4, [5]))
+    (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
+    world.offer(one)
+    world.offer(two)
+    blocks = one.blocks
+    world.fail(one)
+    assert first.sequence == -1
+    go(world, 20)
+    assert two.state == "new"
+    world.free(one)
+    assert (two.state, two.blocks) == ("bound", blocks)
+    world.land(two)
+    go(world, 20)
+    (again,) = rooms_of(world, first)
+    bring(world, again)
+    world.run()
+    world.check_end()
+    assert (first.attempts, second.attempts) == (2, 1)
+
+
+@pytest.mark.parametrize("when", ["new", "bound", "some landed"])
+def test_an_abort_gives_everything_back_once_nobody_can_write_it(when: str) -> None:
+    world = world_of()
+    stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
+    rooms = rooms_of(world, stream)
+    if when == "some landed":
+        bring(world, rooms[0])
+    if when != "new":
+        world.offer(rooms[1])
+    world.abort(stream)
+    assert all(room.state == "failing" for room in world.rooms.values())
+    go(world, 3)
+    cache = world.scheduler._state.media.cache
+    assert cache.available == cache.blocks - {"new": 0, "bound": 2, "some landed": 6}[when]
+    for room in list(world.rooms.values()):
+        world.free(room)
+    world.check_end()
+    assert len(cache) == (when == "some landed")
+
+
+def test_what_landed_though_it_was_cancelled_is_found_by_others() -> None:
+    world = world_of()
+    stream = world.ask(ask(0, [3], 4, [5], 1, [6]))
+    one, two = rooms_of(world, stream)
+    world.offer(one)
+    world.offer(two)
+    world.abort(stream)
+    one.state = "bound"  # the word of it was on its way
+    world.land(one)
+    world.free(two)
+    world.check_end()
+    assert [held.key for held in world.scheduler._state.media.cache] == [image(4).key]
+
+
+def test_images_that_are_late_end_the_attempt() -> None:
+    world = world_of()
+    stream = world.ask(ask(0, [3], 4, [5]))
+    (room,) = rooms_of(world, stream)
+    world.now = 7.0
+    go(world, 5)
+    assert stream.attempts == 1
+    world.now = 8.0
+    world.turn()
+    assert stream.sequence == -1
+    assert isinstance(world.asked[-1], r.CancelRoom)
+    world.free(room)
+    go(world, 10)
+    assert stream.attempts == 2
+    (again,) = rooms_of(world, stream)
+    bring(world, again)
+    world.run()
+    world.check_end()
+
+
+def test_an_offer_is_kept_for_a_while_and_then_asked_for_again() -> None:
+    world = world_of(cache_bytes=12)
+    first, second = world.ask(ask(0, [3], 4, [5])), world.ask(ask(0, [3], 9, [5]))
+    (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
+    world.offer(one)
+    world.offer(two)
+    assert two.asked
+    world.now += 5.0
+    world.turn()
+    assert not two.asked
+    assert isinstance(world.asked[-1], r.PostponeRoom)
+    world.now += 1.0
+    world.turn()
+    assert two.asked
+    world.land(one)
+    go(world, 30)
+    assert two.state == "bound"
+    world.land(two)
+    world.run()
+    world.check_end()
+
+
+def test_choices_wait_for_their_leader_and_share_its_images() -> None:
+    world = world_of()
+    streams = [
+        world.ask(ask(0, [3], 4, [5], request=7, choice=choice), rooms=choice == 0) for choice in range(3)
+    ]
+    assert isinstance(state_of(world, streams[1]), AwaitingLeader)
+    (room,) = rooms_of(world, streams[0])
+    bring(world, room)
+    world.run()
+    world.check_end()
+    assert [stream.attempts for stream in streams] == [1, 1, 1]
+
+
+def test_a_sibling_whose_leader_left_goes_back_for_rooms_of_its_own() -> None:
+    world = world_of()
+    leader, sibling = (
+        world.ask(ask(0, [3], 4, [5], request=7, choice=choice), rooms=choice == 0) for choice in range(2)
+    )
+    (room,) = rooms_of(world, leader)
+    world.abort(leader)
+    world.free(room)
+    go(world, 20)
+    assert sibling.attempts == 2
+    (room,) = rooms_of(world, sibling)
+    bring(world, room)
+    world.run()
+    world.check_end()
+
+
+def test_a_grammar_and_images_are_both_waited_for() -> None:
+    from weft.types.grammar import Text
+
+    for late in ("grammar", "image"):
+        world = world_of()
+        request = msgspec.structs.replace(ask(0, [3], 4, [5]), grammar=Text(text="x"))
+        world.delay = lambda late=late: 0.2 if late == "grammar" else 0.0  # type: ignore[method-assign, misc]
+        stream = world.ask(request)
+        (room,) = rooms_of(world, stream)
+        if late == "image":
+            go(world, 10)
+        bring(world, room)
+        go(world, 3)
+        world.run()
+        world.check_end()
+
+
+def test_lost_ranks_give_back_what_cannot_be_computed_again() -> None:
+    world = world_of(max_num_seqs=2)
+    ran, landed, waits = (world.ask(ask(0, [3], name, [5], max_tokens=30)) for name in (4, 3, 2))
+    bring(world, rooms_of(world, ran)[0])
+    go(world, 8)
+    assert isinstance(state_of(world, ran), Running)
+    world.offer(rooms_of(world, landed)[0])
+    world.lose()
+    assert (ran.sequence, landed.sequence, waits.sequence) == (-1, -1, -1)
+    cache = world.scheduler._state.media.cache
+    assert (len(cache), cache.available) == (0, cache.blocks - 3)
+    world.by_hand = False
+    for room in list(world.rooms.values()):
+        world.free(room)
+    assert cache.settled == cache.blocks
+    world.run()
+    world.check_end()
+    assert [stream.attempts for stream in (ran, landed, waits)] == [2, 2, 2]
+
+
+def test_shares_of_rows_are_exchanged_in_the_first_step_that_reads_them() -> None:
+    world = world_of(shards=True)
+    first = world.ask(ask(0, [3], 4, [5]))
+    bring(world, rooms_of(world, first)[0])
+    world.run()
+    second = world.ask(ask(0, [9], 4, [5]))
+    bring(world, rooms_of(world, second)[0])
+    world.run()
+    world.check_end()
+    gathered = [plan.step for plan in world.plans for op in plan.ops if isinstance(op, GatherMedia)]
+    assert len(gathered) == 1
+    assert next(plan for plan in world.plans if plan.step == gathered[0]).prefill.rows
+
+
+def test_what_the_host_has_comes_back_for_a_room_and_is_not_sent() -> None:
+    world = world_of(cache_bytes=12, host_bytes=24)
+    for name in (4, 9):
+        stream = world.ask(ask(0, [3], name, [5]))
+        world.offer(rooms_of(world, stream)[0])
+        go(world, 10)  # what goes is moved by a plan of its own
+        world.land(rooms_of(world, stream)[0])
+        world.run()
+    third = world.ask(ask(0, [8], 4, [5]))
+    (room,) = rooms_of(world, third)
+    world.offer(room)
+    go(world, 10)
+    assert (room.state, room.start) == ("bound", 10)
+    world.land(room)
+    world.run()
+    world.check_end()
+    assert world.runner.moved == 3
+
+
+def test_one_that_runs_gets_room_that_is_kept_for_one_that_waits() -> None:
+    """Its image is encoded here; the other one's, which has the only slot's turn next, is asked for again."""
+    world = world_of(cache_bytes=12, tower=True, max_num_seqs=1)
+    waits = world.ask(ask(0, [3], 4, [5]))
+    (room,) = rooms_of(world, waits)
+    local = msgspec.structs.replace(ask(0, [2] * 20, 9, [5]), priority=-1)
+    bring(world, room)
+    world.harm = 99.0  # encoded here
+    runs = world.ask(local)
+    world.harm = 0.0
+    assert not rooms_of(world, runs)
+    world.by_hand = False
+    world.run()
+    world.check_end()
+    assert (runs.attempts, waits.attempts) == (1, 2)
+
+
+def test_one_that_runs_waits_for_room_that_a_transfer_may_write() -> None:
+    """And that is no lack of progress, before its deadline."""
+    world = world_of(cache_bytes=12, tower=True)
+    coming = world.ask(ask(0, [3], 4, [5]))
+    (room,) = rooms_of(world, coming)
+    world.offer(room)
+    world.harm = 99.0
+    runs = world.ask(ask(0, [3], 9, [5]))
+    world.harm = 0.0
+    go(world, 300)
+    assert runs.finish is None
+    world.land(room)
+    world.run()
+    world.check_end()
+    assert runs.attempts == 1
+
+
+def refuse(world: World, why: str, **change: object) -> None:
+    request = ask(0, [3], 4, [5])
+    item = without_pixels(request.media)[0]
+    ticket = RoomTicket(RoomKey(1, 0, 1), False, Peer("e", 1), 10.0)
+    facts = {"room": ticket, **change}
+    wrong = msgspec.structs.replace(request, media=(msgspec.structs.replace(item, **facts),))
+    with pytest.raises(InvalidRequest, match=why):
+        world.scheduler.add(wrong, 0.0)
+    assert not world.scheduler._state.live
+    assert not len(world.scheduler._state.images)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    world = world_of()
+    key, peer = RoomKey(1, 0, 1), Peer("e", 1)
+    refuse(world, "encodes no images for others", room=RoomTicket(key, True, peer, 10.0))
+    refuse(world, "seconds of an image's room", room=RoomTicket(key, False, peer, 0.0))
+    refuse(world, "no image is encoded here .--language-model-only", room=None, pixels=image(4).pixels)
+    refuse(world_of(cache_bytes=9), "too large: use a smaller one .or raise --mm-cache-bytes")
+    refuse(World(kv_config(media=limits(takes=False, tower=True))), "takes none .--take-embeddings")
+    refuse(World(kv_config(media=limits(takes=False))), "takes no images")
+    small = world_of(cache_bytes=15)
+    with pytest.raises(InvalidRequest, match=r"the 2 images .* raise --mm-cache-bytes to 18"):
+        small.ask(ask(0, 4, [3], 1))
+    stream = world.ask(ask(0, [3], 4, [5]))
+    refuse_known = rooms_of(world, stream)[0].key
+    item = msgspec.structs.replace(
+        without_pixels(ask(0, [3], 4, [5]).media)[0], room=RoomTicket(refuse_known, False, peer, 10.0)
+    )
+    again = msgspec.structs.replace(submit(99, [3] + [0] * 10 + [5]), media=(item,))
+    with pytest.raises(InvalidRequest, match="is known"):
+        world.scheduler.add(again, 0.0)
+
+
+def test_an_offer_of_something_else_is_refused() -> None:
+    world = world_of()
+    stream = world.ask(ask(0, [3], 4, [5]))
+    (room,) = rooms_of(world, stream)
+    room.asked = True
+    offer = r.Admitted(key=room.key, num_prompt=11, dims=r.GroupDims(ranks=1, kinds=()))
+    world.tell(r.RoomWanted(room.key, offer))
+    assert isinstance(world.asked[0], r.RefuseRoom)
+    assert stream.sequence == -1
+    world.free(room)
+    stream.aborted = True
+    go(world, 10)
+
+
+def test_events_of_unknown_rooms_are_fine() -> None:
+    world = world_of()
+    key = RoomKey(99, 0, 1)
+    for event in (r.RoomLanded(key), r.RoomFailed(key, MINE), r.RoomFreed(key), r.RoomBound(key, 0)):
+        world.tell(event)
+    world.tell(r.RoomWanted(key, r.Admitted(key=key, num_prompt=1, dims=r.GroupDims(ranks=1, kinds=()))))
+    assert isinstance(world.asked[-1], r.CancelRoom)

@@ -1,0 +1,208 @@
+"""Random loads of images from other groups: nobody starves, and no block is lost, or given away too early.
+
+Rooms fail, are slow, are answered late; ranks are lost; clients leave; pools are small. See ``image_world``.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.scheduler.fake_runner import BAD_SEED, kv_config
+from tests.scheduler.image_world import World, limits
+from tests.scheduler.test_media import ask, random_parts
+from weft.common.errors import EngineDead, InvalidRequest
+from weft.kv.embeddings import EmbeddingCache
+from weft.scheduler.image_rooms import ImageRooms
+from weft.scheduler.media import MediaBook
+from weft.types.grammar import Text
+
+
+def random_world(seed: int, harm: float = 1.0) -> World:
+    """With ``harm`` 0 nothing fails, nobody leaves, and no ranks are lost."""
+    rng = random.Random(seed)
+    tower = harm > 0 and rng.random() < 0.4
+    kv = kv_config(
+        blocks=rng.choice([14, 24, 64]),
+        window=rng.choice([None, None, 6]),
+        slots=rng.choice([4, 12]),
+        caching=rng.random() < 0.6,
+        states=rng.choice([0, 0, 5]),
+        copies=rng.choice([1, 1, 3]),
+        media=limits(
+            cache_bytes=rng.choice([42, 48, 90]),
+            block_rows=rng.choice([1, 3, 4]),
+            host_bytes=rng.choice([0, 0, 24, 60]),
+            encode_patches=rng.choice([1, 8, 40]),
+            tower=tower,
+            shards=rng.random() < 0.4,
+        ),
+    )
+    world = World(
+        kv,
+        rng.choice([1, 2]),
+        seed,
+        harm,
+        step_policy=rng.choice(["mixed", "exclusive"]),
+        long_prefill_token_threshold=rng.choice([0, 1, 3, 7]),
+        max_num_seqs=rng.choice([1, 2, 8]),
+    )
+    for number in range(rng.choice([6, 25])):
+        load(world, rng, number)
+        for _ in range(rng.choice([0, 0, 1, 8])):
+            world.turn()
+        if rng.random() < 0.08 * harm:
+            world.abort(rng.choice(world.streams))
+        if rng.random() < 0.04 * harm:
+            world.lose()
+    world.run(250.0)
+    world.check_end()
+    return world
+
+
+def load(world: World, rng: random.Random, number: int) -> None:
+    """A request of 1 to 3 choices."""
+    parts = random_parts(rng)
+    own = rng.random() < 0.5
+    for choice in range(rng.choice([1, 1, 1, 3])):
+        request = ask(
+            0,
+            *parts,
+            request=500 + number,
+            choice=choice,
+            seed=rng.choice([1, 1, 1, 2, BAD_SEED]),
+            priority=rng.choice([0, 0, 0, 1]),
+            max_tokens=rng.randint(1, 12),
+        )
+        if rng.random() < 0.1:
+            request = msgspec.structs.replace(request, grammar=Text(text="x"))
+        world.ask(request, rooms=own or choice == 0)
+
+
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.grid)])
+def test_random_loads(seeds: range) -> None:
+    seen: set[str] = set()
+    hits = moved = lost = preempted = encoded = 0
+    for seed in seeds:
+        world = random_world(seed)
+        stats = world.scheduler.stats()
+        seen |= world.seen
+        hits += stats.image_hits
+        moved += world.runner.moved
+        lost += stats.recoveries
+        preempted += stats.preemptions
+        encoded += stats.images_encoded
+    assert min(hits, moved, lost, preempted, encoded) > 0
+    assert seen >= {
+        "evicted",
+        "RoomWanted",
+        "RoomLanded",
+        "RoomFailed",
+        "RoomFreed",
+        "ReserveRoom",
+        "PostponeRoom",
+        "CancelRoom",
+    }
+
+
+def test_where_nothing_fails_nobody_is_sent_again() -> None:
+    """Whatever is short: slots, blocks, room for embeddings. Nobody's wait is longer than a room may take.
+    But who was preempted, or has no rooms, may have to ask for what is needed again."""
+    calm = 0
+    for seed in range(80):
+        world = random_world(seed, harm=0.0)
+        most = max(stream.attempts for stream in world.streams)
+        if world.scheduler.stats().preemptions == 0:
+            calm += 1
+            assert {stream.attempts for stream in world.streams if stream.room_choices} == {1}, seed
+            assert most <= 2
+    assert calm > 20
+
+
+def test_many_requests_with_many_images_and_room_for_one() -> None:
+    """The pool holds the images of one request: they are served in order, and all of them."""
+    world = World(kv_config(blocks=64, media=limits(cache_bytes=18 * 3)), 2, max_num_seqs=4)
+    for number in range(40):
+        world.ask(ask(0, 5 * number + 4, [3], 5 * number + 3, [4], 5 * number + 9, [number % 7]))
+    world.run()
+    world.check_end()
+    assert {stream.attempts for stream in world.streams} == {1}
+
+
+def _never(*rest: Any) -> None:
+    return None
+
+
+_ANSWER = ImageRooms._reserve
+_MAKE_ROOM = EmbeddingCache.make_room
+
+
+def _greedy(rooms: ImageRooms, images: Any) -> bool:
+    """Blocks for one image are enough to begin."""
+    counts = images.counts
+    for key in list(counts):
+        images.counts = {key: counts[key]}
+        _ANSWER(rooms, images)
+    images.counts = counts
+    return True
+
+
+def _hasty(cache: EmbeddingCache, blocks: int, victims: Any) -> bool:
+    """What plans in flight touch is given away."""
+    if not cache._make_room(blocks, victims):
+        return False
+    cache._free += cache._leaving
+    cache._leaving.clear()
+    return True
+
+
+def _freed_with_the_sequence(rooms: ImageRooms, room: Any) -> Any:
+    if room.over:
+        return None
+    room.over = True
+    rooms.freed(room)
+    return room.images.sequence
+
+
+def _come(rooms: ImageRooms, room: Any, held: Any) -> None:
+    """It is there, and its pin stays."""
+    rooms._coming.pop(held.key, None)
+    held.ready, held.whole = True, not rooms._book.shards
+
+
+def _whole(rooms: ImageRooms, room: Any, held: Any) -> None:
+    _ARRIVE(rooms, room, held)
+    held.whole = True
+
+
+_ARRIVE = ImageRooms._arrive
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "blocks are given to each image as they come": (ImageRooms, "_reserve", _greedy),
+    "a room writes where a plan reads": (EmbeddingCache, "make_room", _hasty),
+    "what failed is given away before it is free": (ImageRooms, "failed", _freed_with_the_sequence),
+    "what landed stays pinned": (ImageRooms, "_arrive", _come),
+    "shares are read as if they were whole": (ImageRooms, "_arrive", _whole),
+    "what is wanted may go": (MediaBook, "wants", lambda book, key: False),
+    "who lacks an image waits for ever": (MediaBook, "lost", lambda book, sequence, start: False),
+    "who is late is not given back": (ImageRooms, "late", lambda rooms, now: []),
+    "nobody despairs": (MediaBook, "desperate", property(lambda book: False, lambda book, value: None)),
+}
+
+
+@pytest.mark.parametrize("bug", list(BUGS))
+def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the random loads above."""
+    where, name, what = BUGS[bug]
+    monkeypatch.setattr(where, name, what, raising=False)
+    with pytest.raises((AssertionError, EngineDead, KeyError, InvalidRequest)):
+        _all_of_it()
+
+
+def _all_of_it() -> None:
+    for seed in range(60):
+        random_world(seed, harm=float(seed % 2))
+        if seed < 3:
+            test_many_requests_with_many_images_and_room_for_one()
