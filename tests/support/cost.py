@@ -1,7 +1,8 @@
 """What tests cost: ``python -m pytest -n 0 -p tests.support.cost ...`` prints CPU seconds by folder and file.
 
 CPU seconds are those of this process and of the children that it has waited for, so those of a module's
-server are in the test that ended it. Beside other load the same work takes more of them: compare runs of one hour.
+server are in the test that ended it. Beside other load the same work takes more of them: compare runs of
+one hour.
 """
 
 from __future__ import annotations
