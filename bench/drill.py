@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
+import io
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from PIL import Image
 
 from bench import record
 from weft.bench.process import ServerProcess, role_of
@@ -48,6 +52,11 @@ class Victim(NamedTuple):
     """It gets SIGSTOP, not SIGKILL."""
     wakes_after: float = 0.0
     """Seconds after which one that was stopped goes on; 0 for never."""
+
+    @property
+    def images(self) -> bool:
+        """Whether requests have images, which groups of their own encode."""
+        return "--encode" in self.flags
 
     @property
     def roles(self) -> bool:
@@ -70,6 +79,8 @@ VICTIMS = {
     "decode": Victim("head decode", "--prefill 1 --decode 2"),
     "prefill-of-two": Victim("head prefill", "--prefill 2 --decode 1"),
     "decode-alone": Victim("head decode", "--prefill 2 --decode 1"),
+    "encode": Victim("head encode", "--prefill 1 --decode 1 --encode 2 --mm-cache-bytes 256K"),
+    "encode-alone": Victim("head encode", "--encode 1 --mm-cache-bytes 256K --role-timeout 60"),
     "front-roles": Victim("front ", "--fronts 2 --prefill 1 --decode 1"),
     "decode-rank": Victim("worker ", decode_flags="--tensor-parallel-size 2"),
     "prefill-stopped": Victim("head prefill", "--prefill 1 --decode 2", stops=True, wakes_after=3.0),
@@ -83,6 +94,8 @@ LONG = 24
 """Times that a prompt is repeated where there are roles, so that kills fall into transfers. Prefixes are not
 cached there, for the same reason.
 """
+PICTURES = 2
+"""Of each prompt, where it has some: noise, so much of it that nobody keeps all embeddings."""
 TRIES = 60
 """How often a client sends a request before it counts as lost."""
 IDLE_S = 60.0
@@ -99,10 +112,20 @@ def title_of(pid: int) -> str:
     return ""
 
 
+def noise(seed: int) -> str:
+    """The data URL of an image."""
+    size = (96 + 16 * (seed % 3), 64)
+    file = io.BytesIO()
+    pixels = random.Random(seed).randbytes(3 * size[0] * size[1])
+    Image.frombytes("RGB", size, pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def pools(text: str) -> dict[str, float]:
     """What is free, and what transfers hold, of each head, in the metrics ``text``."""
     names = (
         "free_blocks|free_slots|transfers_open|transfers_blocks_on_hold|transfers_awaiting|transfers_fetching"
+        "|embedding_transfers_open|embedding_transfers_awaiting"
     )
     return {
         name: float(value) for name, value in re.findall(rf"^(weft:(?:{names})\{{.*\}}) (.*)$", text, re.M)
@@ -142,6 +165,8 @@ class Drill:
         self.clients = [Client() for _ in range(args.clients)]
         self.kills: list[float] = []
         self.prompts = PROMPTS
+        self._pictures: dict[str, list[str]] = {}
+        """Prompt -> data URLs; empty where prompts have no images."""
         self.whole: bool | None = None
         """Whether all pools are at the end as they were at the beginning."""
 
@@ -149,7 +174,14 @@ class Drill:
         """Learns the answers, then kills ``--kills`` times under load. Raises RuntimeError."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=180, trust_env=False, limits=limits) as http:
-            self.prompts = [prompt * (LONG if victim.roles else 1) for prompt in PROMPTS]
+            self.prompts = [
+                prompt * (LONG if victim.roles and not victim.images else 1) for prompt in PROMPTS
+            ]
+            if victim.images:
+                self._pictures = {
+                    prompt: [noise(PICTURES * number + one) for one in range(PICTURES)]
+                    for number, prompt in enumerate(self.prompts)
+                }
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
             await asyncio.sleep(2.0)
@@ -237,16 +269,22 @@ class Drill:
 
     async def _stream(self, http: httpx.AsyncClient, prompt: str, client: Client) -> str:
         """The text of an answer. Raises httpx.TransportError for a broken connection, else RuntimeError."""
+        pictures = self._pictures.get(prompt)
+        path, asked = "completions", dict[str, Any](prompt=prompt)
+        if pictures is not None:
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
+            content = [*parts, {"type": "text", "text": prompt}]
+            path, asked = "chat/completions", {"messages": [{"role": "user", "content": content}]}
         body = {
             "model": self._server.model,
-            "prompt": prompt,
+            **asked,
             "max_tokens": self._args.tokens,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
         }
         text = ""
-        async with http.stream("POST", f"{self._server.url}/v1/completions", json=body) as answer:
+        async with http.stream("POST", f"{self._server.url}/v1/{path}", json=body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"status {answer.status_code}: {(await answer.aread())[:200]!r}")
             async for line in answer.aiter_lines():
@@ -257,7 +295,8 @@ class Drill:
                     if "error" in event:
                         raise RuntimeError(f"error event: {event['error']}")
                     client.arrivals.append(time.monotonic())
-                    text += event["choices"][0]["text"] if event["choices"] else ""
+                    for choice in event["choices"]:
+                        text += choice["text"] if pictures is None else choice["delta"].get("content") or ""
         raise httpx.RemoteProtocolError("the stream ended without its last event")
 
     def gaps(self) -> list[float]:
@@ -295,6 +334,7 @@ def command_of(victim: Victim, model: str, file: Path) -> list[str]:
     program = [sys.executable, "-c", "from weft.launch.main import main; main()"]
     front = ["--port", "{port}", "--engine-restarts", "100"]
     engine = ["--dtype float64", "--device cpu", "--threads 1"]
+    model = model or ("spool-vision" if victim.images else "")
     if victim.roles:
         engine += ["--enable-prefix-caching", "--kv-cache-memory 64M"]
     if not victim.decode_flags:
@@ -332,7 +372,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=float, default=4.0, help="seconds of load before each kill")
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds of a whole drill")
-    parser.add_argument("--model", default="", help="the bundled model by default")
+    parser.add_argument("--model", default="", help="a bundled model by default")
     parser.add_argument(
         "--tree", default=str(Path(__file__).parents[1]), help="the working tree of the server"
     )

@@ -1,6 +1,7 @@
 """Two groups that prefill, two that decode; clients leave at any time, groups die or stand still.
 
 python -m bench.soak --requests 2000
+python -m bench.soak --requests 400 --images     # two that encode images, one that prefills, one that decodes
 
 Every client that stays must get one answer, which is that of the undisturbed server: each choice ends once,
 and the stream does. Clients leave while their sequence is queued, prefilled, transferred or decoded, whatever
@@ -27,12 +28,16 @@ from typing import Any
 
 import httpx
 
-from bench.drill import pools, processes, title_of
+from bench.drill import noise, pools, processes, title_of
 from weft.bench.process import ServerProcess
 
 SENTENCE = "Tom has {0} apples and buys {1} more. He gives {0} to Ann, who has {1} of them. "
+GROUPS = "--prefill 2 --decode 2"
+GROUPS_OF_IMAGES = "spool-vision --prefill 1 --decode 1 --encode 2 --mm-cache-bytes 256K --role-timeout 120"
+"""The smallest cache of embeddings: what requests share is mostly encoded, or sent, again."""
+HEADS = 4
 FLAGS = (
-    "--prefill 2 --decode 2 --dtype float64 --device cpu --threads 1 --engine-restarts 1000 --port {port} "
+    "--dtype float64 --device cpu --threads 1 --engine-restarts 1000 --port {port} "
     "--max-num-seqs 4 --max-num-batched-tokens 128 --kv-cache-memory 16M --block-size 16"
 )
 WHOLE_S = 180.0
@@ -43,9 +48,25 @@ ANSWER_S = 240.0
 """Within which a request is to be answered, whatever befalls."""
 
 
-def bodies() -> list[dict[str, Any]]:
-    """Requests of all kinds: short and long, greedy and with a seed, with choices, with logprobs."""
+def bodies(images: bool = False) -> list[dict[str, Any]]:
+    """Requests of all kinds: short and long, greedy and with a seed, with choices, with logprobs; or, with
+    ``images``, with 0 to 4 of them."""
     made: list[dict[str, Any]] = []
+    if images:
+        for number in range(20):
+            pictures = [noise(5 * number + one) for one in range(number % 5)]
+            parts: list[dict[str, Any]] = [
+                {"type": "image_url", "image_url": {"url": url}} for url in pictures
+            ]
+            content = [*parts, {"type": "text", "text": SENTENCE.format(number + 2, 3 * number + 1)}]
+            more = (
+                {"temperature": 0.9, "seed": number, "n": 1 + number % 2}
+                if number % 3
+                else {"temperature": 0}
+            )
+            messages = [{"role": "user", "content": content}]
+            made.append({"messages": messages, "max_tokens": (1, 12, 40)[number % 3], **more})
+        return made
     for number, (repeat, tokens) in enumerate([(1, 40), (8, 160), (24, 80), (40, 30), (30, 120), (2, 1)]):
         prompt = SENTENCE.format(number + 2, 3 * number + 1) * repeat
         made.append({"prompt": prompt, "max_tokens": tokens, "temperature": 0})
@@ -81,7 +102,12 @@ class Answer:
             index = choice["index"]
             if index in self.ends:
                 raise ValueError(f"choice {index} goes on after its end")
-            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            text = (
+                choice["text"]
+                if "text" in choice
+                else (choice.get("delta") or choice["message"]).get("content")
+            )
+            self.texts[index] = self.texts.get(index, "") + (text or "")
             if choice["finish_reason"] is not None:
                 self.ends[index] = choice["finish_reason"]
 
@@ -93,11 +119,19 @@ class Answer:
 class Soak:
     """One server, its clients, and what befalls them."""
 
-    def __init__(self, server: ServerProcess, seed: int, requests: int, clients: int, every: float) -> None:
-        """``every``: seconds between two kills, about."""
+    def __init__(
+        self,
+        server: ServerProcess,
+        seed: int,
+        requests: int,
+        clients: int,
+        every: float,
+        images: bool = False,
+    ) -> None:
+        """``every``: seconds between two kills, about. ``images``: whether requests have some."""
         self._server, self._requests, self._clients, self._every = server, requests, clients, every
         self._rng = random.Random(seed)
-        self._bodies = bodies()
+        self._bodies = bodies(images)
         self._due: list[Any] = []
         self._left = iter(range(requests))
         self.counts: Counter[str] = Counter()
@@ -152,14 +186,15 @@ class Soak:
     async def _ask(self, http: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> Answer:
         """Raises httpx.HTTPError, or ValueError for what is no right answer."""
         answer = Answer()
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         body = {"model": self._server.model, "ignore_eos": True, "stream": stream, **body}
         if not stream:
-            got = await http.post("/v1/completions", json=body)
+            got = await http.post(path, json=body)
             if got.status_code != 200:
                 raise ValueError(f"status {got.status_code}: {got.text[:200]}")
             answer.choices(got.json()["choices"])
             return answer
-        async with http.stream("POST", "/v1/completions", json=body) as got:
+        async with http.stream("POST", path, json=body) as got:
             if got.status_code != 200:
                 raise ValueError(f"status {got.status_code}: {(await got.aread())[:200]!r}")
             async for line in got.aiter_lines():
@@ -200,7 +235,7 @@ class Soak:
         while time.monotonic() < until:
             text = (await http.get("/metrics")).text
             up = re.findall(r"^weft:engine_up\{.*\} (\S+)$", text, re.M)
-            if sum(map(float, up)) == 4 and (await http.get("/ready")).status_code == 200:
+            if sum(map(float, up)) == HEADS and (await http.get("/ready")).status_code == 200:
                 return
             await asyncio.sleep(0.3)
         raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
@@ -223,14 +258,22 @@ def soak(
     clients: int = 12,
     every: float = 4.0,
     deadline: float = 7200.0,
+    images: bool = False,
 ) -> Soak:
     """What came of it. Raises RuntimeError or WeftError where the server failed as a whole."""
     program = "from weft.launch.main import main; main()"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", program, "serve", *FLAGS.split()]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        *(GROUPS_OF_IMAGES if images else GROUPS).split(),
+        *FLAGS.split(),
+    ]
     with ServerProcess(command, environment=environment, log_file=log) as server:
         server.wait_ready(240)
-        run = Soak(server, seed, requests, clients, every)
+        run = Soak(server, seed, requests, clients, every, images)
         asyncio.run(asyncio.wait_for(run.run(), deadline))
         return run
 
@@ -243,12 +286,15 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills, about")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", action="store_true", help="requests have images, and groups encode these")
     parser.add_argument("--log", help="of the server; not kept by default")
     args = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(args.log or f"{folder}/log")
-        run = soak(args.requests, log, seed=args.seed, clients=args.clients, every=args.every)
+        run = soak(
+            args.requests, log, seed=args.seed, clients=args.clients, every=args.every, images=args.images
+        )
     print(*(f"{what}: {count}" for what, count in sorted(run.counts.items())), sep="\n")
     print(f"seconds: {time.monotonic() - began:.0f}\nwrong: {len(run.wrong)}", *run.wrong[:20], sep="\n")
     sys.exit(bool(run.wrong))

@@ -30,6 +30,8 @@ class Heard:
     submit: m.Submit
     attempt: int = 0
     tokens: list[int] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    """Logprobs, of each token that came with some."""
     finish: str | None = None
     error: ErrorInfo | None = None
     cached: int = 0
@@ -127,9 +129,12 @@ class EncodeFleet:
         return welcome.rooms, welcome.incarnation
 
     def take(self, core: EngineCore, events: list[m.TokenEvent]) -> None:
+        attempts = {event.sequence: self.heard[event.sequence].attempt for event in events}
         for event in events:
             heard = self.heard[event.sequence]
             if core not in heard.parts or heard.parts[core]:
+                continue
+            if heard.attempt != attempts[event.sequence]:  # another event has begun the next one meanwhile
                 continue
             first = event.position if event.position >= 0 else len(heard.tokens)
             for number, token in enumerate(event.token_ids, first):
@@ -137,6 +142,8 @@ class EncodeFleet:
                     assert heard.tokens[number] == token
                 else:
                     heard.tokens.append(token)
+            if event.logprobs is not None:
+                heard.values += event.logprobs.arrays()[1].tolist()
             heard.cached = max(heard.cached, event.num_cached)
             if event.finish is None:
                 continue

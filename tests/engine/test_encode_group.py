@@ -14,12 +14,14 @@ import torch
 
 from tests.engine.encode_rig import EncodeFleet
 from tests.engine.pair_rig import submit, unified
+from tests.engine.test_engine_server import Served
 from tests.engine.test_images import GREEDY, SAMPLED, asked, config_of
 from tests.support.seen import SeeingModels
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded
 from weft.engine.core import EngineCore
 from weft.types import messages as m
+from weft.types.rooms import Peer, RoomKey, RoomTicket
 
 FAMILIES = ["qwen3-vl", "qwen3-5-vision", "kimi-k25"]
 #: Prompts with 1, 3 and 8 images.
@@ -174,6 +176,36 @@ def test_small_pools_at_both_ends(
     fleet.run()
     assert fleet.answers() == expected
     fleet.check_given_back()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_bits_with_deterministic(
+    name: str, models: SeeingModels, fleets: Callable[..., EncodeFleet]
+) -> None:
+    """In float32, encoded elsewhere beside others or here alone: equal logprobs."""
+    folder = models.folder(name)
+    exact: dict[str, Any] = {"dtype": "float32", "deterministic": True}
+    submits = [
+        msgspec.structs.replace(one, params=msgspec.structs.replace(one.params, logprobs=2))
+        for one in many(models, name)
+    ]
+    fleet = fleets([encoder(folder, **exact)], taker(folder, **exact))
+    assert all(core.deterministic for core in fleet.cores)
+    for one in submits:
+        fleet.submit(one)
+    fleet.run()
+    alone = EngineCore(config_of(folder, **exact), progress=False)
+    try:
+        for one in submits:
+            found: list[list[float]] = []
+            events = alone.submit(one)
+            while alone.has_work():
+                events += alone.step()
+            for event in events:
+                found += [] if event.logprobs is None else event.logprobs.arrays()[1].tolist()
+            assert fleet.heard[one.sequence].values == found != []
+    finally:
+        alone.close()
 
 
 def test_an_image_that_cannot_be_encoded_ends_its_request_alone(
@@ -343,3 +375,50 @@ def test_an_encoder_that_loses_a_rank_goes_on(
     assert fleet.answers() == expected
     assert head.stats().images_encoded > 0
     fleet.check_given_back()
+
+
+def test_heartbeats_leave_while_it_encodes(
+    models: SeeingModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: a head's loop over real sockets, which sleeps meanwhile."""
+    head = EngineCore(encoder(models.folder("qwen3-vl")), progress=False)
+    tower = head.runner.runner._tower  # type: ignore[attr-defined]
+    go, begun = threading.Event(), threading.Event()
+    batch = tower.embed_batch
+
+    def slow(images: list[torch.Tensor]) -> Any:
+        begun.set()
+        assert go.wait(deadline(60.0))
+        return batch(images)
+
+    monkeypatch.setattr(tower, "embed_batch", slow)
+    steps = 0
+    step = head.step
+
+    def counted() -> list[m.TokenEvent]:
+        nonlocal steps
+        steps += 1
+        return step()
+
+    monkeypatch.setattr(head, "step", counted)
+    served = Served(head, f"ipc://{tmp_path}/head", wait_ms=head.wait_ms)
+    try:
+        front = served.front()
+        one = asked(models, "qwen3-vl")[0]
+        room = RoomTicket(RoomKey(1, 0, head.incarnation), True, Peer("ipc:///nowhere", 5), 60.0)
+        media = (msgspec.structs.replace(one.media[0], room=room),)
+        front.send(msgspec.structs.replace(one, prompt_ids=b"", media=media))
+        assert begun.wait(deadline(60.0))
+        before = steps
+        began = time.monotonic()
+        for _ in range(3):
+            assert front.stats_when(lambda stats: stats.running + stats.waiting == 1).steps == 0
+        spent = time.monotonic() - began
+        assert steps - before < 100 * (1 + spent)
+        front.send(m.Finish(sequence=one.sequence))
+        assert front.events(one.sequence)[-1].finish == "abort"
+        go.set()
+        assert front.stats_when(lambda stats: stats.steps == 1).images_encoded == 1
+    finally:
+        go.set()
+        served.close()

@@ -79,12 +79,12 @@ class Front:
 class Served:
     """A head in a thread, and its fronts."""
 
-    def __init__(self, core: EngineCore, endpoint: str) -> None:
+    def __init__(self, core: EngineCore, endpoint: str, wait_ms: Callable[[], int] | None = None) -> None:
         self.core = core
         self.endpoint = endpoint
         self.error: BaseException | None = None
         self._fronts: list[Front] = []
-        self.head = EngineServer(core, endpoint)
+        self.head = EngineServer(core, endpoint, wait_ms=wait_ms)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 

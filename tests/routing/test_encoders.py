@@ -16,6 +16,7 @@ from weft.routing import events as e
 from weft.routing.encoders import MARGIN, choose, room_of
 from weft.routing.instances import PROMPT_TOKENS, Instance, InstanceState
 from weft.routing.lateness import NO_ENCODER
+from weft.routing.ledger import LedgerEntry
 from weft.routing.parked import MOST_REFUSALS
 from weft.types import messages as m
 from weft.types.media import MediaItem, without_pixels
@@ -399,15 +400,29 @@ def test_one_that_gives_back_is_avoided() -> None:
     assert other != who
 
 
-def test_one_without_room_is_avoided_while_there_is_another() -> None:
+def test_one_without_room_is_avoided_while_there_is_another_and_then_waited_for() -> None:
     one = rig("x", "y", "u")
     (who,) = set(dict(ask(one, 5))) - {"u"}
     one.refuse(who, 5)
     (other,) = set(where(one)) - {"u"}
     assert other != who
-    one.refuse(other, 5)
-    assert error_of(one.told()[0]).code == "overloaded"
+    for _ in range(2 * MOST_REFUSALS - 1):
+        (who,) = entry_of(one).encoders
+        one.refuse(who, 5)
+        assert one.told() == []
+        while 5 in one.fleet._parked:
+            one.now = one.fleet._parked.deadline()
+            for each in ("x", "y", "u"):
+                one.say(each, m.Heartbeat(idle=True, stats=m.HeadStats()))
+            one.on(e.Tick())
+    (who,) = entry_of(one).encoders
+    one.refuse(who, 5)
+    assert error_of(one.told()[0]).http_status == 503
     over(one)
+
+
+def entry_of(one: Driver) -> LedgerEntry:
+    return one.fleet.entries[5]
 
 
 def test_what_is_given_back_too_often_ends() -> None:

@@ -136,3 +136,43 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
         assert (field in told) is (newest >= 4), field
     for field in (b"images_encoded", b"image_hits", b"embedding_bytes", b"encode_seconds"):
         assert (field in told) is (newest >= 5), field
+
+
+class Encoding(Engine):
+    """An engine that says it encodes."""
+
+    def welcome(self, incarnation: int) -> m.Welcome:
+        told = super().welcome(incarnation)
+        return msgspec.structs.replace(
+            told, role=self.role, tower=True, embeddings="ipc://here", tower_fingerprint="tower"
+        )
+
+    role: m.Role = "encode"
+
+    def stats(self) -> m.HeadStats:
+        moved = m.TransferStats(rooms=2)
+        return msgspec.structs.replace(super().stats(), embedding_transfers=moved, embedding_host_bytes=5)
+
+
+@pytest.mark.parametrize("version", [5, 6])
+@pytest.mark.parametrize("role", ["encode", "unified"])
+def test_what_fronts_of_an_older_release_hear_of_images(role: m.Role, version: int) -> None:
+    section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
+    engine = Encoding(kv_config(section, 24, block_size=4), section, TokenModel({}, {}), VirtualClock())
+    engine.role = role
+    one = HeadProtocol(engine, 7)
+    told = [message for _, message in one.on(b"front", m.Hello(versions=(1, version), front="front"))]
+    if role == "encode" and version < 6:
+        (failed,) = told
+        assert isinstance(failed, m.HeadFailed)
+        assert "version 5" in failed.error.message
+        return
+    welcome, heartbeat = told
+    assert isinstance(welcome, m.Welcome)
+    assert isinstance(heartbeat, m.Heartbeat)
+    new = version == 6
+    assert (welcome.tower, bool(welcome.embeddings), bool(welcome.tower_fingerprint)) == (new, new, new)
+    assert (heartbeat.stats.embedding_transfers is not None, heartbeat.stats.embedding_host_bytes) == (
+        new,
+        5 * new,
+    )

@@ -349,6 +349,22 @@ def test_one_that_runs_gets_room_that_is_kept_for_one_that_waits() -> None:
     assert (runs.attempts, waits.attempts) == (1, 2)
 
 
+def test_who_has_the_only_slot_gets_room_from_who_waits_for_it() -> None:
+    """However urgent that one is: each would wait for what the other has."""
+    world = world_of(cache_bytes=12, tower=True, max_num_seqs=1)
+    world.harm = 99.0  # encoded here
+    runs = world.ask(ask(0, [2] * 24, 9, [5]))
+    world.harm = 0.0
+    world.turn()
+    assert isinstance(state_of(world, runs), Running)
+    waits = world.ask(ask(0, [3], 4, [5], priority=-1))
+    bring(world, rooms_of(world, waits)[0])
+    world.by_hand = False
+    world.run()
+    world.check_end()
+    assert (runs.attempts, waits.attempts) == (1, 2)
+
+
 def test_one_that_runs_waits_for_room_that_a_transfer_may_write() -> None:
     """And that is no lack of progress, before its deadline."""
     world = world_of(cache_bytes=12, tower=True)

@@ -188,7 +188,6 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "what is wanted may go": (MediaBook, "wants", lambda book, key: False),
     "who lacks an image waits for ever": (MediaBook, "lost", lambda book, sequence, start: False),
     "who is late is not given back": (ImageRooms, "late", lambda rooms, now: []),
-    "nobody despairs": (MediaBook, "desperate", property(lambda book: False, lambda book, value: None)),
 }
 
 

@@ -101,6 +101,10 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         "Bytes of the embeddings of images that a rank keeps.",
         lambda s: s.embedding_bytes,
     ),
+    "image_embedding_host_bytes": (
+        "Bytes of those that it keeps in the second tier, in host memory.",
+        lambda s: s.embedding_host_bytes,
+    ),
 }
 #: Counters, since the head's start.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {

@@ -75,5 +75,6 @@ class HeadProbe:
             self.answers = True
         elif isinstance(message, m.Heartbeat):
             stats = message.stats
-            rooms = 0 if stats.transfers is None else stats.transfers.rooms
+            moving = (stats.transfers, stats.embedding_transfers)
+            rooms = sum(transfers.rooms for transfers in moving if transfers is not None)
             self.idle = not (stats.running or stats.waiting or rooms)

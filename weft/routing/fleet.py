@@ -299,10 +299,10 @@ class Fleet:
         """Whether ``event`` says that this instance has no room, and another one may have."""
         if entry.pinned is not None or not is_refusal(event):
             return False
-        encodes = instance.name in entry.encoders
-        able = (self.table.encoders() or []) if encodes else self.table.takers()
-        others = [one for one in able if one is not instance and one.name not in entry.refused]
-        return bool(others) if encodes else serve(others, self._lateness.local)
+        if instance.name in entry.encoders:  # where the prompt is computed there is room, so this one waits
+            return True
+        others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
+        return serve(others, self._lateness.local)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
         """``instance`` has the sequence no longer."""

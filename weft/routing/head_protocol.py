@@ -223,8 +223,8 @@ _SINCE_5 = ("images_encoded", "image_hits", "embedding_bytes", "encode_seconds")
 def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     """``heartbeat`` as a front of ``version`` knows it."""
     stats = heartbeat.stats
-    if version < ENCODE_SINCE and stats.embedding_transfers is not None:
-        stats = msgspec.structs.replace(stats, embedding_transfers=None)
+    if version < ENCODE_SINCE and (stats.embedding_transfers is not None or stats.embedding_host_bytes):
+        stats = msgspec.structs.replace(stats, embedding_transfers=None, embedding_host_bytes=0)
     if version < 5:
         stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
     if version < 4:

@@ -177,10 +177,12 @@ def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[In
 
 
 def _with_encoders(route: Route, entry: LedgerEntry, encoders: Iterable[Instance]) -> Route:
-    """Images go to who encodes for the one that computes the prompt; without any it encodes them itself."""
-    able = [one for one in encoders if encodes_for(one, route.compute)]
-    willing = [one for one in able if one.name not in entry.refused]
-    return route._replace(encoders=choose(willing or able, entry.submit.media))
+    """Images go to who encodes for the one that computes the prompt, of these to who gave the sequence back
+    least often; without any it encodes them itself."""
+    able = [(entry.refused.get(one.name, 0), one) for one in encoders if encodes_for(one, route.compute)]
+    least = min((refused for refused, _ in able), default=0)
+    willing = [one for refused, one in able if refused == least]
+    return route._replace(encoders=choose(willing, entry.submit.media))
 
 
 def ticketed(

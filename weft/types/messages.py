@@ -32,7 +32,7 @@ peer with an older version:
         grammars_compiled and grammar_errors of HeadStats
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
-        embedding_transfers of HeadStats; Profile
+        embedding_transfers and embedding_host_bytes of HeadStats; Profile
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -148,9 +148,7 @@ class Goodbye(_Message, frozen=True, kw_only=True):
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
-    """Front to head: tell what is in the prefix cache, all of it now, and from then on what changes. A front
-    that has missed a change asks again.
-    """
+    """Front to head: tell what the prefix cache has, now all of it, then what changes. Again on a gap."""
 
 
 class Profile(_Message, frozen=True, kw_only=True):
@@ -296,9 +294,7 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     steps: int = 0
     mixed_steps: int = 0
     idle_steps: int = 0
-    """Steps without rows, which ran because other replicas of the domain had rows; ``steps`` counts them,
-    too.
-    """
+    """Steps without rows, which ran as other replicas of the domain had rows; ``steps`` counts them, too."""
     running: int = 0
     """Now."""
     waiting: int = 0
@@ -355,9 +351,8 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     image_hits: int = 0
     """Images of prompts whose embedding was there already."""
     embedding_bytes: int = 0
-    """Now: of the embeddings of images that a rank keeps."""
     embedding_host_bytes: int = 0
-    """Now: of those that it keeps in the second tier, in host memory."""
+    """Now: of the embeddings of images that a rank keeps, on its device and in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
 
