@@ -105,7 +105,7 @@ class Answer:
             text = (
                 choice["text"]
                 if "text" in choice
-                else (choice.get("delta") or choice["message"]).get("content")
+                else (choice.get("delta") or choice.get("message") or {}).get("content")
             )
             self.texts[index] = self.texts.get(index, "") + (text or "")
             if choice["finish_reason"] is not None:
