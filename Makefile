@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OPS := $(VENV)/.ops
-# The CPU threads of tests: several processes with many threads each fight.
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# The CPU threads of tests: several processes with many threads each fight. Tests start hundreds of processes: none
+# compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: serve test quick setup ops lint types imports unit test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
 

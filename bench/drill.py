@@ -122,14 +122,17 @@ def noise(seed: int) -> str:
 
 
 def pools(text: str) -> dict[str, float]:
-    """What is free, and what transfers hold, of each head, in the metrics ``text``."""
+    """What is free, and what transfers hold, of each head, in the metrics ``text``. Blocks of groups that
+    encode are left out: embeddings that are kept for who asks again take some, and a process begins without
+    any.
+    """
     names = (
         "free_blocks|free_slots|transfers_open|transfers_blocks_on_hold|transfers_awaiting|transfers_fetching"
         "|embedding_transfers_open|embedding_transfers_awaiting"
     )
-    return {
-        name: float(value) for name, value in re.findall(rf"^(weft:(?:{names})\{{.*\}}) (.*)$", text, re.M)
-    }
+    found = re.findall(rf"^(weft:(?:{names})\{{.*\}}) (.*)$", text, re.M)
+    kept = re.compile(r'weft:free_blocks.*head="encode')
+    return {name: float(value) for name, value in found if not kept.match(name)}
 
 
 def processes(root: int) -> dict[int, str]:

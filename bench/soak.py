@@ -102,11 +102,9 @@ class Answer:
             index = choice["index"]
             if index in self.ends:
                 raise ValueError(f"choice {index} goes on after its end")
-            text = (
-                choice["text"]
-                if "text" in choice
-                else (choice.get("delta") or choice.get("message") or {}).get("content")
-            )
+            text = choice.get("text")
+            if text is None:
+                text = choice["delta" if "delta" in choice else "message"].get("content")
             self.texts[index] = self.texts.get(index, "") + (text or "")
             if choice["finish_reason"] is not None:
                 self.ends[index] = choice["finish_reason"]

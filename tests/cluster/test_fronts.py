@@ -6,6 +6,7 @@ Real fronts under a real supervisor; their heads are scripted.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -138,9 +139,12 @@ def test_both_serve_and_one_dies(start_fake: Any) -> None:
     assert server.stop(seconds=PATIENCE) == 0
 
 
-def test_a_signal_drains_both(start_fake: Any) -> None:
+def test_both_say_what_they_are_and_a_signal_drains_both(start_fake: Any) -> None:
     server = start_fake(fronts=2)
     one, other = fronts(server)
+    if importlib.util.find_spec("setproctitle"):
+        titles = [Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0").decode() for pid in (one, other)]
+        assert titles == ["weft: front 0 (fake)", "weft: front 1 (fake)"]
     with stream_at(server, {one}) as first, stream_at(server, {other}) as second:
         first.read(5)
         second.read(5)
@@ -202,11 +206,3 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
 def test_a_front_that_cannot_start_ends_the_server_with_its_status(start_fake: Any) -> None:
     with pytest.raises(AssertionError, match="the server ended"):
         start_fake(fronts=2, chat_template="/nowhere/template.jinja")
-
-
-def test_processes_say_what_they_are(start_fake: Any) -> None:
-    pytest.importorskip("setproctitle")
-    server = start_fake(fronts=2)
-    titles = [Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0").decode() for pid in fronts(server)]
-    assert titles == ["weft: front 0 (fake)", "weft: front 1 (fake)"]
-    assert server.stop(seconds=PATIENCE) == 0

@@ -19,7 +19,7 @@ from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections import CacheSection, SchedulerSection
 
-VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 24
+VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
 SEQUENCES = 8
 LONGEST = 96 + OUTPUT + 4
 """A little more than the longest prompt and its answer."""

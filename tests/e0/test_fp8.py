@@ -18,7 +18,7 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.types.sampling import TokenParams
 
 SHAPES = ("qwen3_moe", "qwen2_windowed", "deepseek_v3", "qwen3_next")
-PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=24)
+PARAMS = TokenParams(temperature=0.8, top_k=20, max_tokens=16)
 
 
 def _prompts() -> list[list[int]]:

@@ -27,7 +27,7 @@ from weft.types.messages import Submit
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
-OUTPUT = 28
+OUTPUT = 20
 END = 5
 SAMPLING = {
     "greedy": TokenParams(temperature=0.0, max_tokens=OUTPUT, stop_ids=(END,)),

@@ -20,7 +20,7 @@ from tests.support.pairwise import covering, everything, name
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
-OUTPUT = 28
+OUTPUT = 20
 SAMPLING = {
     "greedy": TokenParams(temperature=0.0, max_tokens=OUTPUT),
     "seeded": TokenParams(
@@ -38,7 +38,7 @@ FEATURES: dict[str, list[Any]] = {
     "model": ["qwen3_moe", "qwen2_windowed", "qwen3_next", "deepseek_v3"],
     "chunk": [1, 7, 16, 64, 0],
     "policy": ["mixed", "exclusive"],
-    "batch": [1, 16],
+    "batch": [1, 10],
     "prefix": ["hit", "miss"],
     "preempt": [False, True],
     "depth": [1, 2],

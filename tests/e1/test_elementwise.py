@@ -140,7 +140,7 @@ MATRICES += [(op, (131, 518)) for op in ("gated_linear", "linear_int8", "gated_l
 @sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS})
 def test_matrices(matrix: tuple[str, tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
     op, (inputs, outputs) = matrix
-    x, weight = noise(290, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)
+    x, weight = noise(170, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)
     bias = noise(outputs, dtype=dtype)
     more = ("silu",) if "gated" in op else ()
     for made in implementations(op, dtype):

@@ -174,7 +174,13 @@ def is_about(case: str, wanted: list[dict[str, str]]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("case", CASES)
+PARTS = {"a schema", "a thought"}
+"""What "a thought and a schema" goes through as well, one after the other."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.grid] if case in PARTS else []) for case in CASES]
+)
 def test_a_client_joins_what_it_would_have_without_the_death(drills: Drills, case: str) -> None:
     check(drills, case, every=False)
 

@@ -51,7 +51,3 @@ def test_streams_and_chats_say_it_too(server: Any) -> None:
     answer = server.http.post("/v1/chat/completions", json=body, headers={"x-weft-explain-cache": "1"})
     usage = events(answer)[-2]["usage"]
     assert usage["prompt_tokens_details"]["cache_miss"]["reason"] in ("new", "differs")
-
-
-def test_it_is_off_by_default(weft_server: Any) -> None:
-    assert "cache_miss" not in ask(weft_server, BASE)

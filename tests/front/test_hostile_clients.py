@@ -6,7 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
+import os
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from tests.support.processes import children
 from tests.support.slowness import deadline
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import Overloaded, RequestTimeout
@@ -246,3 +249,5 @@ def test_grammars_that_take_long_hold_nobody_up(start_fake: Any) -> None:
         assert ask_anew(server) == 200
         assert httpx.post(server.url + "/v1/completions", json=quick, timeout=deadline(20)).status_code == 200
         assert not ended(waiting), "they are still being compiled"
+        for pid in (server.process.pid, *children(server.process.pid)):
+            os.kill(pid, signal.SIGKILL)  # it would compile them to their end

@@ -304,7 +304,7 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
     server = start_weft("--max-num-seqs", "4")
     fields = {
         "prompt": "Tom has 12 apples and buys 7 more.",
-        "max_tokens": 1500,
+        "max_tokens": 1000,
         "ignore_eos": True,
         "temperature": 1.0,
         "logprobs": 20,
@@ -325,8 +325,8 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
         expected = joined(alone, index)
         assert (text, tokens, finish) == (expected[0], expected[1], expected[3])
         assert logprobs == pytest.approx(expected[2], abs=1e-3)
-        assert len(tokens) == 1500
-    assert chunks[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"] == 3000
+        assert len(tokens) == 1000
+    assert chunks[-1]["usage"]["completion_tokens"] == alone[-1]["usage"]["completion_tokens"] == 2000
     assert chunks[-1]["usage"]["prompt_tokens"] == alone[-1]["usage"]["prompt_tokens"]
     stalled[1].close()
     server.wait(lambda: server.metric("front_sequences") == 0, 10)
@@ -400,8 +400,8 @@ def crowd(server: Any, count: int) -> None:
     server.wait(lambda: memory() - before < 64 << 10, 30)
 
 
-def test_a_hundred_clients_that_never_read(start_fake: Any) -> None:
-    crowd(start_fake(max_queued_requests=4000), 100)
+def test_fifty_clients_that_never_read(start_fake: Any) -> None:
+    crowd(start_fake(max_queued_requests=4000), 50)
 
 
 @pytest.mark.grid

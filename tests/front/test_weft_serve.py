@@ -31,6 +31,12 @@ def client(weft_server: Any) -> openai.OpenAI:
     )
 
 
+@pytest.fixture(scope="module")
+def four(start_weft: Any) -> Any:
+    """A server with four slots, whose head dies once, and which is stopped in the end."""
+    return start_weft("--max-num-seqs", "4")
+
+
 def idle(server: Any) -> bool:
     """Whether no sequence is left anywhere. The head's numbers are those of its last heartbeat."""
     names = ("num_requests_running", "num_requests_waiting", "front_sequences")
@@ -161,6 +167,14 @@ def test_prefix_hits_are_reported(weft_server: Any) -> None:
     assert cached < second["prompt_tokens"]
 
 
+def test_why_a_prompt_was_not_cached_is_told_of_when_asked_for(weft_server: Any) -> None:
+    """``--explain-cache`` is off by default; tests/front/test_explain_cache.py has it on."""
+    body = {"model": weft_server.model, "prompt": "Tom has 3 pens. " * 12, "max_tokens": 1}
+    answer = weft_server.http.post("/v1/completions", json=body, headers={"x-weft-explain-cache": "1"})
+    assert answer.status_code == 200, answer.text
+    assert "cache_miss" not in answer.json()["usage"]["prompt_tokens_details"]
+
+
 def test_a_salt_keeps_prefixes_apart(weft_server: Any) -> None:
     prompt = "Ann has some pears. " * 40
 
@@ -278,8 +292,8 @@ def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signa
     assert server.stop() == 0
 
 
-def test_clients_that_leave_while_there_is_no_head(start_weft: Any) -> None:
-    server = start_weft("--max-num-seqs", "4")
+def test_clients_that_leave_while_there_is_no_head(four: Any) -> None:
+    server = four
     with server.stream(**LONG) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -338,9 +352,9 @@ def test_equal_prompts_of_one_request_have_seeds_of_their_own(start_weft: Any) -
     assert len(set(texts(["Tom has"] * 2, seed=5))) == 1  # a seed of the client's is that of every prompt
 
 
-def test_a_small_request_is_answered_beside_a_large_one(start_weft: Any) -> None:
+def test_a_small_request_is_answered_beside_a_large_one(four: Any) -> None:
     """Sixteen long sequences of one request have all four slots, and lose one for as long as it is needed."""
-    server = start_weft("--max-num-seqs", "4")
+    server = four
     with server.stream("/v1/completions", prompt=["Tom has"] * 4, n=4, **LONG) as large:
         lines = large.iter_lines()
         next(lines)
@@ -352,8 +366,9 @@ def test_a_small_request_is_answered_beside_a_large_one(start_weft: Any) -> None
     server.wait(lambda: idle(server))
 
 
-def test_sigterm_finishes_what_runs(start_weft: Any) -> None:
-    server = start_weft()
+def test_sigterm_finishes_what_runs(four: Any) -> None:
+    """The last test that asks this server."""
+    server = four
     head = server.head()
     with server.stream(max_tokens=300, ignore_eos=True) as stream:
         lines = stream.iter_lines()

@@ -158,7 +158,6 @@ def test_the_same_answers_with_one_group_of_each_role(
     server = start(*up(tmp_path, ENCODE, PREFILL, DECODE), command="up")
     base = server.url()
     assert answers(base) == due
-    assert due[0] == ("K7RB42",) or due[0][0]
     images = {number for numbers, _ in CASES for number in numbers}
     assert of_role(base, "images_encoded_total", "encode") == {"encode0": len(images)}
     assert set(of_role(base, "images_encoded_total", "prefill").values()) == {0}
@@ -217,8 +216,11 @@ def test_without_anyone_to_encode_images_wait_or_go_to_a_tower(tower: bool, star
         (ENCODE, "{role: unified}"),
         ("{role: encode, tp: 2}", "{role: unified, tp: 2}"),
         (ENCODE, "{role: prefill, count: 2}", "{role: decode, count: 2}"),
+        (ENCODE, "{role: prefill, speculative-method: mtp}", "{role: decode, speculative-method: mtp}"),
+        (ENCODE, "{role: prefill, long-prefill-token-threshold: 16}", DECODE),
+        (ENCODE, "{role: prefill, dp: 2, ep: true}", DECODE),
     ],
-    ids=["2e1p1d", "tp2", "unified", "encode-tp2", "1e2p2d"],
+    ids=["2e1p1d", "tp2", "unified", "encode-tp2", "1e2p2d", "drafts", "chunks", "experts"],
 )
 def test_the_same_answers_in_other_topologies(
     groups: tuple[str, ...], start: Any, tmp_path: Path, due: list[tuple[str, ...]]

@@ -13,11 +13,21 @@ from tests.support.slowness import deadline
 
 @pytest.mark.timeout(400)
 def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
-    run = soak(150, tmp_path / "log", seed=7, clients=10, every=deadline(1.0), deadline=deadline(250.0))
+    run = soak(60, tmp_path / "log", seed=7, clients=10, every=deadline(0.7), deadline=deadline(250.0))
     assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
-    assert run.counts["answered"] + run.counts["left"] == 150
+    assert run.counts["answered"] + run.counts["left"] == 60
     assert run.counts["left"] >= 10
     assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(700)
+def test_groups_that_encode_images_may_die_among_others(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    run = soak(400, log, seed=7, clients=10, every=deadline(6.0), deadline=deadline(600.0), images=True)
+    assert not run.wrong, "\n".join([*run.wrong[:5], log.read_text()[-4000:]])
+    assert run.counts["answered"] + run.counts["left"] == 400
+    assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 3
 
 
 def event(index: int, text: str, finish: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from weft.launch import verify_topology
 from weft.types.messages import HeadStats, TransferStats
 
 FEW = ["--prompts", "4", "--tokens", "6"]
-DEFAULT = ("1p1d",)
+DEFAULT = ("1p1d", "1e1p1d")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,13 @@ def test_examples_give_the_tokens_of_the_engine_alone(name: str, capsys: pytest.
     status, out = verified(capsys, "--topology", str(EXAMPLES / f"{name}.yaml"), *FEW)
     assert status == 0, out
     assert "4 of 4 prompts equal to the engine alone" in out
-    if name != "unified-x2":
+    if "encode" in name or "1e" in name or "2e" in name:
+        assert re.search(r"^encode0: \d+ images encoded, \d+ rooms of embeddings done, 0 failed, ", out, re.M)
+        assert re.search(
+            r"^(prefill|unified)0: .* rooms of embeddings done, 0 failed, \d+ bytes rec", out, re.M
+        )
+        assert " 0 bytes" not in out
+    elif name != "unified-x2":
         assert "prefill0: 74 prompt tokens, 4 rooms done, 0 failed, " in out or "prefill1: " in out
         assert "decode0: " in out
         assert " 0 bytes" not in out
@@ -59,17 +66,17 @@ def test_tokens_that_differ_are_told_with_margins(
 ) -> None:
     """The groups' fourth token of every prompt is another one."""
     expected: list[list[int]] = []
-    real = verify_topology.run
+    real = verify_topology._one_by_one
 
     def kept(*arguments: Any) -> Any:
         made = real(*arguments)
-        expected.extend(made[0])
+        expected.extend(made)
         return made
 
     def wrong(*_: Any) -> Any:
         return [[*ids[:3], (ids[3] + 1) % 200, *ids[4:]] for ids in expected], True
 
-    monkeypatch.setattr(verify_topology, "run", kept)
+    monkeypatch.setattr(verify_topology, "_one_by_one", kept)
     monkeypatch.setattr(verify_topology, "_groups_answer", wrong)
     roles = ["--prefill", "1", "--decode", "1", "--prompts", "2", "--tokens", "6"]
     status, out = verified(capsys, checkpoint, *roles)
@@ -91,13 +98,18 @@ def moved(done: int, bytes: int) -> HeadStats:
 def test_what_took_no_part_does_not_pass() -> None:
     whole = ("unified", HeadStats(generation_tokens=3))
     idle = ("unified", HeadStats())
+    sent = HeadStats(embedding_transfers=TransferStats(done=1, sent_bytes=9))
     for stats, named in (
         ({"p": ("prefill", moved(1, 9)), "d": ("decode", moved(1, 9)), "u": idle}, []),
         ({"p": ("prefill", moved(0, 0)), "d": ("decode", moved(1, 0))}, ["p", "d"]),
         ({"a": whole, "b": idle}, ["b"]),
         ({"p": ("prefill", HeadStats()), "d": ("decode", moved(1, 9))}, ["p"]),
+        ({"a": whole, "e": ("encode", HeadStats())}, ["e"]),
+        ({"a": whole, "e": ("encode", sent)}, []),
     ):
-        assert list(verify_topology._idle(stats)) == named  # type: ignore[arg-type]
+        assert list(verify_topology._idle(stats, images=True)) == named  # type: ignore[arg-type]
+    text = {"a": whole, "e": ("encode", HeadStats())}
+    assert list(verify_topology._idle(text, images=False)) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

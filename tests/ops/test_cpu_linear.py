@@ -115,7 +115,7 @@ def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None
 ) -> None:
     """Whatever the number of rows, its place, the other rows, and the number of threads."""
-    x, weight, bias = case(2048, shape, dtype)
+    x, weight, bias = case(1024, shape, dtype)
     pack = {"linear": ops.pack, "gated": ops.pack_gated, "int8": ops.pack_int8}.get(form, ops.pack_gated_int8)
     packed = pack(weight)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
-from tests.scheduler.fake_runner import kv_config, submit
-from tests.scheduler.image_world import MINE, Room, Stream, World, limits
+from tests.scheduler.fake_runner import VOCAB, FakeRunner, kv_config, submit
+from tests.scheduler.image_world import DIMS, MINE, Room, Stream, World, limits
 from tests.scheduler.test_media import ask, image
 from weft.common.errors import InvalidRequest
+from weft.config.sections import SchedulerSection, TransferSection
+from weft.scheduler import Scheduler
 from weft.scheduler.sequence import Awaiting, AwaitingLeader, Running, Waiting
 from weft.types import rooms as r
 from weft.types.media import without_pixels
@@ -380,6 +383,66 @@ def test_one_that_runs_waits_for_room_that_a_transfer_may_write() -> None:
     world.run()
     world.check_end()
     assert runs.attempts == 1
+
+
+def test_a_cache_is_offered_to_who_decodes_only_once_all_images_are_there() -> None:
+    """Of a group that prefills: a room of its cache and rooms of its images, one after the other."""
+    kv = kv_config(media=limits())
+    transfer = TransferSection(role="prefill", take_embeddings=True)
+    scheduler = Scheduler(
+        kv, SchedulerSection(max_num_seqs=4, max_num_batched_tokens=24), VOCAB, None, transfer
+    )
+    rooms = scheduler.embeddings
+    assert rooms is not None
+    runner = FakeRunner(kv)
+    request = ask(0, [3], 4, [5])
+    runner.media_of = lambda slot: request.media
+    image_key, cache_key, peer = RoomKey(7, 0, 1), RoomKey(8, 0, 1), Peer("x", 1)
+    (item,) = without_pixels(request.media)
+    bare = msgspec.structs.replace(item, room=RoomTicket(image_key, False, peer, 10.0))
+    ticket = RoomTicket(cache_key, True, peer, 10.0)
+    scheduler.add(msgspec.structs.replace(request, media=(bare,), room=ticket), 0.0)
+    assert scheduler.plan(0.0) is None
+    assert scheduler.room_requests() == []
+    rooms.room(r.RoomWanted(image_key, r.Admitted(key=image_key, num_prompt=10, dims=DIMS)), 0.0)
+    (reserve,) = rooms.room_requests()
+    assert isinstance(reserve, r.ReserveRoom)
+    for number, block in enumerate(np.frombuffer(reserve.blocks[0].ids, "<i4").tolist()):
+        runner.images[block] = (request.media[0].pixels, number)
+    rooms.room(r.RoomLanded(image_key), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    assert [type(one) for one in scheduler.room_requests()] == [r.OfferRoom]
+    events = scheduler.commit(plan, runner.launch(plan), 0.0)
+    assert events[-1].finish == "moved"
+    scheduler.room(r.RoomLanded(cache_key), 0.0)
+    assert scheduler.stats().free_blocks == (64,)
+
+
+def test_who_needs_what_is_coming_for_another_waits_with_a_room_of_its_own() -> None:
+    """It does not hold up the queue: how long that takes is up to another group."""
+    world = world_of()
+    leader, sibling = (
+        world.ask(ask(0, [3], 4, [5], request=7, choice=choice), rooms=choice == 0) for choice in range(2)
+    )
+    other, behind = world.ask(ask(0, [9], 4, [5])), world.ask(submit(0, [1, 2, 3], request=0))
+    world.abort(leader)
+    (room,) = rooms_of(world, other)
+    world.offer(room)
+    assert room.state == "bound"
+    go(world, 30)
+    assert (behind.finish, sibling.attempts) == ("length", 2)
+    (own,) = rooms_of(world, sibling)
+    world.offer(own)
+    assert own.state == "new"
+    world.land(room)
+    assert (own.state, own.start) == ("bound", 10)
+    world.by_hand = False
+    world.land(own)
+    for one in list(world.rooms.values()):
+        world.free(one)
+    world.run()
+    world.check_end()
 
 
 def refuse(world: World, why: str, **change: object) -> None:

@@ -82,7 +82,7 @@ def load(world: World, rng: random.Random, number: int) -> None:
         world.ask(request, rooms=own or choice == 0)
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.grid)])
 def test_random_loads(seeds: range) -> None:
     seen: set[str] = set()
     hits = moved = lost = preempted = encoded = 0
@@ -112,14 +112,14 @@ def test_where_nothing_fails_nobody_is_sent_again() -> None:
     """Whatever is short: slots, blocks, room for embeddings. Nobody's wait is longer than a room may take.
     But who was preempted, or has no rooms, may have to ask for what is needed again."""
     calm = 0
-    for seed in range(80):
+    for seed in range(40):
         world = random_world(seed, harm=0.0)
         most = max(stream.attempts for stream in world.streams)
         if world.scheduler.stats().preemptions == 0:
             calm += 1
             assert {stream.attempts for stream in world.streams if stream.room_choices} == {1}, seed
             assert most <= 2
-    assert calm > 20
+    assert calm > 10
 
 
 def test_many_requests_with_many_images_and_room_for_one() -> None:

@@ -25,6 +25,16 @@ from weft.scheduler.state import SchedulerState
 from weft.types.plan import Op, StepPlan
 
 SEEDS = range(40)
+SEEN_BY = {
+    "save_what_is_not_known": 10,
+    "publish_a_snapshot_at_once": 10,
+    "forget_that_a_snapshot_names_its_slot": 10,
+    "recompute_nothing": 3,
+    "save_too_late": 24,
+    "name_a_snapshot_wrongly": 13,
+    "load_nothing": 5,
+}
+"""Bug -> the seed that showed it: tried first, then all others."""
 _release, _free_slot, _first_read = BlockPool.release, SlotTable.release, WindowKind._first_read
 _full_hit, _slide = FullKind.hit, WindowKind.slide
 _save, _acquire = StateKind.save, StateKind.acquire
@@ -200,7 +210,8 @@ DEPTH_1 = [save_the_last_state]
 def test_planted_bug_is_seen(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        assert any(_fails(seed, 2) for seed in SEEDS)
+        first = SEEN_BY.get(plant.__name__, 0)
+        assert any(_fails(seed, 2) for seed in (first, *SEEDS))
 
 
 @pytest.mark.parametrize("plant", DEPTH_1)

@@ -21,6 +21,13 @@ from weft.types.plan import Op
 from weft.types.rooms import RoomFailed, RoomFreed
 
 SEEDS = range(30)
+SEEN_BY = {
+    "forget_holds_with_the_ranks": 13,
+    "publish_a_block_that_lacks_its_first_positions": 10,
+    "save_the_state_and_tell_nobody": 2,
+    "hit_what_is_not_there": 4,
+}
+"""Bug -> the seed that showed it: tried first, then all others."""
 _reset, _on, _save, _ended = BlockPool.reset, SchedulerRooms.on, SchedulerState.save, RoomBook.ended
 _export, _leaves, _adopt = RoomBook.export, RoomBook.leaves, StateKind.adopt
 
@@ -137,7 +144,8 @@ def hit_what_is_not_there(patch: pytest.MonkeyPatch) -> None:
 def test_planted_bug_is_seen(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        assert any(_fails(seed) for seed in SEEDS)
+        first = SEEN_BY.get(plant.__name__, 0)
+        assert any(_fails(seed) for seed in (first, *SEEDS))
 
 
 def _fails(seed: int) -> bool:

@@ -36,8 +36,9 @@ def render(source: str, messages: list[Any], **variables: Any) -> str:
     return ChatTemplate(source).render({"messages": messages, **variables})
 
 
-def test_rows_are_what_the_template_writes(tokenizer: PreTrainedTokenizerFast) -> None:
-    for problem in tool_test_set(200):
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.grid)])
+def test_rows_are_what_the_template_writes(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
+    for problem in tool_test_set(count):
         dialogue = Dialogue(problem)
         for call in problem.calls:
             dialogue.take("", [(call.name, call.arguments)])

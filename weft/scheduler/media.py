@@ -196,12 +196,13 @@ class MediaBook:
 
     def lost(self, sequence: Sequence, start: int) -> bool:
         """Whether a sequence that relies on others lacks an image, from position ``start`` on, that nobody
-        encodes here and that is not coming."""
+        encodes here. One that is coming for somebody else is lacked, too: it waits for that without a turn.
+        """
         makes = self._limits is not None and self._limits.tower
         return any(
             item.start + item.count > start
             and not (makes and item.pixels)
-            and self.cache.find(item.key) is None
+            and not ((held := self.cache.find(item.key)) is not None and held.ready)
             for item in sequence.media
         )
 

@@ -57,7 +57,7 @@ def test_an_output_gives_its_parts(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(seed=SEEDS)
 def test_a_mutated_output_loses_nothing(name: str, seed: int) -> None:
     check_wrong(name, seed)
