@@ -17,12 +17,20 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PORT = "http://127.0.0.1:8000"
 """What the docs call the server."""
+SEEING = "spool-vision"
+"""A model that commands with images ask for."""
 
 
 @pytest.fixture(scope="module")
 def server(servers: Servers) -> Running:
     """One that drafts: the docs look at its counters, too."""
     return servers.weft("--threads", "1", "--speculative-method", "ngram")
+
+
+@pytest.fixture(scope="module")
+def seeing(servers: Servers) -> Running:
+    """One that reads images."""
+    return servers.weft(SEEING, "--threads", "1")
 
 
 def commands() -> list[tuple[str, str]]:
@@ -54,9 +62,11 @@ def test_the_docs_have_some() -> None:
 
 
 @pytest.mark.parametrize(("page", "command"), commands())
-def test_a_command_works(server: Running, page: str, command: str, tmp_path: Path) -> None:
+def test_a_command_works(page: str, command: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
+    server: Running = request.getfixturevalue("seeing" if SEEING in command else "server")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / ".curlrc").write_text("fail\nmax-time 60\nshow-error\n")
     ended = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", command.replace(PORT, server.url)],
