@@ -244,9 +244,15 @@ class Drill:
             if (set(found.values()), len(found)) != whole:
                 continue
             with contextlib.suppress(httpx.HTTPError):
-                if (await http.get(f"{self._server.url}/ready")).status_code == 200:
+                ready = (await http.get(f"{self._server.url}/ready")).status_code == 200
+                if ready and (not self._pictures or await self._all_up(http)):
                     return
         raise RuntimeError(f"the server did not become whole: {processes(self._root)}")
+
+    async def _all_up(self, http: httpx.AsyncClient) -> bool:
+        """Whether all heads answer: a server is ready without those that encode images."""
+        text = (await http.get(f"{self._server.url}/metrics")).text
+        return set(re.findall(r"^weft:engine_up\{.*\} (\S+)$", text, re.M)) == {"1.0"}
 
     async def _client(self, http: httpx.AsyncClient, number: int) -> None:
         client = self.clients[number]
