@@ -115,7 +115,8 @@ def test_a_conversation_with_a_tool_call_and_what_the_charts_say(server: Any, br
 def test_text_of_the_model_is_text(server: Any, browser: Browser) -> None:
     browser.open(server.url + "/")
     ask(browser, "markup please")
-    browser.wait("document.querySelectorAll('#log li').length === 2")
+    browser.wait("document.querySelector('#log a') !== null")  # the last that comes
+    assert browser.evaluate("document.querySelectorAll('#log li').length") == 2
     assert browser.evaluate("document.querySelectorAll('#log b, #log script').length") == 0
     assert "<b>not bold</b>" in log(browser)
     assert browser.evaluate("document.querySelector('#log pre').textContent") == "<script>1</script>\n"
