@@ -223,6 +223,10 @@ class GroupExecutor:
         """Waits for the step here, and for the one before it everywhere. Raises GroupLost.
 
         When an interrupt cut the wait short, it can be called again.
+
+        INVARIANT: what a step that was read has touched, no rank touches for it any more, so a transfer may
+        write it. Ranks that compute rows wait for each other in collectives, behind the step's ops; of a step
+        of ops alone each says when it has ended. Who rings at the end of a step has nobody write to it.
         """
         step = handle.plan.step
         if not self.membership.members:
@@ -232,6 +236,8 @@ class GroupExecutor:
         if self.membership.steps.own < step:  # an interrupt may have come before it was reported
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
+        if not handle.plan.rows and self.bell is None:
+            self.settle()
         return self._results.pop(step)
 
     def settle(self) -> None:
