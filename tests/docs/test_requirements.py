@@ -13,7 +13,7 @@ BUILT = (
     [f"A{i}" for i in range(1, 20)]
     + [f"B{i}" for i in range(1, 22)]
     + [f"C{i}" for i in range(1, 15)]
-    + [f"D{i}" for i in (*range(1, 6), *range(7, 32))]
+    + [f"D{i}" for i in range(1, 32)]
     + [f"E{i}" for i in range(1, 36)]
     + [f"F{i}" for i in (*range(1, 25), *range(26, 36), *range(40, 49), *range(60, 68))]
     + [f"G{i}" for i in (*range(1, 16), 20, 21)]

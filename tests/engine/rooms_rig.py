@@ -128,6 +128,8 @@ class FakeScheduler:
         self.held: dict[RoomKey, list[int]] = {}
         self.requests: deque[r.RoomRequest] = deque()
         self.told: list[r.RoomEvent] = []
+        self.later: dict[RoomKey, None] = {}
+        """Those that were put off."""
         self.refuse = refuse
 
     def kinds(self, key: RoomKey) -> list[str]:
@@ -142,6 +144,10 @@ class FakeScheduler:
         return (blocks_of(self.held[key]),)
 
     def room_requests(self) -> list[r.RoomRequest]:
+        while self.later and len(self.free) >= 3:
+            key = next(iter(self.later))
+            del self.later[key]
+            self.requests.append(r.ReserveRoom(key, 0, self.hold(key)))
         asked = list(self.requests)
         self.requests.clear()
         return asked
@@ -153,13 +159,17 @@ class FakeScheduler:
             case r.RoomWanted():
                 if self.refuse:
                     self.requests.append(r.RefuseRoom(key, ERROR))
+                elif key in self.held:
+                    pass  # it was answered meanwhile
                 elif len(self.free) < 3:
+                    self.later[key] = None
                     self.requests.append(r.PostponeRoom(key, 0.5))
                 else:
                     self.requests.append(r.ReserveRoom(key, 0, self.hold(key)))
             case r.RoomLanded() | r.RoomFreed():
                 self.free += self.held.pop(key, [])
             case r.RoomFailed():
+                self.later.pop(key, None)
                 return [TokenEvent(sequence=key.room, finish="evicted")]
         return []
 

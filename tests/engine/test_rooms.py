@@ -199,9 +199,30 @@ def test_a_group_that_is_formed_anew_puts_offers_off_until_it_is_whole() -> None
     pair.run(10.0)
     assert pair.receiver.scheduler.kinds(key) == pair.sender.scheduler.kinds(key) == []
     pair.receiver.rooms.regain()
-    pair.run(2.0)
+    pair.run(0.2)  # not only when it is offered again
     assert pair.receiver.scheduler.kinds(key) == ["RoomWanted"]
     assert pair.sender.scheduler.kinds(key) == ["RoomBound"]
+
+
+def test_a_room_that_was_put_off_is_bound_as_soon_as_there_are_blocks() -> None:
+    """Within the same turns, and not when the sender asks again: a stream stands still until then."""
+    pair = Pair()
+    scheduler = pair.receiver.scheduler
+    for other in range(len(scheduler.free) // 3):
+        scheduler.hold(RoomKey(900 + other, 0, 1))
+    key = pair.open(1)
+    pair.admit(key)
+    pair.run(0.1)
+    assert scheduler.kinds(key) == ["RoomWanted"]
+    assert pair.sender.scheduler.kinds(key) == []
+    scheduler.free += scheduler.held.pop(RoomKey(900, 0, 1))
+    pair.run(0.1)
+    assert scheduler.kinds(key) == ["RoomWanted"]
+    assert pair.sender.scheduler.kinds(key) == ["RoomBound"]
+    pair.run(2.0)
+    pair.finish(key)
+    land(pair, key)
+    assert scheduler.kinds(key) == ["RoomWanted", "RoomLanded"]
 
 
 def test_a_group_that_is_lost_ends_its_rooms_and_ranks_that_run_on_are_told_again() -> None:

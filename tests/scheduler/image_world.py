@@ -262,7 +262,7 @@ class World(Rig):
                 if room is None or room.state != "new":
                     self.tell(r.RoomFreed(key))
                     return
-                assert room.asked
+                assert room.due is not None, "it was never offered"
                 room.state, room.start = "bound", start
                 room.blocks = np.frombuffer(blocks.ids, "<i4").tolist()
                 assert start in (0, room.item.count)

@@ -214,7 +214,8 @@ def test_images_that_are_late_end_the_attempt() -> None:
     world.check_end()
 
 
-def test_an_offer_is_kept_for_a_while_and_then_asked_for_again() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_an_offer_is_asked_for_again_after_a_while_and_answered_at_any_time(again: bool) -> None:
     world = world_of(cache_bytes=12)
     first, second = world.ask(ask(0, [3], 4, [5])), world.ask(ask(0, [3], 9, [5]))
     (one,), (two,) = rooms_of(world, first), rooms_of(world, second)
@@ -225,12 +226,14 @@ def test_an_offer_is_kept_for_a_while_and_then_asked_for_again() -> None:
     world.turn()
     assert not two.asked
     assert isinstance(world.asked[-1], r.PostponeRoom)
-    world.now += 1.0
-    world.turn()
-    assert two.asked
+    if again:
+        world.now += 1.0
+        world.turn()
+        assert two.asked
     world.land(one)
     go(world, 30)
     assert two.state == "bound"
+    assert two.asked == again
     world.land(two)
     world.run()
     world.check_end()

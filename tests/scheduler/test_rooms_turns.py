@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -37,14 +39,91 @@ def test_small_offers_do_not_pass_a_large_one_for_ever() -> None:
     side.submit(3, [3] * 10)
     side.submit(4, [4] * 10)
     assert names(side.want(3)) == ["PostponeRoom"]  # it would fit
+    assert names(side.want(4)) == ["PostponeRoom"]
     side.land(1, reserved[0], request)
     side.drain()
-    assert names(side.want(4)) == ["PostponeRoom"]
-    assert names(side.want(2, 40)) == ["ReserveRoom"]
+    assert reserved_now(side) == [2]
     side.scheduler.finish(2)
     side.room(r.RoomFreed(key_of(2)))
+    assert reserved_now(side) == [3, 4]
+
+
+def reserved_now(side: Side) -> list[int]:
+    """Who gets blocks though no sender has asked again, in order."""
+    asked = side.scheduler.room_requests()
+    return [request.key.room for request in asked if isinstance(request, r.ReserveRoom)]
+
+
+@pytest.mark.parametrize("ends", ["length", "abort", "freed"])
+def test_who_was_put_off_gets_blocks_when_they_are_free_and_is_not_asked_again(ends: str) -> None:
+    """Its stream would stand still until then."""
+    side = Side("decode", kv_config(blocks=12, caching=False))
+    request = side.submit(1, [1] * 40, max_tokens=3)
+    (reserved,) = side.want(1, 40)
+    side.submit(2, [2] * 40)
+    assert names(side.want(2, 40)) == ["PostponeRoom"]
+    assert side.scheduler.room_requests() == []
+    if ends == "length":
+        side.land(1, reserved, request)
+        assert reserved_now(side) == []
+        side.drain()
+    else:
+        side.scheduler.finish(1)
+        assert reserved_now(side) == []  # its room may still be written to
+        side.room(r.RoomFreed(key_of(1)) if ends == "freed" else r.RoomLanded(key_of(1), ()))
+    assert reserved_now(side) == [2]
+    assert side.scheduler.room_requests() == []
+    assert names(side.want(2, 40)) == []  # this message was on its way
+
+
+def test_who_was_put_off_is_answered_in_order_of_arrival() -> None:
+    side = Side("decode", kv_config(blocks=12, caching=False))
+    side.submit(1, [1] * 40)
+    side.want(1, 40)
+    for number in (2, 3, 4, 5):
+        side.submit(number, [number] * 10)
+    for number in (4, 3, 5, 2):
+        assert names(side.want(number)) == ["PostponeRoom"]
+    side.scheduler.finish(3)
+    side.room(r.RoomFreed(key_of(3)))
     side.scheduler.room_requests()
-    assert names(side.want(4)) == ["ReserveRoom"]
+    side.scheduler.finish(1)
+    side.room(r.RoomFreed(key_of(1)))
+    assert reserved_now(side) == [2, 4, 5]
+
+
+def test_who_was_put_off_finds_what_has_come_for_another() -> None:
+    """Then it lacks less than when it was asked."""
+    side = Side("decode", kv_config(blocks=16))
+    first = side.submit(1, [1] * 36, max_tokens=20)
+    (reserved,) = side.want(1, 36)
+    side.submit(2, [1] * 36)
+    assert names(side.want(2, 36)) == ["PostponeRoom"]
+    side.land(1, reserved, first)
+    assert reserved_now(side) == [2]
+
+
+def test_to_look_again_for_blocks_is_cheap_while_there_are_none() -> None:
+    side = Side("decode", kv_config(blocks=16))
+    request = side.submit(1, [1] * 40, max_tokens=8)
+    side.land(1, side.want(1, 40)[0], request)
+    side.submit(2, [2] * 40)
+    assert names(side.want(2, 40)) == ["PostponeRoom"]
+    caches = side.scheduler._state.caches
+    looked, fetch_hit = [], caches.fetch_hit
+
+    def counted(hashes: Any, position: int) -> int:
+        looked.append(position)
+        return fetch_hit(hashes, position)
+
+    caches.fetch_hit = counted  # type: ignore[method-assign]
+    for _ in range(4):
+        side.step()
+        assert reserved_now(side) == []
+    assert looked == []
+    side.drain()
+    assert reserved_now(side) == [2]
+    assert looked == [40]
 
 
 @pytest.mark.parametrize("how", ["finish", "late", "failed"])
@@ -73,7 +152,7 @@ def test_blocks_that_a_prompt_under_way_will_take_are_not_given_to_rooms() -> No
     assert names(side.want(2)) == ["PostponeRoom"]
     side.drain()
     assert side.scheduler.stats().preemptions == 0
-    assert names(side.want(2)) == ["ReserveRoom"]
+    assert reserved_now(side) == [2]
 
 
 def test_the_time_of_a_room_counts_from_its_offer() -> None:

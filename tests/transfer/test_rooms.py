@@ -414,6 +414,23 @@ def test_the_time_in_the_senders_queue_is_not_the_rooms() -> None:
     assert "RoomFailed" in names(out.on(w.Tick(), 1030.0))
 
 
+def test_a_receiver_that_asked_for_patience_may_take_the_room_at_any_time() -> None:
+    """Nobody waits until the sender offers it again; an offer that was on its way changes nothing."""
+    out, into = sender("new"), receiver("new")
+    out.on(w.Offer(OFFER), 0.0)
+    into.on(w.Heard(P, OFFER), 0.0)
+    out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), 0.0)
+    into.on(w.Postpone(KEY, 0.5), 0.0)
+    assert names(into.on(w.Reserve(BOUND), 0.1)) == ["Expect", "Bound"]
+    assert names(out.on(w.Heard(D, BOUND), 0.1)) == ["Push", "RoomBound"]
+    assert names(into.on(w.Heard(P, OFFER), 0.2)) == ["Bound"]
+    assert out.on(w.Heard(D, BOUND), 0.3) == []
+    into, error = receiver("new"), ERROR
+    into.on(w.Heard(P, OFFER), 0.0)
+    into.on(w.Postpone(KEY, 0.5), 0.0)
+    assert "Refused" in names(into.on(w.Refuse(KEY, error), 0.1))
+
+
 def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
     out = SendingRooms(2, "copy", PATIENCE)
     out.on(w.Open(KEY, D, 100.0), 0.0)

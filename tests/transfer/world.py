@@ -177,7 +177,7 @@ class Receiver(Head):
 
     def decide(self, key: RoomKey) -> None:
         """The scheduler's answer."""
-        if not self.alive:
+        if not self.alive or key in self.memory.of:
             return
         if self.paused_until > self.world.now:
             self.world.at(self.paused_until - self.world.now + 1e-6, lambda: self.decide(key))
@@ -190,6 +190,7 @@ class Receiver(Head):
             self.feed(w.Refuse(key, ERROR))
         elif blocks is None:
             self.feed(w.Postpone(key, self.world.rng.random() * 2))
+            self.world.at(self.world.rng.random() * 2, lambda: self.look_again(key))
         else:
             endpoints = tuple(r.Endpoint("loopback", f"D{rank}", 0) for rank in range(RANKS_TO))
             bound = r.Bound(
@@ -198,6 +199,11 @@ class Receiver(Head):
             if "RoomFailed" in self.told[key]:
                 self.told[key].append("reserved late")
             self.feed(w.Reserve(bound))
+
+    def look_again(self, key: RoomKey) -> None:
+        """The scheduler answers one that it put off, unless it has meanwhile."""
+        if key not in self.memory.of and "RoomFailed" not in self.told[key]:
+            self.decide(key)
 
     def start(self, action: w.Action) -> None:
         assert isinstance(action, w.Expect)

@@ -53,7 +53,7 @@ MEET_S = 30.0
 ASK_S = 1.0
 """Between two questions for that."""
 POSTPONE_S = 0.5
-"""Until a sender asks again, while the group is being formed anew."""
+"""Until a sender asks again, while the group is being formed anew, if that takes as long."""
 HASH_BYTES = 16
 """Of one base block, in an offer."""
 MOST_MESSAGES = 256
@@ -116,6 +116,8 @@ class HeadRooms:
         self._lost: set[Peer] = set()
         self._whole = True
         """Whether all ranks carry out what they are told."""
+        self._put_off: dict[RoomKey, w.Action] = {}
+        """What the scheduler hears once they do."""
         self._gone: set[int] = set()
         self._records: dict[RoomKey, RoomNotes] = {}
         self._stops: dict[RoomKey, set[int]] = {}
@@ -219,7 +221,7 @@ class HeadRooms:
             self._on(w.Cancel(key, lost))
 
     def regain(self) -> None:
-        """The group is whole again."""
+        """The group is whole again. ``asked`` is to follow."""
         for word in self._ranks.take():  # what ended did so before
             self._rank_said(word)
         self._whole = True
@@ -228,6 +230,8 @@ class HeadRooms:
         self._gone.clear()
         for key in self._stops:
             self._ranks.send(f.StopRoom(key=key))
+        self._actions.extend(self._put_off.values())
+        self._put_off.clear()
 
     def close(self) -> None:
         """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
@@ -365,6 +369,7 @@ class HeadRooms:
             case w.Send(peer, message):
                 self._send(peer, message)
             case w.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
+                self._put_off[key] = action
                 self._on(w.Postpone(key, POSTPONE_S))
             case w.Tell(event):
                 self._note(event)

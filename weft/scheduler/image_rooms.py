@@ -41,7 +41,7 @@ from weft.types.rooms import (
 )
 
 HOLD_S = 5.0
-"""Seconds that an offer is kept for which there is no room; then it is asked for again."""
+"""Seconds after which an offer for which there is no room is asked for again. It is kept meanwhile."""
 
 _key = attrgetter("sequence.key")
 
@@ -56,7 +56,7 @@ class ImageRoom:
     offer: Admitted | None = None
     """What was asked, until it is answered."""
     since: float = 0.0
-    """When that came."""
+    """When that came, or its sender was last told to ask again."""
     held: Embedded | None = None
     """What it may write, with the pin that goes with that."""
     over: bool = False
@@ -244,9 +244,8 @@ class ImageRooms:
         for room in list(self._offers.values()):
             if room.images.reserved:
                 self._reply(room)
-            if room.offer is not None and room.since + HOLD_S <= now:
-                room.offer = None
-                del self._offers[room.key]
+            if room.offer is not None and room.since + HOLD_S <= now:  # it hears that this end lives
+                room.since = now
                 self.requests.append(PostponeRoom(key=room.key, seconds=0.0))
 
     def refuse(self, room: ImageRoom, error: ErrorInfo) -> None:

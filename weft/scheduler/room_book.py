@@ -61,7 +61,9 @@ class RoomRecord:
     exported: list[int] = field(default_factory=list)
     """Of a sender: for each kind, up to which entry of its table ranks were told."""
     offer: Admitted | None = None
-    """Of a receiver: what it was asked, until it answers."""
+    """Of a receiver: what it was asked, until it answers, or ends."""
+    needed: list[int] = field(default_factory=list)
+    """Of a receiver that was told to come later: the blocks of each kind that it lacked."""
     hits: int = 0
     """Of a receiver: positions that were in its own cache."""
 
@@ -87,7 +89,9 @@ class RoomBook:
         """Senders that have moved, and keep their slot until their states are saved: the last plan of each
         that names it."""
         self.offers: dict[RoomKey, RoomRecord] = {}
-        """Those that have an ``offer``."""
+        """Those that were asked, and have not answered."""
+        self.later: dict[RoomKey, RoomRecord] = {}
+        """Those that have answered that there is no room now. They answer again when there is."""
         self.evictions = 0
 
     def get(self, key: RoomKey) -> RoomRecord | None:
@@ -170,7 +174,7 @@ class RoomBook:
             if error is None and finish == "abort":
                 error = Cancelled("the client went away").info()
             self.requests.append(CancelRoom(key=record.key, error=error))
-        self.offers.pop(record.key, None)
+        self.answered(record)
         if not record.held and record.key not in self.parting:
             del self._records[record.key]
 
@@ -252,6 +256,7 @@ class RoomBook:
         number = -1 - self._fetches
         blocks = self._caches.fetch(number, hashes, hits, record.length, reach, sent_blocks)
         record.hits = hits
+        self.answered(record)
         self._hold(record, blocks)
         return FetchedTables(number, reach), blocks
 
@@ -263,11 +268,17 @@ class RoomBook:
         record.offer = offer
         self.offers[record.key] = record
 
+    def answered(self, record: RoomRecord) -> None:
+        """Its offer, if it has one, needs no other answer. Idempotent."""
+        record.offer = None
+        self.offers.pop(record.key, None)
+        self.later.pop(record.key, None)
+
     def close(self, record: RoomRecord) -> None:
         """Nobody outside can touch the blocks of the room any more."""
         self._holds.unhold_all(record.held)
         record.held = []
-        self.offers.pop(record.key, None)
+        self.answered(record)
         del self._records[record.key]
 
     def late(self, now: float) -> list[Sequence]:

@@ -1,7 +1,8 @@
 """Rooms as the scheduler takes part in them: what it answers, and what becomes of sequences by what it hears.
 
 A receiver's offer is answered when it comes, or once the leader of its request has its cache here (or has
-ended): then siblings find its full blocks, and only the rest is sent again.
+ended): then siblings find its full blocks, and only the rest is sent again. One for which there are no blocks
+is put off, and answered again as soon as there are: nobody waits until the sender asks again.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from weft.types.rooms import (
     RoomWanted,
 )
 
-POSTPONE_S = 0.5
-"""Seconds until a sender asks again for blocks that were not there."""
+POSTPONE_S = 1.0
+"""Seconds until a sender that was put off asks again, as what it was told since may be lost."""
 
 _log = get_logger(__name__)
 _logprobs: msgspec.msgpack.Decoder[LogprobColumns] = msgspec.msgpack.Decoder(LogprobColumns)
@@ -63,7 +64,9 @@ class SchedulerRooms:
         self._vocab_size = vocab_size
         self._starved, self._promised = starved, promised
         self._next: RoomRecord | None = None
-        """Of the receivers that were told to come later, the first by key: none behind it is let in."""
+        """Of the receivers that were put off, the first by key: none behind it is let in. See ``_first``."""
+        self._heard = False
+        """Whether anything was heard of a room since offers were answered: then there may be other hits."""
         self._book.decodes = transfer.role == "decode"
 
     def check(self, submit: Submit) -> None:
@@ -82,6 +85,7 @@ class SchedulerRooms:
     def on(self, event: RoomEvent) -> None:
         """Hears ``event``. Those of unknown rooms are fine."""
         record = self._book.get(event.key)
+        self._heard = True
         match event:
             case RoomWanted(key, offer):
                 self._wanted(key, record, offer)
@@ -102,6 +106,9 @@ class SchedulerRooms:
         if book.offers:
             for record in list(book.offers.values()):
                 self._answer(record)
+        if book.later:
+            self._look_again()
+        self._heard = False
         if not book.requests:
             return []
         asked, book.requests = book.requests, []
@@ -151,9 +158,20 @@ class SchedulerRooms:
             return
         if request.leader is not sequence and not request.prompt_computed:
             return
-        record.offer = None
         del self._book.offers[record.key]
         self._book.requests.append(self._reserve(record, offer))
+
+    def _look_again(self) -> None:
+        """Answers those that were put off, in order, as far as there are blocks by now. Cheap while there
+        are none, as it is called several times a step.
+        """
+        while (record := self._first()) is not None and (offer := record.offer) is not None:
+            if not (self._heard or self._room_for(record.needed)):
+                return
+            answer = self._reserve(record, offer)
+            if isinstance(answer, PostponeRoom):
+                return
+            self._book.requests.append(answer)
 
     def _reserve(self, record: RoomRecord, offer: Admitted) -> ReserveRoom | PostponeRoom | RefuseRoom:
         state = self._state
@@ -161,22 +179,18 @@ class SchedulerRooms:
         sequence = record.sequence
         length = record.length
         if offer.num_prompt != length or len(offer.dims.kinds) != len(caches.kinds):
-            return _refuse(record, "the sequence or the cache kinds of the two groups differ")
+            return self._refuse(record, "the sequence or the cache kinds of the two groups differ")
         reach = max(min(length + 1 + state.kv.drafts, sequence.limit), length + 1)
         if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
             reach = length + 1  # then its first row has no drafts
             if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
-                return _refuse(record, "the sequence does not fit into the cache: raise --kv-cache-memory")
+                why = "the sequence does not fit into the cache: raise --kv-cache-memory"
+                return self._refuse(record, why)
         hashes = state.hashes(sequence, length)
         hits = caches.fetch_hit(hashes, length)
-        needed = caches.fetch_needed(hashes, hits, length, reach)
-        if self._is_behind(sequence):
-            return PostponeRoom(key=record.key, seconds=POSTPONE_S)
-        if not self._room_for(needed):
-            self._next = record
-            return PostponeRoom(key=record.key, seconds=POSTPONE_S)
-        if self._next is record:
-            self._next = None
+        record.needed = caches.fetch_needed(hashes, hits, length, reach)
+        if self._is_behind(sequence) or not self._room_for(record.needed):
+            return self._put_off(record)
         if sequence.chain is not None:
             state.counts.prefix_queries += length
             state.counts.prefix_hits += hits
@@ -185,12 +199,28 @@ class SchedulerRooms:
         sequence.move(Fetching(tables))
         return ReserveRoom(key=record.key, start=hits, blocks=blocks)
 
+    def _refuse(self, record: RoomRecord, why: str) -> RefuseRoom:
+        self._book.answered(record)
+        return RefuseRoom(key=record.key, error=Unavailable(why).info())
+
+    def _put_off(self, record: RoomRecord) -> PostponeRoom:
+        first = self._first()
+        self._book.later[record.key] = record
+        if first is None or record.sequence.key < first.sequence.key:
+            self._next = record
+        return PostponeRoom(key=record.key, seconds=POSTPONE_S)
+
+    def _first(self) -> RoomRecord | None:
+        """Of those that were put off, and still wait, the first by key."""
+        later = self._book.later
+        if self._next is None or later.get(self._next.key) is not self._next:
+            self._next = min(later.values(), key=lambda record: record.sequence.key, default=None)
+        return self._next
+
     def _is_behind(self, sequence: Sequence) -> bool:
-        """Whether another one comes first, and was told to come later."""
-        first = self._next
-        if first is not None and not first.over and isinstance(first.sequence.state, Awaiting):
-            return first.sequence.key < sequence.key
-        return False
+        """Whether another one comes first, and was put off."""
+        first = self._first()
+        return first is not None and first.sequence.key < sequence.key
 
     def _room_for(self, needed: list[int]) -> bool:
         """Whether there are so many blocks beside those that are left to who runs, or comes first."""
@@ -243,10 +273,6 @@ class SchedulerRooms:
         state.part(record.key)
         if state.live.get(sequence.id) is sequence:
             state.evict(sequence, "the room of the sequence failed", error)
-
-
-def _refuse(record: RoomRecord, why: str) -> RefuseRoom:
-    return RefuseRoom(key=record.key, error=Unavailable(why).info())
 
 
 def _unpacked(first: FirstToken) -> LogprobColumns | None:

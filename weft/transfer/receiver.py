@@ -104,7 +104,7 @@ class ReceivingRooms(Rooms):
     def _reserve(self, message: r.Bound, now: float) -> list[w.Action]:
         key = message.key
         room = self._rooms.get(key)
-        if room is None or key not in self._asked or room.offer is None or room.state is not State.new:
+        if room is None or room.offer is None or room.state is not State.new:
             return [w.Tell(r.RoomFreed(key))]  # it has ended meanwhile: nobody was told of this memory
         self._asked.discard(key)
         try:
@@ -125,7 +125,7 @@ class ReceivingRooms(Rooms):
 
     def _refuse(self, key: RoomKey, error: ErrorInfo, now: float) -> list[w.Action]:
         room = self._rooms.get(key)
-        if room is None or key not in self._asked or room.state is not State.new:
+        if room is None or room.offer is None or room.state is not State.new:
             return []
         return self._refuse_room(room, error, now)
 
