@@ -220,14 +220,9 @@ class GroupExecutor:
         self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step here, and for the one before it everywhere. Raises GroupLost.
-
-        When an interrupt cut the wait short, it can be called again.
-
-        INVARIANT: what a step that was read has touched, no rank touches for it any more, so a transfer may
-        write it. Ranks that compute rows wait for each other in collectives, behind the step's ops; of a step
-        of ops alone each says when it has ended. Who rings at the end of a step has nobody write to it.
-        """
+        """Waits for the step here, and for the one before it everywhere; one of ops alone, whose ranks no
+        collective keeps together, ends everywhere, as transfers may then write what it touched. Raises
+        GroupLost. When an interrupt cut the wait short, it can be called again."""
         step = handle.plan.step
         if not self.membership.members:
             return self._guard(lambda: self._runner.read(handle))
@@ -236,7 +231,7 @@ class GroupExecutor:
         if self.membership.steps.own < step:  # an interrupt may have come before it was reported
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
-        if not handle.plan.rows and self.bell is None:
+        if not handle.plan.rows and self.bell is None:  # who encodes takes nothing from outside
             self.settle()
         return self._results.pop(step)
 
