@@ -377,6 +377,43 @@ def test_an_encoder_that_loses_a_rank_goes_on(
     fleet.check_given_back()
 
 
+@pytest.mark.timeout(600)
+def test_an_encoder_that_loses_a_rank_while_it_encodes(
+    models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop asks how long it may sleep also when the step that it waited for is lost."""
+    name = "qwen3-vl"
+    folder = models.folder(name)
+    submits = asked(models, name)[:1]
+    fleet = fleets([encoder(folder, tensor_parallel_size=2)], taker(folder))
+    head = fleet.encoders[0]
+    processes = head.runner.processes
+    assert processes is not None
+    tower = head.runner.runner._tower  # type: ignore[attr-defined]
+    go, begun = threading.Event(), threading.Event()
+    batch = tower.embed_batch
+
+    def slow(images: list[torch.Tensor]) -> Any:
+        begun.set()
+        assert go.wait(deadline(60.0))
+        return batch(images)
+
+    monkeypatch.setattr(tower, "embed_batch", slow)
+    fleet.submit(submits[0])
+    while not begun.is_set():
+        fleet.turn()
+    fleet.turn()
+    assert head.wait_ms() > 0
+    processes.kill(1)
+    while not head.recovering:
+        fleet.turn()
+    assert head.wait_ms() == 0
+    go.set()
+    fleet.run()
+    assert fleet.answers() == unified(config_of(folder), submits)
+    fleet.check_given_back()
+
+
 def test_heartbeats_leave_while_it_encodes(
     models: SeeingModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,21 @@ def test_a_plan_of_ops_alone_is_carried_out_by_both_ranks() -> None:
     rig.ranks.head.close()
 
 
+def test_a_plan_of_ops_alone_counts_once_all_ranks_have_carried_it_out() -> None:
+    """No collective of it keeps ranks together, and what it read may be given to a transfer from then on."""
+    rig = make_rig(workers=2)
+    load(rig, 2)
+    finish(rig)
+    rig.scheduler.enqueue(Rebalance())
+    plan = rig.plan()
+    assert plan is not None
+    assert plan.rows == 0
+    rig.commit()
+    assert [worker.step for worker in rig.ranks.workers.values()] == [plan.step] * 2
+    finish(rig)
+    rig.ranks.head.close()
+
+
 def test_settings_that_differ_are_refused_by_name_with_both_values() -> None:
     ranks = Ranks(kv_config())
     ranks.kill(2)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.routing.driver import PATIENCE, Driver, error_of
 from tests.routing.test_pairs import finished, over, said, submitted, where
-from weft.common.errors import InvalidRequest, PeerEnded, RanksLost
+from weft.common.errors import ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.encoders import MARGIN, choose, room_of
@@ -443,6 +443,19 @@ def test_an_image_that_cannot_be_encoded_ends_its_request() -> None:
     error = error_of(one.told()[0])
     assert (error.message, error.http_status) == ("the image is broken", 400)
     assert sorted(finished(one)) == ["d", "p"]
+    over(one)
+
+
+@pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
+def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> None:
+    """It sees the room fail: encoding the image again would fail again."""
+    one = rig(*names)
+    ask(one, 5)
+    one.tokens(names[1], 5, finish="evicted", error=ImageFailed("the image is broken").info())
+    error = error_of(one.told()[0])
+    assert (error.message, error.http_status) == ("the image is broken", 400)
+    assert sorted(finished(one)) == sorted({*names} - {names[1]})
+    one.tokens("x", 5, finish="error", error=ImageFailed("the image is broken").info())
     over(one)
 
 

@@ -262,16 +262,13 @@ class World(Rig):
                 if room is None or room.state != "new":
                     self.tell(r.RoomFreed(key))
                     return
-                assert room.due is not None, "it was never offered"
+                assert room.asked
                 room.state, room.start = "bound", start
                 room.blocks = np.frombuffer(blocks.ids, "<i4").tolist()
                 assert start in (0, room.item.count)
                 assert bool(room.blocks) == (start == 0)
                 if not self.by_hand:
                     self.later(self.delay(), lambda: self.move(room))
-            case r.PostponeRoom() if room is not None and room.state == "new":
-                room.asked = False
-                self.later(1.0, lambda: self.offer(room))
             case r.CancelRoom() | r.RefuseRoom() if room is not None and room.state in ("new", "bound"):
                 self.fail(room)
             case _:

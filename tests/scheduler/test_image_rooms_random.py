@@ -103,7 +103,6 @@ def test_random_loads(seeds: range) -> None:
         "RoomFailed",
         "RoomFreed",
         "ReserveRoom",
-        "PostponeRoom",
         "CancelRoom",
     }
 

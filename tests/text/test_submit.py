@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from weft.common.errors import ContextLength, InvalidRequest
-from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, minted_seed
+from weft.text.submit import IdMint, ModelLimits, SeedMint, build_submits, minted_seed, submits_of
 from weft.text.tokenizer import Tokenizer
+from weft.types.media import MediaItem
 from weft.types.messages import Submit, decode_to_head, encode, ids_from_bytes
-from weft.types.sampling import SamplingParams
+from weft.types.sampling import SamplingParams, TokenParams
 
 LIMITS = ModelLimits(vocab_size=340, max_model_len=32, end_ids=(0, 2, 9999))
 
@@ -35,6 +36,25 @@ def test_choices_share_request_seed_and_prompt(tokenizer: Tokenizer) -> None:
     assert ids_from_bytes(made[0].prompt_ids).tolist() == [5, 6, 7]
     for submit in made:
         assert decode_to_head(encode(submit)) == submit
+
+
+def test_images_have_keys_of_their_own_with_each_salt() -> None:
+    """F33: what was made of an image is found by requests of equal salts alone."""
+    media = tuple(
+        MediaItem(key=bytes([name] * 16), start=name, count=1, grid=(1, 1, 1), pixels=b"abc")
+        for name in (1, 2)
+    )
+    keys = {}
+    for salt in ("", "one", "two"):
+        made = submits_of(b"", TokenParams(), 2, ids=IdMint(), seed=0, salt=salt, media=media)
+        again = submits_of(b"", TokenParams(), 1, ids=IdMint(), seed=0, salt=salt, media=media)
+        assert made[0].media == made[1].media == again[0].media
+        assert [(item.start, item.pixels) for item in made[0].media] == [(1, b"abc"), (2, b"abc")]
+        keys[salt] = [item.key for item in made[0].media]
+    assert keys[""] == [item.key for item in media]
+    every = [key for each in keys.values() for key in each]
+    assert len(set(every)) == 6
+    assert {len(key) for key in every} == {16}
 
 
 def test_defaults_are_resolved(tokenizer: Tokenizer) -> None:

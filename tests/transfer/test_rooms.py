@@ -431,6 +431,27 @@ def test_a_receiver_that_asked_for_patience_may_take_the_room_at_any_time() -> N
     assert "Refused" in names(into.on(w.Refuse(KEY, error), 0.1))
 
 
+def test_an_offer_that_the_scheduler_keeps_is_not_given_up() -> None:
+    """A sibling's, say, until its leader is there: the sender hears that the receiver lives."""
+    out, into = SendingRooms(2, "copy", PATIENCE), ReceivingRooms(GROUP.dims, "copy", PATIENCE)
+    out.on(w.Open(KEY, D, 100.0), 0.0)
+    into.on(w.Open(KEY, P, 100.0), 0.0)
+    out.on(w.Offer(OFFER), 0.0)
+    assert names(into.on(w.Heard(P, OFFER), 0.0)) == ["RoomWanted"]
+    offers = 0
+    for second in range(1, 100):
+        for action in out.on(w.Tick(), float(second)):
+            assert isinstance(action, w.Send), (second, action)
+            offers += 1
+            for answer in into.on(w.Heard(P, action.message), float(second)):
+                assert isinstance(answer, w.Send)
+                assert isinstance(answer.message, r.Later)
+                out.on(w.Heard(D, answer.message), float(second))
+    assert offers > 2
+    assert names(into.on(w.Reserve(BOUND), 99.5)) == ["Expect", "Bound"]
+    assert names(out.on(w.Heard(D, BOUND), 99.5)) == ["Push", "RoomBound"]
+
+
 def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
     out = SendingRooms(2, "copy", PATIENCE)
     out.on(w.Open(KEY, D, 100.0), 0.0)

@@ -274,7 +274,7 @@ class EngineCore:
     def _lose(self, lost: GroupLost) -> None:
         """Ranks are lost, and with them the steps in flight."""
         self._in_flight.clear()
-        self._launching = False
+        self._launching = self._stalled = False
         self._completed = -math.inf
         self._lost_at = self._clock.now()  # first: an interrupt may come between
         self.scheduler.lose()

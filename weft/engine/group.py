@@ -220,10 +220,9 @@ class GroupExecutor:
         self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step here, and for the one before it everywhere. Raises GroupLost.
-
-        When an interrupt cut the wait short, it can be called again.
-        """
+        """Waits for the step here, and for the one before it everywhere; one of ops alone, whose ranks no
+        collective keeps together, ends everywhere, as transfers may then write what it touched. Raises
+        GroupLost. When an interrupt cut the wait short, it can be called again."""
         step = handle.plan.step
         if not self.membership.members:
             return self._guard(lambda: self._runner.read(handle))
@@ -232,6 +231,8 @@ class GroupExecutor:
         if self.membership.steps.own < step:  # an interrupt may have come before it was reported
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
+        if not handle.plan.rows and self.bell is None:  # who encodes takes nothing from outside
+            self.settle()
         return self._results.pop(step)
 
     def settle(self) -> None:

@@ -13,6 +13,8 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 
+import msgspec
+
 from weft.types.media import MediaItem
 
 DIGEST_BYTES = 16
@@ -51,6 +53,20 @@ def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[b
             begin = item.start - number * block_size
             keys[number] = (*keys.get(number, ()), item.key + begin.to_bytes(8, "little", signed=True))
     return keys
+
+
+def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ...]:
+    """``items`` by keys of their own among sequences of equal ``salt``: what was made of an image is shared
+    as prefixes are, so nobody can tell by the time an answer takes that others have sent it."""
+    if not salt:
+        return items
+    root = salted_root(salt)
+    return tuple(
+        msgspec.structs.replace(
+            item, key=blake2b(b"media" + root + _sized(item.key), digest_size=DIGEST_BYTES).digest()
+        )
+        for item in items
+    )
 
 
 def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:

@@ -28,7 +28,7 @@ from weft.routing.abilities import outdated, speaking, too_old, understood
 from weft.routing.instance_table import InstanceTable, Patience
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import Lateness
-from weft.routing.ledger import LedgerEntry, Unlanded, by_request, is_refusal
+from weft.routing.ledger import LedgerEntry, Unlanded, by_request, for_good, is_refusal
 from weft.routing.open_sequences import OpenSequences
 from weft.routing.pairs import Route, Router, serve, ticketed
 from weft.routing.parked import MOST_REFUSALS, wait_after
@@ -256,7 +256,7 @@ class Fleet:
         if said is not event and said.finish == "evicted" != event.finish:  # it goes on there
             log.error("engine %s left tokens out; they are computed again", instance.name)
             self._send(instance, m.Finish(sequence=sequence))
-        self._tell(instance, entry, said)
+        self._tell(instance, entry, for_good(said))
 
     def _tell(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> None:
         """What ``instance`` says of a sequence that is there, in its turn."""

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
+from weft.common.errors import ImageFailed
 from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -237,6 +238,14 @@ def by_request(sequences: Iterable[int], entries: Mapping[int, LedgerEntry]) -> 
     for sequence in sequences:
         made.setdefault(entries[sequence].submit.request, []).append(sequence)
     return made
+
+
+def for_good(event: TokenEvent) -> TokenEvent:
+    """An image that cannot be encoded would fail again: whoever saw its room fail by that ends the sequence,
+    though it gives it back. Who encodes it says the same, and may be heard later."""
+    if event.error is None or event.error.code != ImageFailed.code:
+        return event
+    return msgspec.structs.replace(event, finish="error")
 
 
 def is_refusal(event: TokenEvent) -> bool:

@@ -33,15 +33,11 @@ from weft.types.rooms import (
     Admitted,
     Blocks,
     CancelRoom,
-    PostponeRoom,
     RefuseRoom,
     ReserveRoom,
     RoomKey,
     RoomRequest,
 )
-
-HOLD_S = 5.0
-"""Seconds after which an offer for which there is no room is asked for again. It is kept meanwhile."""
 
 _key = attrgetter("sequence.key")
 
@@ -55,8 +51,6 @@ class ImageRoom:
     item: MediaItem
     offer: Admitted | None = None
     """What was asked, until it is answered."""
-    since: float = 0.0
-    """When that came, or its sender was last told to ask again."""
     held: Embedded | None = None
     """What it may write, with the pin that goes with that."""
     over: bool = False
@@ -162,10 +156,8 @@ class ImageRooms:
 
     # ---- what becomes of rooms
 
-    def wanted(self, room: ImageRoom, offer: Admitted, now: float) -> None:
-        """A room was offered, for the first time or again."""
-        if room.offer is None:
-            room.since = now
+    def wanted(self, room: ImageRoom, offer: Admitted) -> None:
+        """A room was offered. The offer is kept until there is an answer."""
         room.offer = offer
         self._offers[room.key] = room
         if not room.images.reserved:
@@ -232,7 +224,7 @@ class ImageRooms:
 
     # ---- answers
 
-    def answer(self, now: float) -> None:
+    def answer(self) -> None:
         """Answers offers as far as there is room for what they bring."""
         if not self._offers:
             return
@@ -244,9 +236,6 @@ class ImageRooms:
         for room in list(self._offers.values()):
             if room.images.reserved:
                 self._reply(room)
-            if room.offer is not None and room.since + HOLD_S <= now:  # it hears that this end lives
-                room.since = now
-                self.requests.append(PostponeRoom(key=room.key, seconds=0.0))
 
     def refuse(self, room: ImageRoom, error: ErrorInfo) -> None:
         """It can never be what its sequence needs."""

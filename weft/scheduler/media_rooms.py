@@ -70,7 +70,7 @@ class MediaRooms:
                 elif (error := differs(room, offer)) is not None:
                     self._rooms.refuse(room, error)
                 else:
-                    self._rooms.wanted(room, offer, now)
+                    self._rooms.wanted(room, offer)
             case RoomLanded() if room is not None:
                 self._rooms.done(room)
             case RoomFailed(_, error) if room is not None:
@@ -88,7 +88,7 @@ class MediaRooms:
         """What is asked of rooms since the last call, in order. To be called after whatever changes anything
         here, and not between ``build`` and ``seal``."""
         rooms = self._rooms
-        rooms.answer(self._state.rooms.now)
+        rooms.answer()
         self._follow()
         if not rooms.requests:
             return []

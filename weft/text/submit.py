@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ContextLength, InvalidRequest
+from weft.kv.hashing import salted_media
 from weft.text.tokenizer import Tokenizer
 from weft.types.grammar import Grammar
 from weft.types.media import MediaItem
@@ -137,7 +138,7 @@ def submits_of(
         grammar=grammar,
         pooling=pooling,
         session=session,
-        media=media,
+        media=salted_media(media, salt),
     )
     # only choice 0 computes prompt logprobs: its siblings share the prompt
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)

@@ -13,7 +13,7 @@ from weft.types.rooms import GroupDims, Outcome, Peer, RoomKey, State
 PARKED_BYTES = 64 << 20
 """Of offers whose Submit has not come yet."""
 LATER_S = 1.0
-"""Seconds that a sender is asked to wait while that is full."""
+"""Seconds that a sender is asked to wait while that is full, or while the scheduler keeps its offer."""
 
 
 class ReceivingRooms(Rooms):
@@ -95,7 +95,7 @@ class ReceivingRooms(Rooms):
 
     def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[w.Action]:
         if room.key in self._asked:
-            return []
+            return [w.Send(room.peer, r.Later(key=room.key, seconds=LATER_S))]
         room.begin(now)
         room.offer = message
         self._asked.add(room.key)

@@ -17,8 +17,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """One image of a prompt (or one frame group of a video), resized as the model wants it."""
 
     key: bytes
-    """16 bytes, made by the media worker of the pixels, their shape and how they were processed. Prefix
-    caches and embedding caches know the image by it."""
+    """16 bytes, made by the media worker of the pixels, their shape and how they were processed, and of the
+    request's salt. Prefix caches and embedding caches know the image by it."""
     start: int
     """Position of the first of its placeholder tokens in the prompt."""
     count: int
