@@ -413,6 +413,23 @@ class TestSubmits:
             world.submit(submit(5, [(5, 2)]))
 
 
+def test_rooms_that_outlive_their_sequence_keep_no_pixels() -> None:
+    """Receivers may take long to say that they read no more; what is counted is what is held."""
+    world = World(limits())
+    for number in (1, 2, 3):
+        world.submit(submit(number, [(1, 2), (2, 2)]))
+        world.bind(key(number))
+        world.launch()
+        world.finish(number)
+        if world.plans:
+            world.commit()
+    book = world.scheduler._book
+    assert len(book._rooms) == 3
+    assert sum(len(room.item.pixels) for room in book._rooms.values()) == book.pixels == 0
+    world.settle()
+    world.check_idle()
+
+
 def test_steps_out_of_turn() -> None:
     world = World(limits(), depth=2)
     world.submit(submit(1, [(1, 2)]))

@@ -288,6 +288,28 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     assert {name for name, _ in ask(one, 4, request=4)} == set(names)
 
 
+def test_images_that_wait_cost_nothing_when_others_are_told_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many: each is looked at again once there is somebody that encodes."""
+    one = rig("x", "u")
+    ask(one, 4, request=4, media=())
+    one.lose("x")
+    for number in range(5, 15):
+        ask(one, number, request=number)
+    asked: list[int] = []
+    route = one.fleet.router.route
+
+    def counted(*rest: Any) -> Any:
+        asked.append(1)
+        return route(*rest)
+
+    monkeypatch.setattr(one.fleet.router, "route", counted)
+    for _ in range(3):
+        one.tokens("u", 4, 7)
+    assert asked == []
+    one.up("x")
+    assert len(one.fleet.entries[5].places) == len(one.fleet.entries[14].places) == 2
+
+
 def test_one_that_was_begun_waits_as_long_as_for_any_engine() -> None:
     one = rig("x", "u")
     ask(one, 1)

@@ -32,7 +32,7 @@ class ItemRoom:
     key: RoomKey
     sequence: ItemSequence
     item: MediaItem
-    """With its pixels: it may have to be encoded again."""
+    """With its pixels while its sequence lives: it may have to be encoded again."""
     order: tuple[int, int, int]
     """Priority, arrival, number in its sequence: in this order images are encoded and leave."""
     bound: bool = False
@@ -143,6 +143,8 @@ class ItemBook:
         """A sequence is none any more. Its rooms that have not ended, which are over."""
         del self.live[sequence.id]
         self.pixels -= sum(len(room.item.pixels) for room in sequence.rooms)
+        for room in sequence.rooms:  # some are read for a while yet, and none is encoded
+            room.item = msgspec.structs.replace(room.item, pixels=b"")
         ended = [room for room in sequence.rooms if room.key in self._rooms and not room.over]
         for room in ended:
             self.fail(room)

@@ -153,7 +153,7 @@ class Fleet:
         ready, takers = self._parked.ready(self._now), self.table.takers()
         if not takers:
             return
-        for request, group in by_request(ready, self.entries).items():
+        for request, group in by_request(ready, self.entries, not self.table.blind).items():
             entry = self.entries[group[0]]
             able, local = speaking(takers, entry.submit), self._lateness.local
             encoders = self.table.encoders() if entry.submit.media else None

@@ -97,6 +97,11 @@ class InstanceTable:
         return self._local_prefill and any(one.role == "decode" for one in self._serving())
 
     @property
+    def blind(self) -> bool:
+        """Whether no sequence with images can go anywhere now."""
+        return self.blind_since < math.inf
+
+    @property
     def unpaired(self) -> int:
         """Instances that are alive, have a role, and no partner that is alive."""
         alive = [one for one in self.instances.values() if one.alive]

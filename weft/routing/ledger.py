@@ -232,11 +232,15 @@ class Unlanded:
         return found
 
 
-def by_request(sequences: Iterable[int], entries: Mapping[int, LedgerEntry]) -> dict[int, list[int]]:
-    """Those of one prompt together, in order."""
+def by_request(
+    sequences: Iterable[int], entries: Mapping[int, LedgerEntry], images: bool = True
+) -> dict[int, list[int]]:
+    """Those of one prompt together, in order. Without ``images`` none that has some, unless it is pinned."""
     made: dict[int, list[int]] = {}
     for sequence in sequences:
-        made.setdefault(entries[sequence].submit.request, []).append(sequence)
+        entry = entries[sequence]
+        if images or not entry.submit.media or entry.pinned is not None:
+            made.setdefault(entry.submit.request, []).append(sequence)
     return made
 
 
