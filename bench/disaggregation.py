@@ -47,7 +47,7 @@ VARIANTS = {
     "unified-x3": "--threads 1 --data-parallel-size 3",
     "1p2d": "--threads 1 --prefill 1 --decode 2",
     "1e1u": "--threads 1 --encode 1",
-    "1e1u-host": "--threads 1 --encode 1 --mm-cache-bytes 4M --mm-host-cache-bytes 1G",
+    "1e1u-host": "--threads 1 --encode 1 --mm-cache-bytes 32M --mm-host-cache-bytes 1G",
     "1e1p1d": "--threads 1 --encode 1 --prefill 1 --decode 1",
     "2e1p1d": "--threads 1 --encode 2 --prefill 1 --decode 1",
 }
