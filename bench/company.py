@@ -28,7 +28,6 @@ from bench.rounds import say
 from bench.rows import Missing, Row, Setting, build
 from weft.bench.workloads import WORKLOADS, prompts
 from weft.common.cores import usable_cores
-from weft.config.hub import BUNDLED
 
 HERE = Path(__file__).parent
 BUSY = "while True: pass"
@@ -127,9 +126,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=default_folder(), help="where setup.sh put the peers")
     parser.add_argument("--name", help="of result files in bench/results; without it nothing is written")
     args = parser.parse_args()
-    bundled = BUNDLED / args.model
     setting = Setting(
-        model=bundled if bundled.is_dir() else model_folder(args.model, args.dir),
+        model=model_folder(args.model, args.dir),
         dtype=args.dtype,
         threads=args.threads,
         max_len=512,

@@ -25,6 +25,7 @@ from bench.served import Serving
 from weft.bench import checkpoints
 from weft.bench.workloads import WORKLOADS, Workload
 from weft.common.errors import ConfigError, WeftError
+from weft.config.hub import BUNDLED
 
 HERE = Path(__file__).parent
 FORMAT = 1
@@ -84,7 +85,9 @@ def chosen(names: str) -> list[Workload]:
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """The checkpoint's folder: made on first use, unless ``name`` is a folder already."""
+    """The checkpoint's folder: a bundled one's, or made on first use, unless ``name`` is a folder already."""
+    if (BUNDLED / name).is_dir():
+        return BUNDLED / name
     if Path(name).is_dir():
         return Path(name).resolve()
     say(f"checkpoint {name}")

@@ -32,12 +32,11 @@ import httpx
 from bench import record
 from bench.compare import default_folder, model_folder
 from bench.drill import processes
-from bench.media_front import picture
+from bench.pictures import messages, picture
 from bench.rounds import say
 from weft.bench.process import ServerProcess
 from weft.bench.workloads import random_ids
 from weft.common.cores import usable_cores
-from weft.config.hub import BUNDLED
 
 VARIANTS = {
     "unified": "--threads {cores}",
@@ -122,10 +121,9 @@ class Clients:
             began = time.monotonic()
             await self._stream(http, f"prompt {number}", args.prompt_tokens, args.output_tokens, times)
             return times[0] - began
-        content = [{"type": "image_url", "image_url": {"url": url}} for url in self._pictures[number]]
-        message = {"role": "user", "content": [*content, {"type": "text", "text": f"picture {number}"}]}
+        asked = {"messages": messages(self._pictures[number], f"picture {number}")}
         began = time.monotonic()
-        await self._read(http, "chat/completions", {"messages": [message]}, args.output_tokens, times)
+        await self._read(http, "chat/completions", asked, args.output_tokens, times)
         return times[0] - began
 
     def _pictures_of(self, number: int) -> list[str]:
@@ -247,9 +245,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    model = str(BUNDLED / args.model)
-    if not Path(model).is_dir():
-        model = str(model_folder(args.model, args.folder))
+    model = str(model_folder(args.model, args.folder))
     config = json.loads((Path(model) / "config.json").read_text())
     vocabulary = config.get("text_config", config)["vocab_size"]
     loads: dict[str, list[Load]] = {name: [] for name in args.variants}

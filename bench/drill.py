@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
-import io
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import statistics
@@ -33,9 +30,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from PIL import Image
 
 from bench import record
+from bench.pictures import messages, noise
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 
@@ -110,15 +107,6 @@ def title_of(pid: int) -> str:
         line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
         return line.removeprefix("weft: ") if line.startswith("weft: ") else ""
     return ""
-
-
-def noise(seed: int) -> str:
-    """The data URL of an image."""
-    size = (96 + 16 * (seed % 3), 64)
-    file = io.BytesIO()
-    pixels = random.Random(seed).randbytes(3 * size[0] * size[1])
-    Image.frombytes("RGB", size, pixels).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def pools(text: str) -> dict[str, float]:
@@ -281,9 +269,7 @@ class Drill:
         pictures = self._pictures.get(prompt)
         path, asked = "completions", dict[str, Any](prompt=prompt)
         if pictures is not None:
-            parts = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
-            content = [*parts, {"type": "text", "text": prompt}]
-            path, asked = "chat/completions", {"messages": [{"role": "user", "content": content}]}
+            path, asked = "chat/completions", {"messages": messages(pictures, prompt)}
         body = {
             "model": self._server.model,
             **asked,

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import os
 import sys
@@ -24,22 +22,12 @@ from typing import Any
 import httpx
 
 from bench import record
+from bench.pictures import messages, picture
 from tests.support.servers import Servers
 
 ROOT = Path(__file__).parents[1]
 SIDE = (4000, 3000)
 MODEL = "fake"
-
-
-def picture(seed: int, size: tuple[int, int] = SIDE) -> str:
-    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels."""
-    import numpy as np
-    from PIL import Image
-
-    small = np.random.default_rng(seed).integers(0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 async def send(url: str, bodies: list[bytes], at_once: int) -> float:
@@ -62,8 +50,7 @@ def sender(url: str, images: int, at_once: int) -> None:
     """A process: sends all images whenever a line comes, and prints the seconds that it took."""
     bodies = []
     for number in range(images):
-        parts = [{"type": "image_url", "image_url": {"url": picture(number)}}]
-        body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": parts}]}
+        body = {"model": MODEL, "max_tokens": 1, "messages": messages([picture(number)])}
         bodies.append(json.dumps(body).encode())
     print(sum(map(len, bodies)) // images, flush=True)
     for _ in sys.stdin:

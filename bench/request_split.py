@@ -27,19 +27,17 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from bench import record
 from bench.compare import default_folder, model_folder
 from bench.disaggregation import VARIANTS, pin
-from bench.media_front import picture
+from bench.pictures import messages, picture
 from bench.rounds import say
 from weft.bench.plots import plot_stages
 from weft.bench.process import ServerProcess
 from weft.common.cores import usable_cores
-from weft.config.hub import BUNDLED
 from weft.tracing.merge import ReadSpan, read_folder
 from weft.tracing.slowest import rows
 
@@ -48,18 +46,17 @@ STAGES = ("media", "queue", "encode", "transfer", "prefill", "decode")
 
 async def ask(url: str, model: str, args: argparse.Namespace) -> float:
     """Sends all requests; the seconds that the tower took of each, where heads that prefill have one."""
+    side = (args.image_side, args.image_side)
+    pictures = [
+        [picture(number * args.images + one, side) for one in range(args.images)]
+        for number in range(args.requests)
+    ]
     async with httpx.AsyncClient(base_url=url, timeout=600, trust_env=False) as http:
 
         async def one(number: int) -> None:
-            seeds = range(number * args.images, (number + 1) * args.images)
-            side = (args.image_side, args.image_side)
-            content: list[Any] = [
-                {"type": "image_url", "image_url": {"url": picture(seed, side)}} for seed in seeds
-            ]
-            content.append({"type": "text", "text": f"picture {number}"})
             body = {
                 "model": model,
-                "messages": [{"role": "user", "content": content}],
+                "messages": messages(pictures[number], f"picture {number}"),
                 "max_tokens": args.output_tokens,
                 "ignore_eos": True,
                 "temperature": 0,
@@ -140,9 +137,7 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds of one run")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    model = str(BUNDLED / args.model)
-    if not Path(model).is_dir():
-        model = str(model_folder(args.model, args.folder))
+    model = str(model_folder(args.model, args.folder))
     found: dict[str, dict[str, float]] = {}
     for name in args.variants.split(","):
         with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,8 @@ from typing import Any
 
 import httpx
 
-from bench.drill import noise, pools, processes, title_of
+from bench.drill import pools, processes, title_of
+from bench.pictures import messages, noise
 from weft.bench.process import ServerProcess
 
 SENTENCE = "Tom has {0} apples and buys {1} more. He gives {0} to Ann, who has {1} of them. "
@@ -55,17 +56,13 @@ def bodies(images: bool = False) -> list[dict[str, Any]]:
     if images:
         for number in range(20):
             pictures = [noise(5 * number + one) for one in range(number % 5)]
-            parts: list[dict[str, Any]] = [
-                {"type": "image_url", "image_url": {"url": url}} for url in pictures
-            ]
-            content = [*parts, {"type": "text", "text": SENTENCE.format(number + 2, 3 * number + 1)}]
+            asked = messages(pictures, SENTENCE.format(number + 2, 3 * number + 1))
             more = (
                 {"temperature": 0.9, "seed": number, "n": 1 + number % 2}
                 if number % 3
                 else {"temperature": 0}
             )
-            messages = [{"role": "user", "content": content}]
-            made.append({"messages": messages, "max_tokens": (1, 12, 40)[number % 3], **more})
+            made.append({"messages": asked, "max_tokens": (1, 12, 40)[number % 3], **more})
         return made
     for number, (repeat, tokens) in enumerate([(1, 40), (8, 160), (24, 80), (40, 30), (30, 120), (2, 1)]):
         prompt = SENTENCE.format(number + 2, 3 * number + 1) * repeat

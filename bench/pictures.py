@@ -1,0 +1,39 @@
+"""Images that requests of benchmarks have."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import Iterable
+from typing import Any
+
+
+def picture(seed: int, size: tuple[int, int] = (4000, 3000)) -> str:
+    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels."""
+    import numpy as np
+    from PIL import Image
+
+    small = np.random.default_rng(seed).integers(0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def noise(seed: int) -> str:
+    """A small image that is noise: a data: URL of a PNG."""
+    from PIL import Image
+
+    size = (96 + 16 * (seed % 3), 64)
+    file = io.BytesIO()
+    pixels = random.Random(seed).randbytes(3 * size[0] * size[1])
+    Image.frombytes("RGB", size, pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def messages(urls: Iterable[str], text: str = "") -> list[dict[str, Any]]:
+    """One message of a user: the images, then ``text``, if there is any."""
+    content: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    if text:
+        content.append({"type": "text", "text": text})
+    return [{"role": "user", "content": content}]
