@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tests.engine.pair_rig import turn
 from tests.support.slowness import deadline
 from weft.common.errors import ErrorInfo, WeftError
 from weft.config.resolved import EngineConfig
@@ -173,14 +174,7 @@ class EncodeFleet:
 
     def turn(self) -> bool:
         """One turn of each loop. Whether there was anything to compute."""
-        worked = False
-        for core in self.cores:
-            core.check()
-            self.take(core, core.hear())
-            if core.has_work():
-                worked = True
-                self.take(core, core.step())
-        return worked
+        return turn(self.cores, self.take)
 
     def run(self) -> None:
         """Until all sequences have ended, and all rooms."""

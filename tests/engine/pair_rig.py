@@ -4,6 +4,7 @@ of a front is played by hand."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,18 @@ class Answer:
     def ids(self) -> list[int]:
         assert sorted(self.tokens) == list(range(len(self.tokens)))
         return [self.tokens[position] for position in range(len(self.tokens))]
+
+
+def turn(cores: Iterable[EngineCore], take: Callable[[EngineCore, list[m.TokenEvent]], None]) -> bool:
+    """One turn of each loop, what it tells given to ``take``. Whether there was anything to compute."""
+    worked = False
+    for core in cores:
+        core.check()
+        take(core, core.hear())
+        if core.has_work():
+            worked = True
+            take(core, core.step())
+    return worked
 
 
 def submit(sequence: int, prompt: list[int], params: TokenParams, **more: Any) -> m.Submit:
@@ -94,14 +107,7 @@ class EnginePair:
 
     def turn(self) -> bool:
         """One turn of each loop. Whether there was anything to compute."""
-        worked = False
-        for core in self.cores:
-            core.check()
-            self.take(core, core.hear())
-            if core.has_work():
-                worked = True
-                self.take(core, core.step())
-        return worked
+        return turn(self.cores, self.take)
 
     def run(self) -> None:
         """Until all sequences have ended, and all rooms."""

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.launch.test_serve import Server, start
-from tests.launch.test_up import EXAMPLES, engines, until
+from tests.launch.test_up import EXAMPLES, Clients, engines, until
 from tests.launch.test_up_roles import ends_in_order, metric
 from tests.support.pictures import image_file, image_part
 from tests.support.processes import is_alive, with_role
@@ -87,28 +87,17 @@ def heads(server: Server) -> dict[str, int]:
     return found
 
 
-class Askers:
+class Askers(Clients):
     """Threads that ask with images again and again, each time another one, and compare."""
 
+    ends_s = 150.0
+
     def __init__(self, base: str, count: int = 4) -> None:
-        self._base = base
-        self._over = threading.Event()
+        super().__init__(base, count)
         self._lock = threading.Lock()
         self._next = 0
         self.done = 0
-        self.errors: list[BaseException] = []
         self.said: dict[int, set[tuple[str, ...]]] = {}
-        self._threads = [threading.Thread(target=self._run) for _ in range(count)]
-
-    def __enter__(self) -> Askers:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join(deadline(150))
 
     def _run(self) -> None:
         while not self._over.is_set():

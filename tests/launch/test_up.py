@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -42,6 +42,9 @@ class Clients:
     Each rests between two requests, longer than an answer takes: what starts meanwhile gets the cores.
     """
 
+    ends_s = 120.0
+    """Within which threads end, of a fast machine."""
+
     def __init__(self, base: str, count: int = 3) -> None:
         self._base = base
         self._over = threading.Event()
@@ -49,7 +52,7 @@ class Clients:
         self.errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._run) for _ in range(count)]
 
-    def __enter__(self) -> Clients:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self
@@ -57,7 +60,7 @@ class Clients:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(deadline(120))
+            thread.join(deadline(self.ends_s))
 
     def _run(self) -> None:
         while not self._over.is_set():

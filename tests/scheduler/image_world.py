@@ -101,10 +101,6 @@ class World(Rig):
         self.written = 0
         self.seen: set[str] = set()
 
-    @classmethod
-    def of_group(cls, kv: KVConfig, **facts: object) -> World:
-        return cls(kv, **facts)  # type: ignore[arg-type]
-
     # ---- the front
 
     def ask(self, request: Submit, *, rooms: bool = True) -> Stream:

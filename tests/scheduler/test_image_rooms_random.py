@@ -136,7 +136,6 @@ def _never(*rest: Any) -> None:
 
 
 _ANSWER = ImageRooms._reserve
-_MAKE_ROOM = EmbeddingCache.make_room
 
 
 def _greedy(rooms: ImageRooms, images: Any) -> bool:

@@ -411,6 +411,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "what the same plan reads is forgotten": (MediaBook, "_may_go", lambda book, key, order: True),
     "a chunk may have any image": (MediaBook, "reach", lambda book, sequence, start, end, step: end),
     "a step encodes without end": (MediaBook, "_begin", lambda book, step: setattr(book, "_patches", -999)),
+    "who has read it uses it for ever": (MediaBook, "_use", _never_over),
     "who has left still uses it": (MediaBook, "leave", lambda book, sequence: None),
     "new ranks have what the old ones had": (MediaBook, "clear", lambda book: None),
     "what the host gets is not moved": (EmbeddingCache, "take_ops", _without_moves),
