@@ -37,7 +37,6 @@ from weft.types.rooms import (
 
 FENCE_S = 60.0
 """Seconds after its deadline within which a room ends: as long does it excuse a lack of blocks."""
-_NO_BLOCKS = Blocks(first=0, ids=b"")
 
 
 @dataclass(slots=True, eq=False)
