@@ -276,6 +276,30 @@ def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: 
     assert "Traceback" not in server.log.read_text()
 
 
+RAISED_AS_THE_LOOP_BEGINS = """
+import signal, socket, sys
+pair = socket.socketpair
+def first(*arguments):
+    if sys._getframe(1).f_code.co_filename.endswith("asyncio/runners.py"):
+        print("raised", file=sys.stderr)
+        signal.raise_signal(signal.SIGTERM)
+    return pair(*arguments)
+socket.socketpair = first
+"""
+
+
+def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start: Any, tmp_path: Path) -> None:
+    """It is raised where uvloop makes its sockets: what a handler raised there would leave the loop half
+    begun, which no longer can be closed.
+    """
+    (tmp_path / "sitecustomize.py").write_text(RAISED_AS_THE_LOOP_BEGINS)
+    server = start(checkpoint, "--port", "0", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert server.process.wait(deadline(60)) == 128 + signal.SIGTERM
+    assert os.listdir(server.temporary) == []
+    assert "raised" in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+
+
 def ended(pid: int) -> bool:
     """Whether the process ends within 10 s: the kernel kills it with its parent, and its adopter reaps it."""
     until = time.monotonic() + deadline(10)

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 import uvicorn
@@ -84,12 +84,16 @@ def serve(
     and the port is shared. Call from the main thread: it takes ``signals.STOPS``, and leaves them ignored,
     since what follows is the process's end. Raises ConfigError when the port or the tokenizer can't be used.
     """
+    caught: list[int] = []
+    if supervisor is None:  # whatever a handler raises while the event loop begins leaves it half begun
+        for number in signals.heeded():
+            signal.signal(number, lambda number, _: caught.append(number))
     at_once = supervisor is None or not supervisor.serving
     listener = bind(front.host, front.port, shared=supervisor is not None, listens=at_once)
     sys.setswitchinterval(SWITCH_INTERVAL)
     keep_heap_small()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run())
+        return runner.run(FrontServer(config, front, owner, listener, supervisor, siblings).run(caught))
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
@@ -164,14 +168,16 @@ class FrontServer:
         self._signal = 0
         """The first one that came."""
 
-    async def run(self) -> int:
-        """Returns the exit status."""
+    async def run(self, caught: Sequence[int] = ()) -> int:
+        """Returns the exit status. ``caught``: signals that came while the event loop began."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._open = asyncio.Event()
         """Set when this front can answer requests."""
         handled = signals.heeded() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        for number in caught:
+            self._on_signal(number)
         if self._supervisor is not None:
             self._supervisor.attach(self._stop.set, self._cut)
         joining = self._supervisor is not None and self._supervisor.serving
@@ -191,6 +197,7 @@ class FrontServer:
             if self._waits_to_listen:
                 serving.cancel()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)  # the loop gives them their default back
             for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)
             signals.ignore()
