@@ -22,7 +22,7 @@ from weft.common.errors import InvalidRequest, Overloaded, WeftError
 from weft.config.media_section import MediaSection
 from weft.media import decode, service
 from weft.media.headers import ImageHeader, read_header
-from weft.media.pictures import Picture, Pictures, Wanted
+from weft.media.pictures import Frame, Picture, Pictures, Wanted
 from weft.media.service import MediaService
 from weft.types.media import MediaItem
 
@@ -41,11 +41,15 @@ def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any
 
 
 def picture(file: bytes, where: str = WHERE, **fields: Any) -> Picture:
-    return Pictures(FACTS, MediaSection(**fields)).fitted(read_header(file), where, data=file)
+    return Pictures(FACTS, MediaSection(**fields)).fitted(frame(file, where))
+
+
+def frame(file: bytes, where: str = WHERE, url: str = "") -> Frame:
+    return Frame(where=where, header=read_header(file), url=url, data=memoryview(b"" if url else file))
 
 
 def by_hand(one: Picture) -> MediaItem:
-    pixels = decode.pixels_of(one.data, one.header, one.target)
+    pixels = decode.group_pixels([(frame.data, frame.header) for frame in one.frames], one.target)
     key = decode.key_of(pixels, one.target)
     return MediaItem(key=key, start=one.start, count=one.count, grid=one.grid, pixels=pixels)
 
@@ -237,9 +241,9 @@ def test_files_are_fetched_by_processes(files: Any, monkeypatch: pytest.MonkeyPa
             found = await media.fetch(wanted, lease)
             assert [bytes(file) for file in found.values()] == list(answers.values())
             assert lease.size == sum(map(len, answers.values()))
-            made = [pictures.fitted(read_header(file), WHERE, url=url) for url, file in found.items()]
+            made = [pictures.fitted(frame(bytes(file), url=url)) for url, file in found.items()]
             items = await media.decode(made, found, lease)
-            here = [pictures.fitted(read_header(file), WHERE, data=file) for file in answers.values()]
+            here = [pictures.fitted(frame(file)) for file in answers.values()]
             assert [item.key for item in items] == [by_hand(one).key for one in here]
 
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",))
@@ -278,7 +282,7 @@ def test_addresses_that_are_not_public_are_refused_by_the_real_worker(files: Any
 
 def test_pixels_have_the_shape_of_their_grid() -> None:
     header = ImageHeader(format="PNG", width=100, height=50, orientation=8)
-    found = Pictures(FACTS, MediaSection()).fitted(header, WHERE)
+    found = Pictures(FACTS, MediaSection()).fitted(Frame(where=WHERE, header=header))
     _, rows, columns = found.grid
     assert found.target.canvas == (rows * FACTS.patch, columns * FACTS.patch)
     assert rows > columns

@@ -52,10 +52,18 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     url: str
 
 
-class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make pixels of the file behind the head."""
+class DecodeFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the files behind a head."""
 
     header: ImageHeader
+    size: Annotated[int, Meta(ge=0)]
+    """Bytes."""
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make pixels of the files behind the head: of an image, or of a group of a video's frames, in order."""
+
+    files: tuple[DecodeFile, ...]
     target: Target
 
 
@@ -63,13 +71,15 @@ Task: TypeAlias = Fetch | Decode
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The task is done: behind it are the file, or the pixels (uint8 [height, width, 3])."""
+    """The task is done: behind it are the file, or the pixels (uint8 [frames, height, width, 3])."""
 
     key: bytes = b""
     """Of pixels."""
     reason: str = ""
     """Why there are none; see ``BadMedia``."""
     code: str = ""
+    frame: int = 0
+    """Of which frame that is said."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,7 +104,7 @@ def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
     head, rest = _split(answer)
     done = _done.decode(head)
     if done.reason:
-        raise BadMedia(done.reason, done.code)
+        raise BadMedia(done.reason, done.code, done.frame)
     return done.key, rest
 
 
