@@ -31,7 +31,12 @@ _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S
 
 WORDS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": _GPT2,
-    "default": _GPT2,
+    "default": (
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        "[0-9][0-9][0-9]",
+    ),
     "llama-bpe": _words(r"\p{N}{1,3}"),
     "llama3": _words(r"\p{N}{1,3}"),
     "smaug-bpe": _words(r"\p{N}{1,3}"),
@@ -40,7 +45,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "gpt-4o": (_CASED,),
 }
 """``tokenizer.ggml.pre`` -> patterns, each of which cuts what the one before it left whole."""
-_NORMALIZED = ("qwen2", "deepseek-r1-qwen")
+NORMALIZED = ("qwen2", "deepseek-r1-qwen")
 _WHOLE_WORDS = ("llama-bpe", "llama3", "smaug-bpe")
 """Words that are tokens are not merged together."""
 
@@ -128,7 +133,7 @@ def _byte_level(vocabulary: Vocabulary) -> str:
         raise _fail("pre", f"{rule!r} is not supported; there are: {', '.join(WORDS)}")
     model = models.BPE(vocabulary.ids, vocabulary.merges, ignore_merges=rule in _WHOLE_WORDS)
     tokenizer = Tokenizer(model)
-    if rule in _NORMALIZED:
+    if rule in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     cuts: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in WORDS[rule]]
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
