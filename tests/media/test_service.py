@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -68,6 +69,31 @@ def test_workers_make_what_is_made_by_hand() -> None:
             assert media.memory.used == lease.size == sum(len(item.pixels) for item in items)
             assert media.processes == 2
         assert media.memory.used == 0
+
+    run(work)
+
+
+def test_a_group_of_frames_is_one_task() -> None:
+    """With one key of both; what is wrong with a frame names it."""
+    files = [image_file((90, 70), "JPEG", n) for n in range(3)]
+    pictures = Pictures(FACTS, MediaSection())
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            frames = [frame(file, f"{WHERE}.video[{n}]") for n, file in enumerate(files)]
+            whole, rest = pictures.groups(frames, WHERE)
+            items = await media.decode([whole, rest], {}, lease)
+            for one, item in zip((whole, rest), items, strict=True):
+                assert bytes(item.pixels) == by_hand(one).pixels
+                assert (item.key, item.grid) == (by_hand(one).key, one.grid)
+            assert len(items[0].pixels) == 2 * len(items[1].pixels)
+            swapped, _ = pictures.groups([frames[1], frames[0], frames[2]], WHERE)
+            (other,) = await media.decode([swapped], {}, lease)
+            assert other.key != items[0].key
+            broken = msgspec.structs.replace(frames[1], data=frames[1].data[:500])
+            with pytest.raises(InvalidRequest, match="damaged") as caught:
+                await media.decode(pictures.groups([frames[0], broken], WHERE), {}, lease)
+            assert caught.value.param == f"{WHERE}.video[1]"
 
     run(work)
 
