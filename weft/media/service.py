@@ -69,19 +69,29 @@ class MediaService:
     async def decode(
         self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
     ) -> tuple[MediaItem, ...]:
-        """The pixels, which count as ``lease``. Raises WeftError, naming the part."""
+        """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
+        Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
-        return tuple(await _all(self._decode(picture, files) for picture in pictures))
+        return tuple(await _all(self._decode(picture, files, lease) for picture in pictures))
 
-    async def _decode(self, picture: Picture, files: Mapping[str, memoryview]) -> MediaItem:
+    async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
+        shared = lease.share(picture.nbytes)
+        into = None if shared is None else shared.name
         data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
         each = zip(picture.frames, data, strict=True)
         sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
-        task = packed(Decode(files=sizes, target=picture.target))
+        task = packed(Decode(files=sizes, target=picture.target, into=into))
         places = [frame.where for frame in picture.frames]
         key, pixels = await self._call(self._decoders, places, task, *data)
+        if shared is not None and not len(pixels):
+            try:
+                pixels = shared.seal()
+            except OSError:
+                raise _failed(picture.where) from None
+        else:
+            into = None
         if len(pixels) != picture.nbytes:
             raise _failed(picture.where)
         return MediaItem(
@@ -90,6 +100,7 @@ class MediaService:
             count=picture.count,
             grid=picture.grid,
             pixels=cast(bytes, pixels),  # a copy of megabytes would hold the event loop up
+            shared=into,
         )
 
     async def _call(

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
+from weft.common.shared_bytes import SharedName, write_shared
 from weft.common.workers import Answer, serve
 from weft.media.decode import can_decode, group_pixels, key_of, load
 from weft.media.errors import UNREACHABLE, BadMedia
@@ -68,7 +70,8 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         task, data = task_of(payload)
         if isinstance(task, Decode):
             pixels = group_pixels(_files(task, data), task.target)
-            return packed(Done(key=key_of(pixels, task.target))), pixels
+            done = packed(Done(key=key_of(pixels, task.target)))
+            return (done,) if _written(pixels, task.into) else (done, pixels)
         with _interrupted(rules.seconds + GRACE_S):
             return packed(Done()), fetcher.fetch(task.url)
     except BadMedia as error:
@@ -84,6 +87,16 @@ def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, Ima
     ends = list(itertools.accumulate(file.size for file in task.files))
     cuts = zip([0, *ends], ends, task.files, strict=False)
     return [(data[begin:end], file.header) for begin, end, file in cuts]
+
+
+def _written(pixels: bytes, into: SharedName | None) -> bool:
+    if into is None:
+        return False
+    try:
+        write_shared(into, pixels)
+    except PixelsLost:  # the front is in a namespace of its own, or has no use for them any more
+        return False
+    return True
 
 
 @contextlib.contextmanager
