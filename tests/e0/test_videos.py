@@ -47,7 +47,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Videos:
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_the_reference_s(name: str, videos: Videos) -> None:
     for number, seen in enumerate(videos.prompts(name)):
-        expected = videos.models.greedy(name, seen, GREEDY.max_tokens)
+        expected = videos.models.greedy(name, seen, GREEDY.max_tokens, (PLACEHOLDER, VIDEO))
         assert videos.answer(name, number, 0, GREEDY).tokens == expected, number
     assert videos.answer(name, 0, 0, GREEDY).tokens != videos.answer(name, 1, 0, GREEDY).tokens
 
@@ -80,7 +80,7 @@ def test_a_video_that_begins_alike_shares_what_is_alike(videos: Videos) -> None:
     assert engine.stats().images_encoded == 3
     engine.close()
     assert found.num_cached > longer.media[1].start
-    assert found.tokens == videos.models.greedy(name, longer, GREEDY.max_tokens)
+    assert found.tokens == videos.models.greedy(name, longer, GREEDY.max_tokens, (PLACEHOLDER, VIDEO))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,7 +33,7 @@ def _expected(reference: Any, prompt: Prompt, ids: list[int], spec: Any, dtype: 
     """Logits of all positions, computed in one piece; ``ids`` begin with the prompt's."""
     inputs = prompt.inputs(spec, dtype)
     if inputs and spec.family != "kimi_k25":
-        inputs["mm_token_type_ids"] = types_of(ids)
+        inputs["mm_token_type_ids"] = types_of(ids, videos=bool(prompt.clips))
     result: Tensor = reference(torch.tensor([ids]), use_cache=False, **inputs).logits[0]
     return result
 

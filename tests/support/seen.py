@@ -14,7 +14,6 @@ import torch
 
 from tests.support.vision_models import (
     PLACEHOLDER,
-    VIDEO,
     Clip,
     Prompt,
     make_prompt,
@@ -92,14 +91,21 @@ class SeeingModels:
         return Seen(make_prompt(parts, load_spec(str(self.folder(name))), seed))
 
     @torch.no_grad()
-    def greedy(self, name: str, seen: Seen, most: int) -> list[int]:
-        """What the reference answers, in float64, each token computed from the whole prompt anew."""
+    def greedy(self, name: str, seen: Seen, most: int, hidden: Sequence[int] = (PLACEHOLDER,)) -> list[int]:
+        """What the reference answers, in float64, each token computed from the whole prompt anew.
+
+        ``hidden``: tokens that it does not say; it would look for one more image.
+        """
         _, reference = self._made(name)
         ids = list(seen.ids)
         more = seen.prompt.inputs(load_spec(str(self.folder(name))), torch.float64)
         for _ in range(most):
-            types = {"mm_token_type_ids": types_of(ids)} if name != "kimi-k25" else {}
+            types = (
+                {"mm_token_type_ids": types_of(ids, videos=bool(seen.prompt.clips))}
+                if name != "kimi-k25"
+                else {}
+            )
             logits = reference(torch.tensor([ids]), use_cache=False, **more, **types).logits
-            logits[0, -1, [PLACEHOLDER, VIDEO]] = -torch.inf  # it would look for one more image
+            logits[0, -1, list(hidden)] = -torch.inf
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(seen.ids) :]

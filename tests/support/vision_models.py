@@ -259,11 +259,11 @@ def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed:
     return Prompt(ids, images, items, clips)
 
 
-def types_of(ids: Seq[int]) -> Tensor:
-    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image, 2 of a video."""
-    return torch.tensor(
-        [[(PLACEHOLDER, VIDEO).index(t) + 1 if t in (PLACEHOLDER, VIDEO) else 0 for t in ids]]
-    )
+def types_of(ids: Seq[int], *, videos: bool) -> Tensor:
+    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image, 2 for a video, if the
+    prompt has ``videos``: else it was generated."""
+    kinds = {PLACEHOLDER: 1, VIDEO: 2} if videos else {PLACEHOLDER: 1}
+    return torch.tensor([[kinds.get(token, 0) for token in ids]])
 
 
 @dataclass(frozen=True)
