@@ -8,7 +8,8 @@ rooms and pushes caches that nobody computed. ``--streams`` sequences decode all
 count. A prompt that has arrived is decoded for one step more, so that its room is a whole one.
 
 Everything is counted by the head, between its heartbeats: each token it told between two of them belongs to
-the steps that it took between them.
+the steps that it took between them. The head never sleeps while streams run, so on a core of its own tokens
+a second are tokens a second of CPU time; on a machine that others use only the latter mean anything.
 """
 
 from __future__ import annotations
@@ -132,10 +133,21 @@ class Script:
         self._folder.cleanup()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Of all threads of a process that run."""
+    spent = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            spent += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return spent
+
+
 class Mark(msgspec.Struct, frozen=True):
     """Between two steps of the head: what had come until then."""
 
     at: float
+    cpu: float
+    """Seconds that the head's process has computed."""
     stats: m.HeadStats
     tokens: int
     """Of the streams."""
@@ -144,8 +156,8 @@ class Mark(msgspec.Struct, frozen=True):
 class Load:
     """The front's part. Streams have numbers below ``streams``, arrivals all others."""
 
-    def __init__(self, endpoint: str, script: Script, args: argparse.Namespace) -> None:
-        self._script, self._args = script, args
+    def __init__(self, endpoint: str, pid: int, script: Script, args: argparse.Namespace) -> None:
+        self._pid, self._script, self._args = pid, script, args
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -189,6 +201,8 @@ class Load:
         gaps = sorted(self.gaps)
         return {
             "tok/s": (end.tokens - begin.tokens) / seconds,
+            "tok a CPU second": (end.tokens - begin.tokens) / (end.cpu - begin.cpu),
+            "CPU share": (end.cpu - begin.cpu) / seconds,
             "steps/s": steps / seconds,
             "rows of streams a step": (end.tokens - begin.tokens) / steps,
             "rows a step": (now.decode_rows - was.decode_rows) / steps,
@@ -270,7 +284,8 @@ class Load:
                         self.gaps.append(now - self._last.get(event.sequence, now))
                         self._last[event.sequence] = now
             case m.Heartbeat(stats=stats):
-                self._marks.append(Mark(now, stats, sum(self._tokens[n] for n in self._streams)))
+                tokens = sum(self._tokens[number] for number in self._streams)
+                self._marks.append(Mark(now, cpu_seconds(self._pid), stats, tokens))
             case m.HeadFailed(error=error):
                 raise RuntimeError(f"the head failed: {error}")
 
@@ -297,10 +312,12 @@ def rows_of(found: dict[float, list[dict[str, float]]]) -> list[dict[str, Any]]:
     """One row a rate: medians, and its share of the decode speed without arrivals, round by round."""
     rows: list[dict[str, Any]] = []
     for rate, windows in found.items():
-        shares = [one["tok/s"] / alone["tok/s"] for one, alone in zip(windows, found[0.0], strict=True)]
-        least_most = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+        row: dict[str, Any] = {"arrivals/s": f"{rate:g}"}
+        for title, name in (("of alone", "tok/s"), ("of alone, by CPU time", "tok a CPU second")):
+            shares = [one[name] / alone[name] for one, alone in zip(windows, found[0.0], strict=True)]
+            row[title] = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
         medians = {name: round(statistics.median(one[name] for one in windows), 2) for name in windows[0]}
-        rows.append({"arrivals/s": f"{rate:g}", "of alone": least_most, **medians})
+        rows.append(row | medians)
     return rows
 
 
@@ -322,7 +339,8 @@ def main() -> None:
         process.start()
         os.sched_setaffinity(0, {cores[-1]})
         script = Script(config_of(*shape, "prefill", args.dtype), args.length)
-        load = Load(endpoint, script, args)
+        assert process.pid is not None
+        load = Load(endpoint, process.pid, script, args)
         load.window(max(rates))  # warms up
         found: dict[float, list[dict[str, float]]] = {rate: [] for rate in rates}
         for number in range(args.rounds):
