@@ -153,7 +153,7 @@ def _opened(
             reports=reports,
             endpoint=transport.endpoint,
             memory=memory,
-            sends=config.transfer.role == "prefill",
+            heard=number == 0 and config.transfer.role == "prefill",
             close=resources.pop_all().close,
         )
 

@@ -77,8 +77,8 @@ class RankRooms:
     """Where peers reach this rank."""
     memory: Sequence[Sequence[torch.Tensor]]
     """For each cache kind the tensors that peers read or write: blocks, or the snapshots of a state."""
-    sends: bool = False
-    """Whether layers leave while a step computes: so its head must hear of rooms meanwhile."""
+    heard: bool = False
+    """Whether a head is on this rank that must hear of rooms while a step computes."""
     close: Callable[[], None]
     """Ends all of it."""
 

@@ -140,8 +140,8 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        heard = depth > 1 or (rooms is not None and rooms.sends)
-        self._queue = DeviceQueue(threaded=device.type == "cpu" and heard)
+        threaded = depth > 1 or (rooms is not None and rooms.heard)
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and threaded)
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
         self._failed = False
         """Whether a step failed; until ``reset``."""
