@@ -75,9 +75,8 @@ def row(name: str, rounds: list[list[RequestRecord]], args: argparse.Namespace) 
             for records in rounds
         ]
         shares = [count / len(records) for count, records in zip(kept, rounds, strict=True)]
-        made[f"met, TPOT {limit:g} ms"] = (
-            f"{statistics.median(shares):.0%} {[round(one, 2) for one in shares]}"
-        )
+        each = ", ".join(f"{share:.0%}" for share in shares)
+        made[f"met, TPOT {limit:g} ms"] = f"{statistics.median(shares):.0%} ({each})"
         made[f"goodput, {limit:g} ms"] = round(args.rate * statistics.median(shares), 2)
     return made | {
         "TTFT p50 ms": round(times("ttft", 0.5)),

@@ -352,6 +352,7 @@ def main() -> None:
         load.shut_down()
         process.join(10)
         script.close()
+    os.sched_setaffinity(0, cores)
     table = record.markdown(rows_of(found))
     print(table)
     if args.name:
