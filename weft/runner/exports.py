@@ -83,6 +83,11 @@ class RankRooms:
     """Ends all of it."""
 
 
+def is_heard(rooms: RankRooms | None) -> bool:
+    """``RankRooms.heard``, of a rank that may have none."""
+    return rooms is not None and rooms.heard
+
+
 class Exports:
     """Tells ``transfer`` of the plans of one runner, from the thread that computes them."""
 
