@@ -475,5 +475,7 @@ def test_the_log_says_what_was_read(
     line = next(record.getMessage() for record in caplog.records if "quantized weights" in record.message)
     assert "10 FP8 per tensor" in line
     assert "5 FP8 blocks of 32 x 64" in line
-    assert re.search(r"[\d.]+ MB in the files, held as bfloat16 in [\d.]+ MB", line)
+    assert re.search(
+        r"[\d.]+ MB in the files, held in [\d.]+ MB, of which [\d.]+ MB are dequantized to bf", line
+    )
     assert "activations are not quantized" in line
