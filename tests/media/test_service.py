@@ -13,14 +13,16 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.support.pictures import FACTS, image_file
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded, WeftError
+from weft.common.shared_bytes import SharedBytes, reaches
 from weft.config.media_section import MediaSection
-from weft.media import decode, service
+from weft.media import decode, memory, service
 from weft.media.headers import ImageHeader, read_header
 from weft.media.pictures import Picture, Pictures, Wanted
 from weft.media.service import MediaService
@@ -64,6 +66,47 @@ def test_workers_make_what_is_made_by_hand() -> None:
             assert media.memory.used == lease.size == sum(len(item.pixels) for item in items)
             assert media.processes == 2
         assert media.memory.used == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("why", ["shown", "scarce"])
+def test_pixels_are_in_memory_that_engines_can_open(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written there by the worker; as bytes where descriptors are scarce."""
+    files = [image_file((64, 48), "PNG", n) for n in range(3)]
+    if why == "scarce":
+        monkeypatch.setattr(memory, "most_descriptors", lambda: 1)
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            pictures = [picture(file) for file in files]
+            items = await media.decode(pictures, {}, lease)
+            assert [bytes(item.pixels) for item in items] == [by_hand(one).pixels for one in pictures]
+            shown = [item.shared for item in items if item.shared is not None]
+            assert len(shown) == media.memory.descriptors == {"shown": 3, "scarce": 1}[why]
+            for name in shown:
+                assert reaches(name)
+        assert media.memory.descriptors == 0
+        assert not any(map(reaches, shown))
+        assert bytes(items[0].pixels) == by_hand(pictures[0]).pixels
+
+    run(work)
+
+
+def test_a_worker_that_cannot_open_memory_answers_with_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(SharedBytes):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.name = msgspec.structs.replace(self.name, pid=1 << 30)
+
+    monkeypatch.setattr(memory, "SharedBytes", Gone)
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            one = picture(image_file((64, 48), "PNG", 1))
+            (item,) = await media.decode([one], {}, lease)
+            assert bytes(item.pixels) == by_hand(one).pixels
+            assert item.shared is None
 
     run(work)
 

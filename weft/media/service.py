@@ -66,16 +66,26 @@ class MediaService:
     async def decode(
         self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
     ) -> tuple[MediaItem, ...]:
-        """The pixels, which count as ``lease``. Raises WeftError, naming the part."""
+        """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
+        Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
-        return tuple(await _all(self._decode(picture, files) for picture in pictures))
+        return tuple(await _all(self._decode(picture, files, lease) for picture in pictures))
 
-    async def _decode(self, picture: Picture, files: Mapping[str, memoryview]) -> MediaItem:
-        task = packed(Decode(header=picture.header, target=picture.target))
+    async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
+        shared = lease.share(picture.nbytes)
+        into = None if shared is None else shared.name
+        task = packed(Decode(header=picture.header, target=picture.target, into=into))
         data = files[picture.url] if picture.url else picture.data
         key, pixels = await self._call(self._decoders, picture.where, task, data)
+        if shared is not None and not len(pixels):
+            try:
+                pixels = shared.seal()
+            except OSError:
+                raise _failed(picture.where) from None
+        else:
+            into = None
         if len(pixels) != picture.nbytes:
             raise _failed(picture.where)
         return MediaItem(
@@ -84,6 +94,7 @@ class MediaService:
             count=picture.count,
             grid=picture.grid,
             pixels=cast(bytes, pixels),  # a copy of megabytes would hold the event loop up
+            shared=into,
         )
 
     async def _call(

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from weft.common.shared_bytes import SharedName
 from weft.media.errors import BadMedia
 from weft.media.headers import ImageHeader
 
@@ -57,13 +58,16 @@ class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     header: ImageHeader
     target: Target
+    into: SharedName | None = None
+    """Where the pixels are to be written; what cannot be written there is in the answer."""
 
 
 Task: TypeAlias = Fetch | Decode
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The task is done: behind it are the file, or the pixels (uint8 [height, width, 3])."""
+    """The task is done: behind it are the file, or the pixels (uint8 [height, width, 3]), if these
+    were not written elsewhere."""
 
     key: bytes = b""
     """Of pixels."""

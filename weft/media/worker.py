@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
+from weft.common.shared_bytes import SharedName, write_shared
 from weft.common.workers import Answer, serve
 from weft.media.decode import can_decode, key_of, load, pixels_of
 from weft.media.errors import UNREACHABLE, BadMedia
@@ -66,7 +68,8 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         task, data = task_of(payload)
         if isinstance(task, Decode):
             pixels = pixels_of(data, task.header, task.target)
-            return packed(Done(key=key_of(pixels, task.target))), pixels
+            done = packed(Done(key=key_of(pixels, task.target)))
+            return (done,) if _written(pixels, task.into) else (done, pixels)
         with _interrupted(rules.seconds + GRACE_S):
             return packed(Done()), fetcher.fetch(task.url)
     except BadMedia as error:
@@ -75,6 +78,16 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         return (packed(Done(reason="takes more memory than this server allows", code="image_too_large")),)
     except TimeoutError:
         return (packed(Done(reason="took too long to fetch", code=UNREACHABLE)),)
+
+
+def _written(pixels: bytes, into: SharedName | None) -> bool:
+    if into is None:
+        return False
+    try:
+        write_shared(into, pixels)
+    except PixelsLost:  # the front is in a namespace of its own, or has no use for them any more
+        return False
+    return True
 
 
 @contextlib.contextmanager
