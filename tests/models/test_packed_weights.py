@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.test_quantized_loading import FORMATS, _folders, plain
+from tests.models.test_quantized_loading import (
+    FORMATS,
+    _folders,
+    deepseek_v4_folders,
+    gpt_oss_folders,
+    plain,
+)
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from weft.config.families import load_spec
@@ -194,3 +200,49 @@ def test_experts_divided_whole(plain: Path, tmp_path: Path, paged: Any) -> None:
         found = on_ranks(layout, lambda mesh, dtype=dtype: logits(load(packed, dtype, mesh=mesh), paged))
         for one in found:
             assert (one - wanted).abs().max() <= most * wanted.abs().max()
+
+
+@pytest.mark.parametrize("folders", [gpt_oss_folders, deepseek_v4_folders])
+def test_families_that_publish_four_bits(folders: Any, tmp_path: Path, paged: Any) -> None:
+    """Stacked blocks of [experts, outputs, inputs] with gate and up rows in turn; experts one by one beside
+    FP8 blocks."""
+    folders(tmp_path)
+    wanted = logits(load(tmp_path / "packed", torch.float64, packed=False), paged)
+    model = load(tmp_path / "packed", torch.float64)
+    assert sum(isinstance(t, Codes) for m in model.modules() for t in _fields(m)) >= 4
+    assert (logits(model, paged) - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    found = logits(load(tmp_path / "packed", torch.float32), paged).double()
+    assert (found - wanted).abs().mean() <= 1e-5 * wanted.abs().max()
+    for expert in (False, True):
+        layout = Layout(tensor=2, expert=expert)
+        for one in on_ranks(
+            layout, lambda mesh: logits(load(tmp_path / "packed", torch.float64, mesh=mesh), paged)
+        ):
+            assert (one - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+
+
+def _fields(module: Any) -> list[Any]:
+    made = list(vars(module).values())
+    packed = vars(module).get("_packed")
+    return [*made, *(getattr(packed, name, None) for name in ("gate_up", "down", "shared_gate_up"))]
+
+
+@pytest.mark.parametrize("name", ["awq", "nvfp4", "fp8 blocks"])
+def test_company_changes_no_bit(name: str, plain: Path, tmp_path: Path, paged: Any, extension: None) -> None:
+    """A sequence in one chunk alone, and in other chunks beside another one."""
+    packed, _ = _folders(plain, tmp_path, *FORMATS[name])
+    model = load(packed, torch.bfloat16)
+    tokens = [(7 * i + 3) % 90 for i in range(40)]
+    alone = paged(model)
+    first = alone.sequence(tokens)
+    alone.step([(first, 30)])
+    for _ in range(4):
+        alone.step([], [(first, 1)])
+    together = paged(model)
+    again = together.sequence(tokens)
+    other = together.sequence([(11 * i + 1) % 90 for i in range(60)])
+    together.step([(other, 17), (again, 11)])
+    together.step([(again, 19)], [(other, 1)])
+    for _ in range(4):
+        together.step([], [(other, 1), (again, 1)])
+    assert torch.equal(torch.stack(first.logits), torch.stack(again.logits))

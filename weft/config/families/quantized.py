@@ -151,9 +151,10 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
-    fields.choice("expert_dtype", ("fp8", "fp4"))
+    experts = fields.choice("expert_dtype", ("fp8", "fp4"))
     fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_ABOUT[8])
+    bits = _ABOUT[4 if experts == "fp4" else 8]  # experts are nearly all
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=bits)
 
 
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
