@@ -69,9 +69,47 @@ def llama() -> tuple[Any, dict[str, Any]]:
     return transformers.LlamaForCausalLM(config), texts | {"pre": "llama-bpe"}
 
 
+def latent_model() -> tuple[Any, dict[str, Any]]:
+    """DeepSeek V3: latent attention, experts chosen in groups by sigmoid and bias."""
+    folder = bundled_models()["spool-mla"]
+    texts = gguf_files.texts_of(Path(folder), "qwen2") | {"eos_token_id": 2}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), texts
+
+
+def gpt_oss() -> tuple[Any, dict[str, Any]]:
+    """Random: sinks, a window in every second layer, experts with biases. Without yarn, whose range of pairs
+    llama.cpp rounds to whole ones, and the published model does not.
+    """
+    torch.manual_seed(2)
+    config = transformers.GptOssConfig(
+        vocab_size=1024,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+    )
+    _, texts = text_model()
+    model = transformers.GptOssForCausalLM(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() < 3 and "norm" not in name:
+            torch.nn.init.normal_(weight, 0.0, 0.2)
+    return model, texts
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "tolerance"),
     [
+        (latent_model, "F32", 1e-3),
+        (gpt_oss, "F32", 1e-3),
+        (gpt_oss, "MXFP4", 0.05),
         # It computes attention with queries of 16 bits.
         (text_model, "F32", 1e-3),
         (llama, "F32", 1e-3),

@@ -32,6 +32,19 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "routed_scaling_factor": 1.5,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-head-dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
@@ -39,6 +52,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
 }
 
@@ -70,7 +107,11 @@ def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> No
     model = made(case)
     (tmp_path / "saved").mkdir()
     model.save_pretrained(tmp_path / "saved")
-    write_model(tmp_path / "model.gguf", model)
+    more: dict[str, Any] = {}
+    if case == "gpt-oss":
+        more = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        more["rope.scaling.original_context_length"] = 64
+    write_model(tmp_path / "model.gguf", model, **more)
     theirs, expected = loaded(str(tmp_path / "saved"))
     spec, found = loaded(str(tmp_path / "model.gguf"))
     assert found.keys() == expected.keys()
@@ -79,6 +120,8 @@ def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> No
     assert spec.dtype == "float32"
     for fact in (
         "family",
+        "mla",
+        "caches",
         "layers",
         "heads",
         "kv_heads",
@@ -107,6 +150,23 @@ def test_numbers_are_those_that_the_format_says(kind: str, tmp_path: Path) -> No
     original = model.state_dict()["model.layers.1.mlp.experts.down_proj"]
     error = (found["blocks.1.feed_forward.experts.down"] - original).abs().max() / original.abs().max()
     assert 0 < error < {"F16": 1e-3, "BF16": 5e-3, "Q8_0": 1e-2, "Q5_1": 5e-2}.get(kind, 0.3)
+
+
+def test_experts_in_mxfp4_stay_as_they_are_published(tmp_path: Path) -> None:
+    """GPT-OSS: the same codes as its published checkpoint has, though byte by byte in another order."""
+    model = made("gpt-oss")
+    write_model(tmp_path / "model.gguf", model, kind="MXFP4")
+    folder = resolve_model_path(str(tmp_path / "model.gguf"))
+    assert load_spec(folder).quantized is not None
+    _, found = loaded(str(tmp_path / "model.gguf"))
+    stored = {tensor.name: tensor for tensor in Container(tmp_path / "model.gguf").tensors()}
+    for what, name in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+        tensor = stored[f"blk.1.ffn_{what}_exps.weight"]
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType.MXFP4))
+        rows = found[f"blocks.1.feed_forward.experts.{name}"]
+        n = expected.shape[1]
+        begin = n if what == "up" else 0
+        assert torch.equal(rows[:, begin : begin + n], expected), what
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_K"])

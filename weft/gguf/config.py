@@ -13,14 +13,21 @@ from typing import Any
 from weft.common.errors import ConfigError
 from weft.gguf.container import StoredTensor
 
-ARCHITECTURES = {
+FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
+    "mixtral": ("MixtralForCausalLM", "mixtral"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-"""GGUF's name of an architecture -> what config.json calls it, and the model type."""
-_MIXTRAL = ("MixtralForCausalLM", "mixtral")
+"""What config.json calls an architecture of GGUF, and its model type. Two have families of their own: a
+``llama`` with experts, and a ``deepseek2`` that scores experts with sigmoids."""
+ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
+_SIGMOID = 2
+"""Of ``expert_gating_func``."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Of every published model whose frequencies are scaled as Llama 3.1's."""
 _LLAMA3_CONTEXT = 8192
@@ -75,9 +82,17 @@ class ModelFacts:
         return self.integer("expert_count", 0)
 
     @property
-    def mixtral(self) -> bool:
-        """Whether it is a Llama with experts."""
-        return self.architecture == "llama" and self.experts > 0
+    def family(self) -> str:
+        """Of ``FAMILIES``."""
+        if self.architecture == "llama" and self.experts:
+            return "mixtral"
+        if self.architecture == "deepseek2" and self.integer("expert_gating_func", 1) == _SIGMOID:
+            return "deepseek3"
+        return self.architecture
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A switch."""
+        return bool(self._value(key, default))
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.metadata.get(f"{self.architecture}.{key}", default)
@@ -98,15 +113,15 @@ def config_of(
     for a model that is not served.
     """
     facts = ModelFacts(metadata)
-    name, model_type = _MIXTRAL if facts.mixtral else ARCHITECTURES[facts.architecture]
+    family = facts.family
+    name, model_type = FAMILIES[family]
     stored = {tensor.name for tensor in tensors}
-    heads = facts.heads
     made: dict[str, Any] = {
         "architectures": [name],
         "model_type": model_type,
         "hidden_size": facts.integer("embedding_length"),
-        "num_hidden_layers": facts.integer("block_count"),
-        "num_attention_heads": heads,
+        "num_hidden_layers": facts.integer("block_count") - facts.integer("nextn_predict_layers", 0),
+        "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,
         "intermediate_size": facts.integer("feed_forward_length", 0) or _expert_size(facts),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
@@ -117,23 +132,73 @@ def config_of(
         "tie_word_embeddings": "output.weight" not in stored,
         "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
     }
-    size = facts.integer("attention.key_length", made["hidden_size"] // max(heads, 1))
+    if facts.architecture == "deepseek2":
+        made |= _latent(facts)
+    else:
+        made["head_dim"] = _head_size(facts, made["hidden_size"])
+    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made["rope_theta"])
+    if family == "llama":
+        made["attention_bias"] = "blk.0.attn_q.bias" in stored
+        made["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
+    if facts.experts:
+        made |= _experts(facts)
+    if family == "gpt-oss":
+        made["intermediate_size"] = _expert_size(facts)
+        made["sliding_window"] = facts.integer("attention.sliding_window")
+        if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
+            made["quantization_config"] = {"quant_method": "mxfp4"}
+    return made | _ends(metadata)
+
+
+def _head_size(facts: ModelFacts, hidden: int) -> int:
+    size = facts.integer("attention.key_length", hidden // max(facts.heads, 1))
     if facts.integer("attention.value_length", size) != size:
         raise ConfigError("GGUF: keys and values of different sizes are not supported here", param="--model")
     if facts.integer("rope.dimension_count", size) != size:
         raise ConfigError("GGUF: heads that are rotated in part are not supported here", param="--model")
-    made["head_dim"] = size
-    made.update(_rope_scaling(facts, rope_factors, size, made["rope_theta"]))
-    if facts.architecture == "llama" and not facts.mixtral:
-        made["attention_bias"] = "blk.0.attn_q.bias" in stored
-        made["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
-    if facts.experts:
-        made["num_experts_per_tok"] = facts.integer("expert_used_count")
-        made["num_local_experts" if facts.mixtral else "num_experts"] = facts.experts
-    if facts.architecture == "qwen3moe":
-        made |= {"moe_intermediate_size": _expert_size(facts), "norm_topk_prob": True}
-        made |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    return made | _ends(metadata)
+    return size
+
+
+def _latent(facts: ModelFacts) -> dict[str, Any]:
+    """Sizes of latent attention. Older files have those of keys and values under their plain names."""
+    rotated = facts.integer("rope.dimension_count")
+    keys = facts.integer("attention.key_length_mla", facts.integer("attention.key_length"))
+    return {
+        "num_key_value_heads": facts.heads,
+        "q_lora_rank": facts.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": facts.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": facts.integer("attention.value_length_mla", facts.integer("attention.value_length")),
+        "rope_interleave": True,
+    }
+
+
+def _experts(facts: ModelFacts) -> dict[str, Any]:
+    """How layers route."""
+    made: dict[str, Any] = {"num_experts_per_tok": facts.integer("expert_used_count")}
+    match facts.family:
+        case "mixtral" | "gpt-oss":
+            return made | {"num_local_experts": facts.experts}
+        case "qwen3moe":
+            made |= {"num_experts": facts.experts, "norm_topk_prob": True}
+            made |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            return made | {"moe_intermediate_size": _expert_size(facts)}
+    groups = facts.integer("expert_group_count", 1) or 1
+    made |= {
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_size(facts),
+        "first_k_dense_replace": facts.integer("leading_dense_block_count", 0),
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", facts.family == "deepseek3"),
+        "n_group": groups,
+        "topk_group": facts.integer("expert_group_used_count", groups) or groups,
+    }
+    if facts.family == "deepseek2" and groups > 1:
+        made["topk_method"] = "group_limited_greedy"
+    return made
 
 
 def _expert_size(facts: ModelFacts) -> int:
@@ -174,6 +239,11 @@ def _rope_scaling(
         return {"rope_scaling": {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}}
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": facts.number("rope.scaling.factor")}
+        if facts.architecture == "gpt-oss":
+            scaling["truncate"] = False
+        if facts.has("rope.scaling.yarn_log_multiplier"):  # a tenth of it
+            scale = round(10 * facts.number("rope.scaling.yarn_log_multiplier"), 6)
+            scaling |= {"mscale": scale, "mscale_all_dim": scale}
         if facts.has("rope.scaling.original_context_length"):
             scaling["original_max_position_embeddings"] = facts.integer(
                 "rope.scaling.original_context_length"

@@ -21,7 +21,7 @@ from weft.gguf.tokenizer import tokenizer_files
 
 log = get_logger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Of what is made: folders of another are not used."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
@@ -110,7 +110,7 @@ def _write(folder: Path, parts: list[Path]) -> None:
     tensors = [tensor for container in containers for tensor in container.tensors()]
     facts = ModelFacts(metadata)
     config = config_of(metadata, tensors, _rope_factors(tensors))
-    layout = Layout(facts.architecture, facts.heads, facts.kv_heads, facts.mixtral)
+    layout = Layout(facts.family, config["num_hidden_layers"], facts.heads, facts.kv_heads)
     (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))
     try:
         texts = tokenizer_files(metadata)

@@ -16,7 +16,7 @@ from weft.media.decode import can_decode, missing
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.memory import Lease, MediaMemory
 from weft.media.pictures import Picture, Wanted
-from weft.media.words import Decode, Fetch, WorkerRules, packed, result_of
+from weft.media.words import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.types.media import MediaItem
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ SLACK = 512 << 20
 """Bytes that a worker may map beside what its image takes."""
 BYTES_A_PIXEL = 24
 """Of a transparent image: decoded, turned, on white, without its transparency; and the file."""
+MOST_FRAMES = 2
+"""That are decoded together: what models with videos take as a group."""
 LATE_S = 5.0
 """Seconds after a worker's own deadline in which it must say so; then it is ended."""
 
@@ -38,7 +40,8 @@ class MediaService:
     def __init__(self, section: MediaSection) -> None:
         self._section = section
         self.memory = MediaMemory(section.media_memory)
-        pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * section.max_image_bytes
+        files = MOST_FRAMES * section.max_image_bytes
+        pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * files
         self._decoders = self._pool(section.media_workers, pixels)
         self._fetchers = self._pool(FETCHERS, SLACK + 4 * section.max_image_bytes)
 
@@ -59,7 +62,7 @@ class MediaService:
 
     async def _fetch(self, wanted: Wanted, lease: Lease) -> memoryview:
         lease.take(self._section.max_image_bytes)
-        _, file = await self._call(self._fetchers, wanted.where, packed(Fetch(url=wanted.url)))
+        _, file = await self._call(self._fetchers, [wanted.where], packed(Fetch(url=wanted.url)))
         lease.give(self._section.max_image_bytes - len(file))
         return file
 
@@ -76,9 +79,12 @@ class MediaService:
     async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
         shared = lease.share(picture.nbytes)
         into = None if shared is None else shared.name
-        task = packed(Decode(header=picture.header, target=picture.target, into=into))
-        data = files[picture.url] if picture.url else picture.data
-        key, pixels = await self._call(self._decoders, picture.where, task, data)
+        data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
+        each = zip(picture.frames, data, strict=True)
+        sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
+        task = packed(Decode(files=sizes, target=picture.target, into=into))
+        places = [frame.where for frame in picture.frames]
+        key, pixels = await self._call(self._decoders, places, task, *data)
         if shared is not None and not len(pixels):
             try:
                 pixels = shared.seal()
@@ -98,17 +104,18 @@ class MediaService:
         )
 
     async def _call(
-        self, pool: WorkerPool, where: str, *payload: bytes | memoryview
+        self, pool: WorkerPool, places: Sequence[str], *payload: bytes | memoryview
     ) -> tuple[bytes, memoryview]:
+        """``places``: of each frame, for errors."""
         try:
             return result_of(await pool.call(*payload))
         except BadMedia as error:
-            raise error.at(where) from None
+            raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
-            raise late.at(where) from None
+            raise late.at(places[0]) from None
         except (WorkerDied, ValueError, msgspec.DecodeError):
-            raise _failed(where) from None
+            raise _failed(places[0]) from None
 
     @property
     def processes(self) -> int:

@@ -135,7 +135,9 @@ class WeightFile:
         if self._safe is not None:
             return self._safe.get_slice(name).get_dtype() in _PLAIN
         found = self._loaded[name]
-        return isinstance(found, GGUFTensor) or (found.is_floating_point() and found.element_size() > 1)
+        if isinstance(found, GGUFTensor):
+            return found.floating
+        return found.is_floating_point() and found.element_size() > 1
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         """``tensor(name)[place]``, and nothing else of it is read."""
