@@ -1,7 +1,7 @@
 // Weights of few bits: packing them, and the sums of a block (coded.h).
 //
-// Few rows are multiplied by codes that are unpacked in registers. For more, some groups are unpacked in memory first,
-// for all rows: as pairs of bf16, or as floats for float32 activations (and where AVX2 multiplies those faster).
+// bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind the
+// products. For float32 rows, and where AVX2 multiplies more than two, some groups are unpacked in memory as floats.
 #include "coded.h"
 
 #include "fp8.h"
@@ -11,7 +11,7 @@ namespace weft {
 namespace {
 
 constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
-constexpr int kDirectRows = WEFT_AVX512 ? 8 : 2;
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // Where a step keeps the 8 bits of (column, k of the pair).
@@ -240,14 +240,12 @@ struct Direct {
   Bf16::Step load(int64_t step) const { return codes.load(at + step * bytes); }
 };
 
-template <class Form>
 struct Unpacked {
-  using F = Form;
+  using F = F32;
   static constexpr int64_t bytes = F::bytes;
   const uint8_t* at;
-  Unpacked(const Range& range, const uint8_t* made, const uint8_t*, int64_t k)
-      : at(made + (k - range.begin) / F::depth * F::bytes) {}
-  typename F::Step load(int64_t step) const { return F::load(at + step * bytes); }
+  Unpacked(const Range& range, const uint8_t* made, const uint8_t*, int64_t k) : at(made + (k - range.begin) * bytes) {}
+  F::Step load(int64_t step) const { return F::load(at + step * bytes); }
 };
 
 // One group's sums: a chain over its k for each row and column.
@@ -362,13 +360,13 @@ uint8_t* memory_of(int64_t bytes) {
 }
 
 // `run(range, what was unpacked of it)` of some groups after others.
-template <class Form, class Run>
+template <class Run>
 void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) {
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
-  uint8_t* made = memory_of((most + 2) / Form::depth * Form::bytes);
+  uint8_t* made = memory_of((most + 2) * F32::bytes);
   for (int64_t k = 0; k < inputs; k += most) {
     const Range range{coding, w, inputs, k, std::min(inputs, k + most)};
-    unpack<Form>(range, made);
+    unpack<F32>(range, made);
     run(range, made);
   }
 }
@@ -378,31 +376,28 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
-  if (rows <= kDirectRows)
-    return by_numbers(coding, [&]<class C>() {
-      add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, x_stride, rows, sums);
-    });
 #if WEFT_AVX2
-  static thread_local std::vector<float> memory;
-  in_ranges<F32>(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
-    const int64_t count = range.end - range.begin;
-    if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
-    for (int64_t row = 0; row < rows; ++row)
-      for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x[row * x_stride + range.begin + k]);
-    add_rows<Unpacked<F32>, kRows>(range, made, memory.data(), count, rows, sums);
-  });
-#else
-  in_ranges<Bf16>(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
-    add_rows<Unpacked<Bf16>, kRows>(range, made, x + range.begin, x_stride, rows, sums);
-  });
+  if (rows > kDirectRows) {
+    static thread_local std::vector<float> memory;
+    return in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
+      const int64_t count = range.end - range.begin;
+      if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x[row * x_stride + range.begin + k]);
+      add_rows<Unpacked, kRows>(range, made, memory.data(), count, rows, sums);
+    });
+  }
 #endif
+  by_numbers(coding, [&]<class C>() {
+    add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, x_stride, rows, sums);
+  });
 }
 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const float* x, int64_t x_stride, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
-  in_ranges<F32>(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
-    add_rows<Unpacked<F32>, kRows>(range, made, x + range.begin, x_stride, rows, sums);
+  in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
+    add_rows<Unpacked, kRows>(range, made, x + range.begin, x_stride, rows, sums);
   });
 }
 

@@ -10,8 +10,8 @@
 //   8 bits     `eight_slot`
 //
 // INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16); groups are
-// added up in order, each times its scale. Neither depends on how many rows there are: what is unpacked in registers
-// for few of them is unpacked in memory for many, and gives the same chain.
+// added up in order, each times its scale. Neither depends on how many rows there are: where codes are unpacked in
+// memory for some numbers of rows and in registers for others, both give the same chain.
 #pragma once
 
 #include "common.h"
