@@ -317,6 +317,24 @@ def test_files_are_fetched_by_processes(files: Any, monkeypatch: pytest.MonkeyPa
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",))
 
 
+def test_many_small_files_do_not_count_as_many_large_ones(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, answers = files
+    answers.update({f"/{n}": image_file(seed=n) for n in range(20)})
+    monkeypatch.setattr(service, "COMMAND", (sys.executable, "-m", "tests.support.open_media_worker"))
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            wanted = [Wanted(f"http://127.0.0.1:{port}/{n}", WHERE) for n in range(20)]
+            found = await media.fetch(wanted, lease)
+            assert [bytes(file) for file in found.values()] == [answers[f"/{n}"] for n in range(20)]
+            assert lease.size == sum(map(len, answers.values()))
+
+    most = (service.FETCHERS + 2) << 20
+    run(work, allowed_media_domains=(f"127.0.0.1:{port}",), max_image_bytes=1 << 20, media_memory=most)
+
+
 def test_a_server_that_hangs_holds_up_nobody(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     port, answers = files
     answers["/a.png"] = image_file()

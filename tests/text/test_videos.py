@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,6 +192,10 @@ def test_forms() -> None:
         (_video(2, fps=True), "fps must be"),
         (_video(2, fps=float("nan")), "fps must be"),
         (_video(2, fps="2"), "fps must be"),
+        (_video(2, fps=10**400), "fps must be"),
+        (_video(2, fps=1e-300), "fps must be"),
+        (_video(2, timestamps=[0, 10**400]), "timestamps must be a list"),
+        (_video(2, timestamps=[0, float("nan")]), "timestamps must be a list"),
         (_video(2, timestamps=[1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, -1]), "timestamps must be a list"),
         (_video(2, timestamps=[1, 1e300]), "timestamps must be a list"),
@@ -205,6 +210,51 @@ def test_parts_that_are_refused(part: dict[str, Any], problem: str) -> None:
         _read(_text("a"), part)
     assert caught.value.param == "messages[0].content[1]"
     assert len(caught.value.message) < 400
+
+
+def test_any_other_part_is_refused_by_name() -> None:
+    """Random values in all fields: a part that is read, or an error of the request."""
+    source = random.Random(3)
+    leaves = [
+        "",
+        "data:,x",
+        "data:video/jpeg;base64,",
+        "data:video/jpeg;base64,,,",
+        0,
+        -1,
+        2.5,
+        None,
+        True,
+        1 << 70,
+    ]
+
+    def value(depth: int) -> Any:
+        kind = source.random()
+        if depth and kind < 0.4:
+            return [value(depth - 1) for _ in range(source.randint(0, 4))]
+        if depth and kind < 0.5:
+            return {source.choice(["url", "video", "type"]): value(depth - 1)}
+        return source.choice(leaves)
+
+    read = 0
+    wrong = set()
+    for _ in range(3000):
+        kind = source.choice(["video", "video_url"])
+        part = {"type": kind, kind: value(2)}
+        for name in ("fps", "timestamps", "x"):
+            if source.random() < 0.2:
+                part[name] = value(2)
+        try:
+            (shown,) = _read(part)
+        except InvalidRequest as error:
+            wrong.add(error.param)
+        else:
+            assert all(isinstance(frame, str) for frame in shown.frames)
+            assert 2 <= len(shown.frames) <= 16
+            assert all(len(f"{time:.1f}") < 12 for time in group_times(shown, 2, 2.0))
+            read += 1
+    assert wrong == {"messages[0].content[0]"}
+    assert read > 10
 
 
 def test_images_and_videos_are_counted_together() -> None:

@@ -56,14 +56,17 @@ class MediaService:
         return WorkerPool(COMMAND, msgspec.msgpack.encode(rules), most, section.media_timeout + LATE_S)
 
     async def fetch(self, wanted: Sequence[Wanted], lease: Lease) -> dict[str, memoryview]:
-        """Files by their URLs, which count as ``lease``. Raises WeftError, naming the part."""
-        files = await _all(self._fetch(one, lease) for one in wanted)
+        """Files by their URLs, which count as ``lease``, each as the largest one until it is here: so there
+        are no more at a time than processes. Raises WeftError, naming the part."""
+        few = asyncio.Semaphore(FETCHERS)
+        files = await _all(self._fetch(one, lease, few) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
-    async def _fetch(self, wanted: Wanted, lease: Lease) -> memoryview:
-        lease.take(self._section.max_image_bytes)
-        _, file = await self._call(self._fetchers, [wanted.where], packed(Fetch(url=wanted.url)))
-        lease.give(self._section.max_image_bytes - len(file))
+    async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore) -> memoryview:
+        async with few:
+            lease.take(self._section.max_image_bytes)
+            _, file = await self._call(self._fetchers, [wanted.where], packed(Fetch(url=wanted.url)))
+            lease.give(self._section.max_image_bytes - len(file))
         return file
 
     async def decode(

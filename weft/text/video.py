@@ -7,7 +7,6 @@ Containers such as MP4 are not read: their frames have to be sent.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +16,7 @@ import msgspec
 from weft.common.errors import InvalidRequest
 
 VIDEO_KINDS = ("video", "video_url")
-MOST_FPS = 1000.0
+LEAST_FPS, MOST_FPS = 1e-3, 1e3
 MOST_SECONDS = 1e6
 _JPEGS = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 _JPEG = "data:image/jpeg;base64,"
@@ -114,9 +113,9 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
     fps, times = part.get("fps"), part.get("timestamps")
     if fps is not None and times is not None:
         raise InvalidRequest(f"{where} may have either fps or timestamps", param=where)
-    if fps is not None and not (_number(fps) and 0 < fps <= MOST_FPS):
+    if fps is not None and not (_number(fps) and LEAST_FPS <= fps <= MOST_FPS):
         raise InvalidRequest(
-            f"{where}.fps must be a number of frames a second, above 0 and at most {MOST_FPS:g}", param=where
+            f"{where}.fps must be a number of frames a second, {LEAST_FPS:g} to {MOST_FPS:g}", param=where
         )
     if times is None:
         return (None if fps is None else float(fps)), None
@@ -131,4 +130,4 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
