@@ -204,6 +204,7 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.real_processes
 def test_groups_on_two_hosts(start: Any, tmp_path: Path) -> None:
     """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
     server.
@@ -255,7 +256,7 @@ def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_
 
 def children_of(parent: int) -> list[int]:
     """The processes of groups on another host, whatever they are called."""
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return list(support.commands(parent))
 
 
 def free_ports(count: int) -> int:
