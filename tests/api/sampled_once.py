@@ -1,4 +1,4 @@
-"""Samples a token, then names which costly parts of torch were imported: ``python -m tests.api.sampled_once``."""
+"""Samples a token, then names the costly parts of torch that it has: ``python -m tests.api.sampled_once``."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from weft.config.media import MediaFacts
 from weft.config.sections import ParallelSection, TransferSection
 from weft.config.spec import VisionSpec
 from weft.config.transfers import check_transfer
+from weft.engine.rank_rooms import transport_of
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,14 @@ def weights(folder: Path, tensors: list[bytes]) -> None:
     file.write_bytes(struct.pack("<Q", len(packed)) + packed + b"".join(tensors))
 
 
+HOSTS = {"nnodes": 2, "rdzv": "h:1", "group_secret": "file"}
+
+
+def test_a_group_with_a_role_may_be_on_another_host(folder: str) -> None:
+    config = resolved(folder, role="decode", only_host=1, **HOSTS)
+    assert transport_of(config) == "tcp"
+
+
 def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:
     config = resolved(folder, role="decode", transfer="tcp")
     assert (config.transfer.role, config.transfer.transfer) == ("decode", "tcp")
@@ -59,7 +68,11 @@ def test_the_role_of_a_group_is_in_its_configuration(folder: str) -> None:
         ({"prefill": 2}, ("--prefill 2", "--decode")),
         ({"decode": 2}, ("--decode 2", "--prefill")),
         ({"role": "prefill", "prefill": 1, "decode": 1}, ("--role prefill", "--prefill 1", "--decode 1")),
-        ({"role": "decode", "nnodes": 2, "rdzv": "h:1", "tensor_parallel_size": 2}, ("--role", "--nnodes 2")),
+        ({"role": "decode", **HOSTS, "tensor_parallel_size": 2}, ("--role", "--nnodes 2", "only-host: N")),
+        (
+            {"role": "decode", **HOSTS, "only_host": 1, "transfer": "shm"},
+            ("--transfer shm", "--nnodes 2", "tcp"),
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

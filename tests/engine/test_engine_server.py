@@ -16,10 +16,12 @@ import zmq
 from tests.e0.rig import make_engine, submit
 from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
+from weft.common.shared_bytes import SharedBytes
 from weft.engine.core import EngineCore
 from weft.engine.engine_server import EngineServer
 from weft.scheduler import Scheduler
 from weft.types import messages as m
+from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
 DEADLINE = deadline(20.0)
@@ -135,11 +137,11 @@ def test_a_submit_is_answered_to_its_end(served: Served) -> None:
 
 def test_unequal_versions_are_refused_by_name(served: Served) -> None:
     front = served.front(hello=False)
-    front.send(m.Hello(versions=(7, 9), front="future"))
+    front.send(m.Hello(versions=(m.VERSION + 1, m.VERSION + 3), front="future"))
     answer = front.receive()
     assert isinstance(answer, m.HeadFailed)
     assert f"versions {m.OLDEST} to {m.VERSION}" in answer.error.message
-    assert "7 to 9" in answer.error.message
+    assert f"{m.VERSION + 1} to {m.VERSION + 3}" in answer.error.message
 
 
 @pytest.mark.parametrize(
@@ -422,3 +424,19 @@ def test_a_source_wakes_the_loop_and_a_drain_waits_for_what_is_awaited(
         for socket in (outside, *source.sockets):
             socket.close(0)
         context.term()
+
+
+def test_an_image_that_is_shown_no_more_is_a_sequence_given_back(served: Served) -> None:
+    """Its front has it, and sends it again; the head goes on."""
+    front = served.front()
+    made = SharedBytes(48)
+    made.seal()
+    made.close()
+    item = MediaItem(key=bytes(16), start=0, count=1, grid=(1, 2, 2), shared=made.name)
+    front.send(ask(1, media=(item,), attempt=3))
+    (event,) = front.events(1)
+    assert (event.finish, event.attempt) == ("evicted", 3)
+    assert event.error is not None
+    assert event.error.code == "pixels_lost"
+    front.send(ask(2))
+    assert front.events(2)[-1].finish == "length"

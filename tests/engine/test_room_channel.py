@@ -21,6 +21,7 @@ from weft.engine import peers
 from weft.engine.peers import PeerWatch, Process, own_process
 from weft.engine.room_channel import Arrived, ZmqRooms
 from weft.engine.rooms import HeadRooms
+from weft.parallel.secret import derive
 from weft.types import rooms as r
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
@@ -146,6 +147,56 @@ def test_only_sockets_of_this_host_are_connected_to(head: Head) -> None:
     for address in ("tcp://192.0.2.1:1", "ipc://", "ipc://relative", "ipc:///" + "x" * 120, "ipc:///a\0b"):
         head.channel.send(Peer(address, 1), b"x", asks=False)
     assert [peer.name for peer in head.channel._others] in ([], ["ipc:///a\0b"])
+
+
+class TestOverHosts:
+    """Over tcp, with keys that are made of a secret."""
+
+    SECRET = b"0123456789abcdef"
+
+    @pytest.fixture
+    def channels(self) -> Iterator[Callable[[bytes], ZmqRooms]]:
+        made: list[ZmqRooms] = []
+
+        def make(secret: bytes) -> ZmqRooms:
+            made.append(ZmqRooms("tcp://127.0.0.1:*", len(made), derive(secret)))
+            return made[-1]
+
+        yield make
+        for channel in made:
+            channel.close()
+
+    def heard(self, channel: ZmqRooms, seconds: float) -> list[bytes]:
+        got: list[bytes] = []
+        until = time.monotonic() + seconds
+        while not got and time.monotonic() < until:
+            got += [one.body for one in [channel.receive()] if one is not None]
+            time.sleep(0.005)
+        return got
+
+    def test_who_knows_the_secret_is_heard(self, channels: Callable[[bytes], ZmqRooms]) -> None:
+        here, there = channels(self.SECRET), channels(self.SECRET)
+        here.send(Peer(there.address, 1), b"offer", asks=True)
+        assert self.heard(there, SECONDS) == [b"offer"]
+        there.send(Peer(here.address, 0), b"answer", asks=False)
+        assert self.heard(here, SECONDS) == [b"answer"]
+
+    def test_who_does_not_is_neither_heard_nor_told(self, channels: Callable[[bytes], ZmqRooms]) -> None:
+        here, stranger = channels(self.SECRET), channels(b"another secret of 16")
+        stranger.send(Peer(here.address, 0), b"offer", asks=True)
+        here.send(Peer(stranger.address, 1), b"offer", asks=True)
+        assert self.heard(here, 1.0) == self.heard(stranger, 0.2) == []
+        friend = channels(self.SECRET)  # and those that know it are heard as before
+        friend.send(Peer(here.address, 0), b"offer", asks=True)
+        assert self.heard(here, SECONDS) == [b"offer"]
+
+    def test_only_numeric_addresses_are_connected_to(self, channels: Callable[[bytes], ZmqRooms]) -> None:
+        here = channels(self.SECRET)
+        for address in ("tcp://host:1", "tcp://127.0.0.1", "tcp://127.0.0.1:0", "tcp://[::1]:x", "ipc:///a"):
+            here.send(Peer(address, 1), b"x", asks=False)
+        assert here._others == {}
+        here.send(Peer("tcp://[::1]:9", 1), b"x", asks=False)
+        assert len(here._others) == 1
 
 
 def test_connections_that_nobody_uses_are_closed(

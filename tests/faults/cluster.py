@@ -87,6 +87,7 @@ class Cluster:
         secret = folder / "secret"
         secret.write_text(secrets.token_hex(32))
         self.hosts = hosts
+        self.folder = folder
         self.flags: dict[str, Any] = {
             "nnodes": 2,
             "rdzv": f"{hosts.addresses[0]}:5799",
@@ -100,11 +101,22 @@ class Cluster:
 
     def front(self, others: list[subprocess.Popen[str]]) -> Server:
         """``weft serve`` on host 0, beside ``others``, when it is ready."""
-        zero = Lines(self.serve(0))
+        return self._front(self.serve(0), others)
+
+    def _front(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
+        zero = Lines(process)
         ready = zero.line()
         assert ready.startswith("weft is ready: "), ready
         client = Lines(self.hosts.run(0, "-m", "tests.faults.asker", ready.split()[3]))
         return Server(zero.process, others, client)
+
+    def up(self, groups: str) -> Server:
+        """``weft up`` of a topology with ``groups`` on both of them."""
+        given = {name.replace("_", "-"): value for name, value in (SETTINGS | self.flags).items()}
+        file = self.folder / "topology.yaml"
+        file.write_text(json.dumps({"model": "spool-text", **given, "groups": json.loads(groups)}))
+        other = self.hosts.run(1, "-m", "weft", "up", str(file), "--node-rank", "1")
+        return self._front(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
 
     def program(self, **flags: Any) -> Program:
         """``LLM`` in a script on host 0, and ``weft serve`` on host 1."""

@@ -25,7 +25,7 @@ from tests.support.servers import Running
 from weft.config.media_section import MediaSection
 from weft.media.decode import key_of, pixels_of
 from weft.media.headers import read_header
-from weft.media.pictures import Pictures
+from weft.media.pictures import Frame, Pictures
 
 Start = Callable[..., Running]
 START, END = 259, 260
@@ -109,8 +109,8 @@ def got(log: Path) -> Callable[[], list[dict[str, Any]]]:
 
 
 def expected(file: bytes, start: int) -> dict[str, Any]:
-    one = Pictures(FACTS, MediaSection()).fitted(read_header(file), "x")
-    pixels = pixels_of(file, one.header, one.target)
+    one = Pictures(FACTS, MediaSection()).fitted(Frame(where="x", header=read_header(file)))
+    pixels = pixels_of(file, one.frames[0].header, one.target)
     return {
         "key": key_of(pixels, one.target).hex(),
         "start": start,

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.support.pictures import image_file, image_part
+from tests.support.pictures import data_url, image_file, image_part, video_part
 from tests.support.seen import SeeingModels
 from tests.support.servers import Running, Servers
 from tests.support.text_folders import IMAGE_TEMPLATE, write_small_tokenizer
-from tests.support.vision_models import END, PLACEHOLDER, START
+from tests.support.vision_models import END, PLACEHOLDER, START, VIDEO
 from weft import LLM
+from weft.common.errors import InvalidRequest
 from weft.config.families import load_spec
 from weft.config.media_section import MediaSection
 from weft.media.local import LocalPictures, placed
@@ -29,7 +30,12 @@ pytestmark = pytest.mark.real_processes  # a process that decodes images among t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = Path(SeeingModels(tmp_path_factory.mktemp("seeing")).folder("qwen3-vl"))
-    tokens = {"<|image_pad|>": PLACEHOLDER, "<|vision_start|>": START, "<|vision_end|>": END}
+    tokens = {
+        "<|image_pad|>": PLACEHOLDER,
+        "<|video_pad|>": VIDEO,
+        "<|vision_start|>": START,
+        "<|vision_end|>": END,
+    }
     write_small_tokenizer(made, tokens, IMAGE_TEMPLATE)
     return made
 
@@ -93,6 +99,41 @@ def test_one_answer_however_an_image_comes(server: Running, folder: Path) -> Non
     assert cached[1] > last + 4  # all but the last block
     assert cached[2] <= first  # equal tokens of another image
     assert first < cached[3] <= last + 4  # the first image is the same, the second one is not
+
+
+def test_one_answer_however_a_video_comes(server: Running, folder: Path) -> None:
+    frames = [image_file((20, 14), seed=n) for n in range(5)]
+    with LLM(model=str(folder), **SETTINGS) as llm:
+        (whole,) = llm.chat(asked(video_part(frames), image_part(A)), GREEDY, use_tqdm=False)
+        opened = [Image.open(io.BytesIO(file)) for file in frames]
+        mixed = {"type": "video", "video": [data_url(frames[0]), *opened[1:]]}
+        (same,) = llm.chat(asked(mixed, image_part(A)), GREEDY, use_tqdm=False)
+        (other,) = llm.chat(asked(video_part(frames[::-1]), image_part(A)), GREEDY, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*one size"):
+            llm.chat(asked({"type": "video", "video": [opened[0], Image.new("RGB", (9, 9))]}), GREEDY)
+        with pytest.raises(InvalidRequest, match=r"video\[1\]: .*image of Pillow's"):
+            llm.chat(asked({"type": "video", "video": [opened[0], object()]}), GREEDY)
+    ids, tokens = list(whole.prompt_token_ids), list(whole.outputs[0].token_ids)
+    assert ids.count(START) == 5  # of a video and three groups, and of an image
+    assert list(same.prompt_token_ids) == ids == list(other.prompt_token_ids)
+    assert list(same.outputs[0].token_ids) == tokens != list(other.outputs[0].token_ids)
+    body = {
+        "model": "seeing",
+        "temperature": 0,
+        "max_tokens": 6,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    cached = []
+    for given in (frames, frames, [*frames[:2], *frames[::-1][:3]]):
+        parts = asked(video_part(given), image_part(A))
+        answer = server.http.post("/v1/chat/completions", json={**body, "messages": parts}).json()
+        assert answer["prompt_token_ids"] == ids
+        assert (answer["choices"][0]["token_ids"] == tokens) == (given is frames)
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[1] > len(ids) - 8
+    first, last = ids.index(VIDEO), len(ids) - 1 - ids[::-1].index(VIDEO)
+    assert cached[0] < first < cached[2] < last  # the first group is the same
 
 
 def test_a_tenant_of_its_own_shares_nothing(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import random
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from weft.common.errors import ConfigError
-from weft.launch.chat import Interrupts, chat, image_url, read_tools
+from weft.launch.chat import Interrupts, chat, frame_urls, image_url, read_tools
 from weft.launch.chat_client import (
     CallPart,
     ChatError,
@@ -215,8 +216,29 @@ def test_images_go_with_the_next_message() -> None:
     assert "![image](https://example.org/a.png)" in shown
     assert "what is it?" in shown
     talk.images.append("https://example.org/b.png")
+    talk.videos.append(["https://example.org/1.png", "https://example.org/2.png"])
     talk.reset()
     assert not talk.images
+    assert not talk.videos
+
+
+def test_videos_go_with_the_next_message(tmp_path: Path) -> None:
+    for number in (10, 11, 9):
+        (tmp_path / f"frame {number:02}.png").write_bytes(b"%d" % number)
+    frames = frame_urls(f"'{tmp_path}/frame *.png' https://example.org/a")
+    wanted = [f"data:image/png;base64,{base64.b64encode(b'%d' % n).decode()}" for n in (9, 10, 11)]
+    assert frames == [*wanted, "https://example.org/a"]
+    with pytest.raises(ConfigError, match="does not end like an image"):
+        frame_urls("nothing*")
+    with pytest.raises(ConfigError, match="a quote that does not end"):
+        frame_urls("'a.png")
+    talk = Conversation("m", "", {})
+    talk.videos.append(frames)
+    talk.say("what is it?")
+    (seen,) = talk.body()["messages"]
+    assert seen["content"] == [{"type": "video", "video": frames}, {"type": "text", "text": "what is it?"}]
+    assert not talk.videos
+    assert "(a video of 4 frames)" in talk.as_markdown()
 
 
 def test_an_image_of_a_file(tmp_path: Path) -> None:

@@ -204,17 +204,24 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
     assert os.listdir(server.temporary) == []
 
 
-@pytest.mark.real_processes
-def test_groups_on_two_hosts(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        pytest.param("name: here", "name: there, count: 2", marks=pytest.mark.real_processes),
+        ("role: prefill", "role: decode, count: 2"),
+        pytest.param("role: decode", "role: prefill, count: 2", marks=pytest.mark.grid),
+    ],
+)
+def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) -> None:
     """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
-    server.
+    server. Where they have roles, every sequence goes from one host to the other.
     """
     (tmp_path / "secret").write_text("0123456789abcdef")
     file = tmp_path / "topology.yaml"
     file.write_text(
         f"model: spool-text\nnnodes: 2\nrdzv: 127.0.0.1:{free_ports(3)}\ngroup-secret: {tmp_path}/secret\n"
         "kv-cache-memory: 8M\nmax-model-len: 512\nmax-num-seqs: 4\n"
-        "groups: [{name: here, only-host: 0}, {name: there, count: 2, only-host: 1}]"
+        f"groups: [{{{here}, only-host: 0}}, {{{there}, only-host: 1}}]"
     )
     (tmp_path / "other").mkdir()
     other = Server(tmp_path / "other", str(file), "--node-rank", "1", command="up")

@@ -39,8 +39,9 @@ def test_an_image_is_counted_by_its_header() -> None:
     (found,) = pictures.measured([part(data_url(file))], {})
     fit = FACTS.grid_of(48, 64)
     assert (found.grid, found.count, found.target.canvas) == (fit.grid, fit.tokens, fit.padded)
-    assert found.header == read_header(file)
-    assert bytes(found.data) == file
+    (frame,) = found.frames
+    assert frame.header == read_header(file)
+    assert bytes(frame.data) == file
     assert found.nbytes == fit.padded[0] * fit.padded[1] * 3
     # It travels from the process that reads requests.
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found))
@@ -88,7 +89,7 @@ def test_files_elsewhere_are_asked_for_once_each() -> None:
     assert [one.url for one in caught.value.wanted] == ["https://example.org/a"]
     known = {"https://example.org/a": ImageHeader(format="JPEG", width=64, height=32, orientation=6)}
     found = pictures.measured(parts, known)
-    assert [one.url for one in found] == ["https://example.org/a", "", "https://example.org/a"]
+    assert [one.frames[0].url for one in found] == ["https://example.org/a", "", "https://example.org/a"]
     assert found[0].grid == FACTS.grid_of(64, 32).grid
 
 

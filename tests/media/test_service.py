@@ -13,16 +13,18 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.support.pictures import FACTS, image_file
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded, WeftError
+from weft.common.shared_bytes import SharedBytes, reaches
 from weft.config.media_section import MediaSection
-from weft.media import decode, service
+from weft.media import decode, memory, service
 from weft.media.headers import ImageHeader, read_header
-from weft.media.pictures import Picture, Pictures, Wanted
+from weft.media.pictures import Frame, Picture, Pictures, Wanted
 from weft.media.service import MediaService
 from weft.types.media import MediaItem
 
@@ -41,11 +43,15 @@ def run(work: Callable[[MediaService], Coroutine[Any, Any, None]], **fields: Any
 
 
 def picture(file: bytes, where: str = WHERE, **fields: Any) -> Picture:
-    return Pictures(FACTS, MediaSection(**fields)).fitted(read_header(file), where, data=file)
+    return Pictures(FACTS, MediaSection(**fields)).fitted(frame(file, where))
+
+
+def frame(file: bytes, where: str = WHERE, url: str = "") -> Frame:
+    return Frame(where=where, header=read_header(file), url=url, data=memoryview(b"" if url else file))
 
 
 def by_hand(one: Picture) -> MediaItem:
-    pixels = decode.pixels_of(one.data, one.header, one.target)
+    pixels = decode.group_pixels([(frame.data, frame.header) for frame in one.frames], one.target)
     key = decode.key_of(pixels, one.target)
     return MediaItem(key=key, start=one.start, count=one.count, grid=one.grid, pixels=pixels)
 
@@ -64,6 +70,72 @@ def test_workers_make_what_is_made_by_hand() -> None:
             assert media.memory.used == lease.size == sum(len(item.pixels) for item in items)
             assert media.processes == 2
         assert media.memory.used == 0
+
+    run(work)
+
+
+def test_a_group_of_frames_is_one_task() -> None:
+    """With one key of both; what is wrong with a frame names it."""
+    files = [image_file((90, 70), "JPEG", n) for n in range(3)]
+    pictures = Pictures(FACTS, MediaSection())
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            frames = [frame(file, f"{WHERE}.video[{n}]") for n, file in enumerate(files)]
+            whole, rest = pictures.groups(frames, WHERE)
+            items = await media.decode([whole, rest], {}, lease)
+            for one, item in zip((whole, rest), items, strict=True):
+                assert bytes(item.pixels) == by_hand(one).pixels
+                assert (item.key, item.grid) == (by_hand(one).key, one.grid)
+            assert len(items[0].pixels) == 2 * len(items[1].pixels)
+            swapped, _ = pictures.groups([frames[1], frames[0], frames[2]], WHERE)
+            (other,) = await media.decode([swapped], {}, lease)
+            assert other.key != items[0].key
+            broken = msgspec.structs.replace(frames[1], data=frames[1].data[:500])
+            with pytest.raises(InvalidRequest, match="damaged") as caught:
+                await media.decode(pictures.groups([frames[0], broken], WHERE), {}, lease)
+            assert caught.value.param == f"{WHERE}.video[1]"
+
+    run(work)
+
+
+@pytest.mark.parametrize("why", ["shown", "scarce"])
+def test_pixels_are_in_memory_that_engines_can_open(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written there by the worker; as bytes where descriptors are scarce."""
+    files = [image_file((64, 48), "PNG", n) for n in range(3)]
+    if why == "scarce":
+        monkeypatch.setattr(memory, "most_descriptors", lambda: 1)
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            pictures = [picture(file) for file in files]
+            items = await media.decode(pictures, {}, lease)
+            assert [bytes(item.pixels) for item in items] == [by_hand(one).pixels for one in pictures]
+            shown = [item.shared for item in items if item.shared is not None]
+            assert len(shown) == media.memory.descriptors == {"shown": 3, "scarce": 1}[why]
+            for name in shown:
+                assert reaches(name)
+        assert media.memory.descriptors == 0
+        assert not any(map(reaches, shown))
+        assert bytes(items[0].pixels) == by_hand(pictures[0]).pixels
+
+    run(work)
+
+
+def test_a_worker_that_cannot_open_memory_answers_with_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(SharedBytes):
+        def __init__(self, size: int) -> None:
+            super().__init__(size)
+            self.name = msgspec.structs.replace(self.name, pid=1 << 30)
+
+    monkeypatch.setattr(memory, "SharedBytes", Gone)
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            one = picture(image_file((64, 48), "PNG", 1))
+            (item,) = await media.decode([one], {}, lease)
+            assert bytes(item.pixels) == by_hand(one).pixels
+            assert item.shared is None
 
     run(work)
 
@@ -237,12 +309,30 @@ def test_files_are_fetched_by_processes(files: Any, monkeypatch: pytest.MonkeyPa
             found = await media.fetch(wanted, lease)
             assert [bytes(file) for file in found.values()] == list(answers.values())
             assert lease.size == sum(map(len, answers.values()))
-            made = [pictures.fitted(read_header(file), WHERE, url=url) for url, file in found.items()]
+            made = [pictures.fitted(frame(bytes(file), url=url)) for url, file in found.items()]
             items = await media.decode(made, found, lease)
-            here = [pictures.fitted(read_header(file), WHERE, data=file) for file in answers.values()]
+            here = [pictures.fitted(frame(file)) for file in answers.values()]
             assert [item.key for item in items] == [by_hand(one).key for one in here]
 
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",))
+
+
+def test_many_small_files_do_not_count_as_many_large_ones(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, answers = files
+    answers.update({f"/{n}": image_file(seed=n) for n in range(20)})
+    monkeypatch.setattr(service, "COMMAND", (sys.executable, "-m", "tests.support.open_media_worker"))
+
+    async def work(media: MediaService) -> None:
+        with media.memory.lease() as lease:
+            wanted = [Wanted(f"http://127.0.0.1:{port}/{n}", WHERE) for n in range(20)]
+            found = await media.fetch(wanted, lease)
+            assert [bytes(file) for file in found.values()] == [answers[f"/{n}"] for n in range(20)]
+            assert lease.size == sum(map(len, answers.values()))
+
+    most = (service.FETCHERS + 2) << 20
+    run(work, allowed_media_domains=(f"127.0.0.1:{port}",), max_image_bytes=1 << 20, media_memory=most)
 
 
 def test_a_server_that_hangs_holds_up_nobody(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +368,7 @@ def test_addresses_that_are_not_public_are_refused_by_the_real_worker(files: Any
 
 def test_pixels_have_the_shape_of_their_grid() -> None:
     header = ImageHeader(format="PNG", width=100, height=50, orientation=8)
-    found = Pictures(FACTS, MediaSection()).fitted(header, WHERE)
+    found = Pictures(FACTS, MediaSection()).fitted(Frame(where=WHERE, header=header))
     _, rows, columns = found.grid
     assert found.target.canvas == (rows * FACTS.patch, columns * FACTS.patch)
     assert rows > columns

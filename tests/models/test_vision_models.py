@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.ranks import on_ranks
-from tests.support.vision_models import CASES, PLACEHOLDER, Prompt, Seen, make_prompt, types_of
+from tests.support.vision_models import CASES, PLACEHOLDER, Clip, Prompt, Seen, make_prompt, types_of
 from weft.attention.base import StepInput
 from weft.config.families import load_spec
 from weft.config.memory import activation_bytes, weight_bytes
@@ -59,6 +59,22 @@ def test_whole_prompts_float32(checkpoint: Any, paged: Any) -> None:
         harness.step([(sequence, len(prompt.ids))])
         theirs = _expected(checkpoint.reference, prompt, prompt.ids, model.spec, torch.float32)
         assert _distance(sequence.logits, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"kimi-k25"}))
+def test_videos_float32(name: str, seeing: Any, paged: Any) -> None:
+    """Videos, one of an odd number of frames, beside images; in one piece, and in chunks."""
+    checkpoint = seeing(name)
+    model = checkpoint.load()
+    for seed, parts in enumerate([(3, Clip(2, 2, 3), 2), (Clip(5, 2, 2), 1, (3, 2), Clip(4, 1, 3), 4)]):
+        prompt = make_prompt(parts, model.spec, 60 + seed)
+        theirs = _expected(checkpoint.reference, prompt, prompt.ids, model.spec, torch.float32)
+        for size in (len(prompt.ids), 7):
+            harness = paged(model)
+            sequence = harness.reading(prompt)
+            for first in range(0, len(prompt.ids), size):
+                harness.step([(sequence, min(size, len(prompt.ids) - first))])
+            assert _distance(sequence.logits, theirs) <= TOLERANCE
 
 
 def test_images_matter(checkpoint: Any, paged: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from weft.config.sections import SchedulerSection
 from weft.launch.sim_plan import advice, divisions, table
 from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config, simulate
+from weft.sim.images import ImageCosts
 from weft.sim.presets import load
 from weft.sim.transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson
@@ -86,6 +88,64 @@ def test_prompts_wait_for_blocks_where_they_are_decoded() -> None:
     assert got.exposed.most > 0.2, "offers were put off until others had ended"
 
 
+IMAGES = ImageCosts(tokens=256, patch_seconds=2e-4, row_bytes=6144)
+
+
+def see(
+    groups: Groups, rate: float = 3.0, images: ImageCosts = IMAGES, wire: Wire = FAST, each: int = 2
+) -> tuple[Outcome, Deployment]:
+    """Short prompts with ``each`` images of 0.2 s."""
+    arrivals = poisson(40, rate, Lengths(50, 150), Lengths(16, 32), random.Random(3))
+    arrivals = [dataclasses.replace(one, images=each) for one in arrivals]
+    deployment = Deployment(groups, kv_config(SECTION, 2048), SECTION, COST, arrivals, wire, images=images)
+    return deployment.run((1.0, 0.02)), deployment
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        Groups(unified=2),
+        Groups(prefill=1, decode=1),
+        Groups(encode=1, unified=1),
+        Groups(encode=2, prefill=1, decode=1),
+    ],
+)
+def test_images_are_encoded_once_where_that_is_done(groups: Groups) -> None:
+    one, deployment = see(groups)
+    assert (one.done, one.refused) == (40, 0)
+    stats = {name: group.stats() for name, group in deployment.groups.items()}
+    encoded = {name: its.images_encoded for name, its in stats.items() if its.images_encoded}
+    assert sum(encoded.values()) == 80
+    role = "encode" if groups.encode else "unified" if groups.unified else "prefill"
+    assert {name.rstrip("0123456789") for name in encoded} == {role}
+    assert all(share > 0.01 for share in one.busy.values()), "each group has its part"
+    assert not any(group.has_work() for group in deployment.groups.values())
+    again, _ = see(groups)
+    assert again == one
+
+
+def test_images_that_came_before_are_encoded_once() -> None:
+    _, deployment = see(Groups(encode=2, unified=1), images=IMAGES._replace(repeats=0.75))
+    encoded = [deployment.groups[name].stats().images_encoded for name in ("encode0", "encode1")]
+    assert deployment._images is not None
+    assert sum(encoded) == deployment._images._made < 40
+    assert min(encoded) > 0
+
+
+def test_streams_do_not_stand_still_for_images_that_others_encode() -> None:
+    together, _ = see(Groups(unified=2))
+    apart, _ = see(Groups(encode=1, unified=1), rate=2.0)
+    assert together.itl.p99 > 0.2
+    assert apart.itl.p99 < 0.05
+
+
+def test_more_groups_that_encode_and_wires_show_in_the_first_token() -> None:
+    (one, _), (two, _) = see(Groups(encode=1, unified=1)), see(Groups(encode=2, unified=1))
+    assert two.ttft.p50 < 0.7 * one.ttft.p50
+    slow, _ = see(Groups(encode=2, unified=1), wire=Wire(12288, 6144 * 256.0))
+    assert slow.ttft.p50 > two.ttft.p50 + 1.0
+
+
 def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert [str(one) for one in divisions(3)] == [
         "1 unified",
@@ -94,6 +154,18 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
         "3 unified",
         "1 prefill, 2 decode",
         "2 prefill, 1 decode",
+    ]
+    assert [str(one) for one in divisions(3, images=True)] == [
+        "1 unified",
+        "2 unified",
+        "1 prefill, 1 decode",
+        "1 encode, 1 unified",
+        "3 unified",
+        "1 prefill, 2 decode",
+        "2 prefill, 1 decode",
+        "1 encode, 2 unified",
+        "1 encode, 1 prefill, 1 decode",
+        "2 encode, 1 unified",
     ]
     arrivals = load_of(count=30, rate=3.0)
     outcomes = [run(groups, arrivals)[0] for groups in divisions(2)]

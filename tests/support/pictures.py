@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from weft.config.media import MediaFacts
+from weft.config.media import MediaFacts, VideoFacts
 
 PLACEHOLDER = 258
 FACTS = MediaFacts(
@@ -24,6 +25,8 @@ FACTS = MediaFacts(
     placeholder=PLACEHOLDER,
     start=PLACEHOLDER + 1,
     end=PLACEHOLDER + 2,
+    video=PLACEHOLDER + 3,
+    frames=VideoFacts(min_pixels=4 * 32 * 32, max_pixels=16 * 128 * 128),
 )
 
 
@@ -37,6 +40,11 @@ def image_file(size: tuple[int, int] = (64, 48), format: str = "PNG", seed: int 
 
 def data_url(file: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(file).decode()}"
+
+
+def video_part(files: Sequence[bytes], **more: Any) -> dict[str, Any]:
+    """A part of a chat message: a video of these frames."""
+    return {"type": "video", "video": [data_url(file) for file in files], **more}
 
 
 def image_part(file: bytes, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 import torch
 
-from tests.support.vision_models import PLACEHOLDER, Prompt, make_prompt, save_tiny, types_of
+from tests.support.vision_models import (
+    PLACEHOLDER,
+    VIDEO,
+    Clip,
+    Prompt,
+    make_prompt,
+    save_tiny,
+    types_of,
+)
 from weft.config.families import load_spec
 from weft.types.media import MediaItem
 
@@ -47,6 +55,7 @@ class Seen:
                 [*before, *more.ids],
                 [*self.prompt.images, *more.prompt.images],
                 [*self.prompt.items, *moved],
+                [*self.prompt.clips, *more.prompt.clips],
             )
         )
 
@@ -77,8 +86,9 @@ class SeeingModels:
     def folder(self, name: str) -> Path:
         return self._made(name)[0]
 
-    def seen(self, name: str, parts: Sequence[int | tuple[int, int]], seed: int) -> Seen:
-        """As ``make_prompt``: so many tokens of text, or an image of so many rows and columns of tokens."""
+    def seen(self, name: str, parts: Sequence[int | tuple[int, int] | Clip], seed: int) -> Seen:
+        """As ``make_prompt``: so many tokens of text, an image of so many rows and columns of tokens, or a
+        video."""
         return Seen(make_prompt(parts, load_spec(str(self.folder(name))), seed))
 
     @torch.no_grad()
@@ -90,6 +100,6 @@ class SeeingModels:
         for _ in range(most):
             types = {"mm_token_type_ids": types_of(ids)} if name != "kimi-k25" else {}
             logits = reference(torch.tensor([ids]), use_cache=False, **more, **types).logits
-            logits[0, -1, PLACEHOLDER] = -torch.inf  # it would look for one more image
+            logits[0, -1, [PLACEHOLDER, VIDEO]] = -torch.inf  # it would look for one more image
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(seen.ids) :]

@@ -63,15 +63,16 @@ For each call write <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_
 IMAGE_TEMPLATE = """\
 {%- for m in messages -%}<|im_start|>{{ m.role }}
 {% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' -%}
+<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor -%}
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}
 """
-"""One that shows images as Qwen's do."""
-IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
-"""Added tokens of its model, 258 to 260 in ``write_tokenizer``. Its files do not call them special."""
+"""One that shows images and videos as Qwen's do."""
+IMAGE_TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+"""Added tokens of its model, 258 to 261 in ``write_tokenizer``. Its files do not call them special."""
 TOOL_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Added tokens that its model has."""
 
@@ -105,7 +106,7 @@ def write_small_tokenizer(folder: Path, special: Mapping[str, int], template: st
     tokens have the ids that are given, ``<|im_start|>`` and ``<|im_end|>`` 100 and 101.
     """
     named = {"<|im_start|>": 100, "<|im_end|>": 101, **special}
-    characters = "Ċ" + "".join(map(chr, range(97, 123)))
+    characters = "Ċ" + "".join(map(chr, range(97, 123))) + "Ġ0123456789<.>"
     vocab = {character: number for number, character in enumerate(characters)}
     filler = {f"<{number}>": number for number in range(len(vocab), max(named.values()))}
     taken = set(named.values())

@@ -1,11 +1,13 @@
-"""Tiny models that see images, made by ``transformers``, and prompts with images for them and for Weft."""
+"""Tiny models that see images, made by ``transformers``, and prompts with images and videos for them and for
+Weft.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +167,15 @@ def random_image(height: int, width: int, seed: int, frames: int = 1) -> Tensor:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text and images, in order."""
+    """Text, images and videos, in order."""
 
     ids: list[int]
     images: list[Tensor]
+    """Of each item."""
     items: list[MediaItem]
+    """Images, and groups of a video's frames."""
+    clips: list[int] = field(default_factory=list)
+    """Groups of each video, in order."""
 
     def spans(self, spec: ModelSpec) -> np.ndarray:
         assert spec.vision is not None
@@ -188,38 +194,76 @@ class Prompt:
         assert spec.vision is not None
         media = spec.vision.media
         colours = colour_table(media, torch.float32, torch.device("cpu"))
-        pixels = torch.cat([patches(image, media, colours) for image in self.images])
-        if media.kind == "patches":
-            pixels = pixels.view(len(pixels), 3, media.patch, media.patch)
-        grids = torch.tensor([item.grid for item in self.items])
-        return {"pixel_values": pixels.to(dtype), "image_grid_thw": grids}
+        made: dict[str, Any] = {}
+        for token, values, grid in (
+            (PLACEHOLDER, "pixel_values", "image_grid_thw"),
+            (VIDEO, "pixel_values_videos", "video_grid_thw"),
+        ):
+            each = zip(self.items, self.images, strict=True)
+            shown = [(item.grid, image) for item, image in each if self.ids[item.start] == token]
+            if not shown:
+                continue
+            pixels = torch.cat([patches(image, media, colours) for _, image in shown])
+            if media.kind == "patches":
+                pixels = pixels.view(len(pixels), 3, media.patch, media.patch)
+            grids = [found for found, _ in shown]
+            if token == VIDEO:
+                firsts = np.cumsum([0, *self.clips])
+                grids = [(n, *grids[at][1:]) for n, at in zip(self.clips, firsts, strict=False)]
+            made |= {values: pixels.to(dtype), grid: torch.tensor(grids)}
+        return made
 
 
-def make_prompt(parts: Seq[int | tuple[int, int]], spec: ModelSpec, seed: int) -> Prompt:
-    """parts: so many tokens of text, or an image of so many rows and columns of tokens."""
+@dataclass(frozen=True)
+class Clip:
+    """A video of so many frames, of so many rows and columns of tokens."""
+
+    frames: int
+    rows: int
+    columns: int
+
+
+def make_prompt(parts: Seq[int | tuple[int, int] | Clip], spec: ModelSpec, seed: int) -> Prompt:
+    """parts: so many tokens of text, an image of so many rows and columns of tokens, or a video."""
     assert spec.vision is not None
     media = spec.vision.media
     random_ids = random.Random(seed)
     ids: list[int] = []
     images: list[Tensor] = []
     items: list[MediaItem] = []
-    for part in parts:
-        if isinstance(part, int):
-            ids += [random_ids.randrange(PLACEHOLDER) for _ in range(part)]
-            continue
-        rows, columns = part[0] * media.merge, part[1] * media.merge
-        image = random_image(rows * media.patch, columns * media.patch, seed + len(items))
-        count = part[0] * part[1]
+    clips: list[int] = []
+
+    def text(count: int) -> None:
+        ids.extend(random_ids.randrange(PLACEHOLDER) for _ in range(count))
+
+    def show(sides: tuple[int, int], token: int, frames: int) -> None:
+        rows, columns = sides[0] * media.merge, sides[1] * media.merge
+        images.append(random_image(rows * media.patch, columns * media.patch, seed + len(items), frames))
+        count = sides[0] * sides[1]
         ids.append(START)
         items.append(MediaItem(key=b"", start=len(ids), count=count, grid=(1, rows, columns)))
-        images.append(image)
-        ids += [PLACEHOLDER] * count + [END]
-    return Prompt(ids, images, items)
+        ids.extend([token] * count + [END])
+
+    for part in parts:
+        if isinstance(part, int):
+            text(part)
+        elif isinstance(part, tuple):
+            show(part, PLACEHOLDER, 1)
+        else:  # as the reference's processor has it: a time before each group, all within another pair
+            ids.append(START)
+            for first in range(0, part.frames, 2):
+                text(3)
+                show((part.rows, part.columns), VIDEO, min(2, part.frames - first))
+            ids.append(END)
+            clips.append(-(-part.frames // 2))
+    return Prompt(ids, images, items, clips)
 
 
 def types_of(ids: Seq[int]) -> Tensor:
-    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image."""
-    return torch.tensor([[int(token == PLACEHOLDER) for token in ids]])
+    """``mm_token_type_ids`` of the reference: 1 where a token stands for an image, 2 of a video."""
+    return torch.tensor(
+        [[(PLACEHOLDER, VIDEO).index(t) + 1 if t in (PLACEHOLDER, VIDEO) else 0 for t in ids]]
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from weft.common.errors import InvalidRequest
+from weft.common.shared_bytes import SharedName
 from weft.engine.listener import Listener
 from weft.types import attachments
 from weft.types import messages as m
@@ -54,6 +55,24 @@ def test_frames_that_belong_nowhere_are_refused() -> None:
         decode_parts(m.encode(m.Finish(sequence=1)), [b"x"])
     with pytest.raises(ValueError):
         decode_parts(m.encode(IMAGES), attached)
+
+
+def test_what_is_shown_is_named() -> None:
+    """To a head that can open it; the others travel as they do."""
+    name = SharedName(pid=1, fd=2, size=48, mark=bytes(16))
+    both = submit(msgspec.structs.replace(item(0, b"abc" * 16), shared=name), item(10, b"xyz"))
+    frame, *attached = encode_parts(both, by_name=True)
+    assert attached == [b"", b"xyz"]
+    found = decode_parts(frame, attached)
+    assert isinstance(found, m.Submit)
+    assert [(one.pixels, one.shared) for one in found.media] == [(b"", name), (b"xyz", None)]
+    (frame,) = encode_parts(submit(*both.media[:1]), by_name=True)
+    assert decode_parts(frame) == submit(msgspec.structs.replace(item(0, b""), shared=name))
+    frame, *attached = encode_parts(both)
+    assert attached == [b"abc" * 16, b"xyz"]
+    assert decode_parts(frame, attached) == submit(item(0, b"abc" * 16), item(10, b"xyz"))
+    with pytest.raises(ValueError):
+        decode_parts(encode_parts(both, by_name=True)[0], attached)
 
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,9 +143,9 @@ class RequestMaker:
         continues = bool(options.get("continue_final_message"))
         ids = made.ids
         media: tuple[MediaItem, ...] = ()
-        if made.images and self._pictures is not None:
-            items = self._pictures.items(made.images)
-            ids, starts = expanded(ids, self._pictures.facts.placeholder, [item.count for item in items])
+        if made.shown and self._pictures is not None:
+            items = self._pictures.items(made.shown)
+            ids, starts = expanded(ids, self._pictures.facts.placeholders, [item.count for item in items])
             media = placed(items, starts)
             self._check(media, ids)
         request = self._make(

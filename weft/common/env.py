@@ -14,6 +14,7 @@ VARIABLES = {
     "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",
     "WEFT_CHAT_API_KEY": "the key that weft chat sends; --api-key wins",
     "XDG_STATE_HOME": "under which weft chat keeps its history; ~/.local/state by default",
+    "XDG_CACHE_HOME": "under which a GGUF file's small files are kept; ~/.cache by default",
     "WEFT_ADMIN_KEY": "key(s) of the routes that control the server, separated by commas; --admin-key wins",
     "WEFT_CORE_DUMPS": "1 leaves core dumps on in child processes",
     "WEFT_OPS_CACHE": "where weft build-ops keeps the C++ operations; ~/.cache/weft/ops by default",

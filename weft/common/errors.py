@@ -192,6 +192,12 @@ class PeerEnded(Unavailable):
     code = "peer_ended"
 
 
+class PixelsLost(Unavailable):
+    """The memory that has an image is gone, or cannot be opened: the image has to be sent again."""
+
+    code = "pixels_lost"
+
+
 class RanksLost(Unavailable):
     """Processes of the group were lost while it computed the sequence, which may be why."""
 

@@ -1,4 +1,6 @@
-"""Where a model is: a bundled one, a local folder, or a repository on the Hugging Face hub. No torch."""
+"""Where a model is: a bundled one, a local folder or GGUF file, or a repository on the Hugging Face hub. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from pathlib import Path
 
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.gguf.folder import checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 
@@ -41,9 +44,10 @@ def resolve_model_path(
     """The local folder of ``name``, downloading what is missing from the hub.
 
     A bundled model's name comes first (write ``./name`` for a folder of the same name), then an existing
-    folder, then a hub repository ``owner/name`` at ``revision`` (branch, tag or commit; the default branch
-    if None). Weights of ``load_format`` only; "dummy" fetches none. With HF_HUB_OFFLINE set, or without a
-    network, what the local cache holds is used. cache_dir: another cache than the hub client's own.
+    folder or GGUF file (which becomes a folder: ``weft.gguf``), then a hub repository ``owner/name`` at
+    ``revision`` (branch, tag or commit; the default branch if None). Weights of ``load_format`` only; "dummy"
+    fetches none. With HF_HUB_OFFLINE set, or without a network, what the local cache holds is used.
+    cache_dir: another cache than the hub client's own.
 
     Raises ConfigError that says what was tried.
     """
@@ -53,8 +57,9 @@ def resolve_model_path(
             raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
         return bundled[name]
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        return str(folder)
+    if name and (folder.is_dir() or folder.suffix == ".gguf"):
+        found = find_gguf(folder)
+        return str(folder) if found is None else checkpoint_folder(found)
     if not _is_repository(name):
         near = difflib.get_close_matches(name, bundled, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

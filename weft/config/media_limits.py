@@ -85,8 +85,11 @@ def embedding_bytes(
 
 
 def most_tokens(media: MediaFacts) -> int:
-    """Of the largest image, but for very long ones, which may have some more."""
+    """Of the largest image or group of frames, but for very long ones, which may have some more."""
     if media.kind == "area":
-        return media.max_pixels // (media.patch * media.merge) ** 2
+        area = media.max_pixels
+        if media.frames is not None:  # of a video with as few frames as there can be
+            area = max(area, media.frames.max_pixels // media.temporal)
+        return area // (media.patch * media.merge) ** 2
     side = -(-media.max_side // media.merge)
     return min(side * side, -(-media.max_patches // media.merge**2) + side)

@@ -25,7 +25,12 @@ class MediaSection(Section, frozen=True, kw_only=True):
         ),
     ] = ()
     limit_mm_per_prompt: Annotated[
-        int, Meta(ge=0, le=256, description="Images of one prompt at most; 0 refuses them.")
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Images of one prompt at most; two frames of a video count as one. 0 refuses them.",
+        ),
     ] = 16
     mm_cache_bytes: Annotated[
         str | None,

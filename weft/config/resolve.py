@@ -45,6 +45,7 @@ from weft.config.sections import (
 from weft.config.sharding import local_spec
 from weft.config.spec import ModelSpec
 from weft.config.transfers import check_transfer
+from weft.gguf.folder import gguf_files
 
 log = get_logger(__name__)
 
@@ -203,8 +204,8 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
     """Refuses code and pickles that a checkpoint brings, unless told otherwise, and what is no checkpoint."""
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
-            f"{model.model!r} is no checkpoint that Weft can read: it has no config.json beside "
-            "*.safetensors weights",
+            f"{model.model!r} is no checkpoint that Weft can read: it has neither a config.json beside "
+            "*.safetensors weights nor a *.gguf file",
             param="--model",
         )
     if not model.trust_remote_code:
@@ -217,7 +218,7 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
                 )
     if model.load_format == "dummy":
         return
-    safe = _has(path, "*.safetensors")
+    safe = _has(path, "*.safetensors") or bool(gguf_files(Path(path)))
     pickles = _has(path, "*.bin") or _has(path, "*.pt") or _has(path, "*.pth")
     if model.load_format == "pickle":
         if not pickles:

@@ -46,10 +46,16 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection, device:
             "no GPU's yet; use --device cpu, or leave the role out",
             param=flag,
         )
-    if parallel.nnodes > 1:
+    if parallel.nnodes > 1 and parallel.only_host is None:
         raise ConfigError(
-            f"{named} and --nnodes {parallel.nnodes}: groups with a role lie on one host each, all on the "
-            "same; use --nnodes 1",
+            f"{named} and --nnodes {parallel.nnodes}: a group with a role lies on one host: write a topology "
+            "(weft up FILE) in which it has only-host: N, or use --nnodes 1",
             param=flag,
+        )
+    if parallel.nnodes > 1 and transfer.transfer == "shm":
+        raise ConfigError(
+            f"--transfer shm and --nnodes {parallel.nnodes}: groups on other hosts share no memory; use "
+            "--transfer tcp, or auto",
+            param="--transfer",
         )
     return transfer

@@ -19,8 +19,8 @@ from __future__ import annotations
 from weft.config.resolved import MediaLimits
 from weft.encoder.book import ItemBook, ItemRoom
 from weft.kv.embeddings import Embedded, EmbeddingCache
-from weft.scheduler.media import MOST_PIXELS, patches_of
-from weft.types.plan import Encode, SendMedia
+from weft.scheduler.media import MOST_PIXELS, encoding, patches_of
+from weft.types.plan import SendMedia
 
 
 class Batch:
@@ -72,7 +72,7 @@ class Batch:
                 held = self._cache.add(item.key, item.count, self._victims(bound))
                 if held is None:
                     return room
-                self._cache.op(Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels))
+                self._cache.op(encoding(item, held))
                 self._cache.touch(held, self._step)
                 self._patches += patches_of(item)
                 self._pixels += len(item.pixels)

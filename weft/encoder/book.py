@@ -20,7 +20,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import Embedded
 from weft.scheduler.media import check_media
-from weft.types.media import MediaItem
+from weft.types.media import MediaItem, without_pixels
 from weft.types.messages import Submit
 from weft.types.rooms import MOST_SECONDS, RoomKey
 
@@ -144,7 +144,7 @@ class ItemBook:
         del self.live[sequence.id]
         self.pixels -= sum(len(room.item.pixels) for room in sequence.rooms)
         for room in sequence.rooms:  # some are read for a while yet, and none is encoded
-            room.item = msgspec.structs.replace(room.item, pixels=b"")
+            (room.item,) = without_pixels((room.item,))
         ended = [room for room in sequence.rooms if room.key in self._rooms and not room.over]
         for room in ended:
             self.fail(room)

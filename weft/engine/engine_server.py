@@ -21,6 +21,7 @@ from weft.common.log import get_logger
 from weft.config.names import process_name
 from weft.config.resolved import EngineConfig
 from weft.engine.listener import Listener
+from weft.engine.pixel_inbox import PixelInbox
 from weft.engine.profiling import Profiler
 from weft.routing.head_protocol import HeadEngine, HeadProtocol, Outgoing
 from weft.types import messages as m
@@ -72,9 +73,11 @@ class EngineServer:
         *,
         wait_ms: Callable[[], int] | None = None,
         profiler: Profiler | None = None,
+        shows: bool = False,
     ) -> None:
         """``endpoint``: the address to listen at, or a listener that exists already. ``wait_ms``: how long
-        the engine's next step may wait for messages, while it has work; by default not at all.
+        the engine's next step may wait for messages, while it has work; by default not at all. ``shows``:
+        whether other processes of the group are to open images that fronts show.
         """
         self._profiler = profiler or Profiler(None, "")
         self._core = core
@@ -84,7 +87,8 @@ class EngineServer:
         self._poller = zmq.Poller()
         for one in (self._socket, *core.sockets):
             self._poller.register(one, zmq.POLLIN)
-        self._protocol = HeadProtocol(core, core.incarnation)
+        self._pixels = PixelInbox(shows)
+        self._protocol = HeadProtocol(core, core.incarnation, self._pixels)
         self._last_heartbeat = 0.0
         self._next_report = time.monotonic() + REPORT_S
 
@@ -111,6 +115,7 @@ class EngineServer:
             raise
         finally:
             self._listener.close()
+            self._pixels.close()
             self._profiler.end()
             self._core.close(failed)
 
@@ -199,4 +204,5 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
     gc.collect()
     gc.freeze()  # the model and all modules live as long as the process: never look through them again
     profiler = Profiler(config.runner.profile_dir, process_name(config))
-    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler).run()
+    shows = bool(core.runner.membership.members)
+    EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler, shows=shows).run()

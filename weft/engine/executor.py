@@ -10,6 +10,7 @@ from weft.runner.exports import RankRooms, Reports, Transfer
 from weft.runner.graphs import DecodeGraphs
 from weft.runner.runner import StepHandle
 from weft.speculation.base import Drafter
+from weft.types.frames import Cache
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
@@ -62,3 +63,11 @@ def checksum(result: StepResult) -> int:
     for row, _ in result.row_error:
         made = zlib.crc32(row.to_bytes(4, "little"), made)
     return made
+
+
+def moves(runner: RankRunner, cache: Cache) -> tuple[Transfer | None, Reports | None, Endpoint | None]:
+    """What of a rank moves ``cache`` to or from other groups."""
+    if cache == "kv":
+        return runner.transfer, runner.reports, runner.endpoint
+    own = runner.embeddings
+    return (None, None, None) if own is None else (own.transfer, own.reports, own.endpoint)

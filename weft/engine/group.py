@@ -27,10 +27,11 @@ from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.domain import Domain
-from weft.engine.executor import RankRunner, checksum
+from weft.engine.executor import RankRunner, checksum, moves
 from weft.engine.group_links import Links, Share
 from weft.engine.group_rooms import GroupRooms
 from weft.engine.ranks import Ranks
+from weft.engine.step_pixels import StepPixels
 from weft.engine.watch import HeadWatch
 from weft.group import types as t
 from weft.group.liveness import COLLECTIVE
@@ -99,6 +100,7 @@ class GroupExecutor:
         """Likewise with rooms of embeddings, in a group that sends or takes them."""
         self._results: dict[int, StepResult] = {}
         """Of steps that ended here, until ``read`` has returned them."""
+        self._pixels = StepPixels()
         links.resources.callback(links.mesh.close)
         self._watch: HeadWatch | None = None
         if links.heartbeats is not None:
@@ -130,12 +132,7 @@ class GroupExecutor:
         self._until(lambda: members.phase == "running")
 
     def _make_rooms(self, cache: f.Cache) -> GroupRooms | None:
-        runner = self._runner
-        transfer, reports, own = runner.transfer, runner.reports, runner.endpoint
-        if cache == "embeddings":
-            if (rooms := runner.embeddings) is None:
-                return None
-            transfer, reports, own = rooms.transfer, rooms.reports, rooms.endpoint
+        transfer, reports, own = moves(self._runner, cache)
         if transfer is None or reports is None:
             return None
         members = self.membership.members
@@ -200,8 +197,9 @@ class GroupExecutor:
             digest = self._digest.take(plan)
             self._turn(0)
             self._check()
+            framed = self._pixels.framed(plan, members.values())
             epoch = self.membership.epoch
-            self._tell_all(f.StepFrame(step=plan.step, epoch=epoch, plan=plan, digest=digest))
+            self._tell_all(f.StepFrame(step=plan.step, epoch=epoch, plan=framed, digest=digest))
         return self._guard(lambda: self._runner.forward(plan))
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
@@ -231,6 +229,7 @@ class GroupExecutor:
         if self.membership.steps.own < step:  # an interrupt may have come before it was reported
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
+        self._pixels.settled(step - self.membership.lag)
         if not handle.plan.rows and self.bell is None:  # who encodes takes nothing from outside
             self.settle()
         return self._results.pop(step)
@@ -254,6 +253,7 @@ class GroupExecutor:
         Raises EngineDead when that was done too often.
         """
         self._results.clear()
+        self._pixels.clear()
         self._feed(t.Resume(lost))
         if self.membership.failed is not None:
             raise self.membership.failed
@@ -349,7 +349,7 @@ class GroupExecutor:
             wait = 0
             peer, data = self._inbox[0]
             try:
-                event: t.Event = t.Received(peer, f.decode_to_head(data))
+                event: t.Event = t.Received(peer, self._pixels.heard(f.decode_to_head(data)))
             except f.FrameError as error:
                 event = t.Garbled(peer, error)
             self._feed(event)

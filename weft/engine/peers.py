@@ -15,7 +15,9 @@ A room whose peer is silent fails by deadlines; its memory does not come back by
   fence. The sender's blocks of rooms with it wait until it goes on, or its owner kills it.
 
 The end of a process is proven by the kernel: a pidfd of it becomes readable. Processes are named by pid and
-start time, which mean something within one boot and one pid namespace: of others nothing is known.
+start time, which mean something within one boot and one pid namespace. Of others, as on another host, nothing
+is known: caches go there over ``tcp``, where no end need be proven, and a front that lost a head ends its
+rooms at the other ones.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class PeerWatch:
             return
         self._known[peer] = process
         if process.host != self._host:
-            log.warning("the end of a head in another pid namespace cannot be seen here: %s", peer.name)
+            log.info("the end of a head on another host is told by fronts, not seen: %s", peer.name)
             return
         try:
             descriptor = os.pidfd_open(process.pid)

@@ -1,12 +1,15 @@
 """Messages of rooms between heads of different groups: bytes, whose they are, and which process sent them.
 
 Each head listens at an address of its own, another one at every start, and connects to a peer when it has
-something to say. Messages may be lost: whoever needs an answer says them again. Every message tells the
-process that sent it (``weft.engine.peers``), so its end can be seen.
+something to say: a Unix socket where all groups are on one host, otherwise a port, which only who knows the
+groups' secret is heard at and can listen at. Messages may be lost: whoever needs an answer says them again.
+Every message tells the process that sent it (``weft.engine.peers``), so its end can be seen.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,6 +21,7 @@ import zmq
 
 from weft.common.log import get_logger
 from weft.engine.peers import Process, own_process
+from weft.parallel.secret import CurveKeys, admit_ranks
 from weft.types.rooms import MAX_MESSAGE, U64, Peer
 
 log = get_logger(__name__)
@@ -88,14 +92,20 @@ class RoomChannel(Protocol):
 
 
 class ZmqRooms:
-    """A ``RoomChannel`` over ipc."""
+    """A ``RoomChannel`` over ipc, or with ``keys`` over tcp."""
 
-    def __init__(self, endpoint: str, incarnation: int) -> None:
-        """``endpoint``: an ``ipc://`` path, free, in a folder that only this user can enter."""
+    def __init__(self, endpoint: str, incarnation: int, keys: CurveKeys | None = None) -> None:
+        """``endpoint``: an ``ipc://`` path, free, in a folder that only this user can enter; with ``keys`` a
+        ``tcp://`` address of this host.
+        """
+        self._keys = keys
         self._incarnation = incarnation
         self._process = own_process()
         self._context = zmq.Context()
+        self._doorman = None if keys is None else admit_ranks(self._context, keys)
         self._mine = self._context.socket(zmq.ROUTER)
+        if keys is not None:
+            keys.guard_head(self._mine)
         self._mine.setsockopt(zmq.RCVHWM, QUEUE)
         self._mine.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE + _ENVELOPE)
         self._mine.setsockopt(zmq.LINGER, 0)
@@ -103,7 +113,7 @@ class ZmqRooms:
             self._mine.bind(endpoint)
         except BaseException:
             self._mine.close()
-            self._context.term()
+            self._end()
             raise
         self.address = self._mine.getsockopt_string(zmq.LAST_ENDPOINT)
         self.bad = 0
@@ -119,7 +129,7 @@ class ZmqRooms:
         return (self._mine,)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
-        if not _reachable(peer.name):
+        if not self._reachable(peer.name):
             return
         socket = self._others.get(peer)
         if socket is None:
@@ -143,6 +153,8 @@ class ZmqRooms:
             socket.setsockopt(zmq.RECONNECT_IVL, 20)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             socket.setsockopt(zmq.LINGER, 200)
+            if self._keys is not None:
+                self._keys.guard_rank(socket)
             socket.connect(address)
         except zmq.ZMQError as error:
             log.warning("no connection to the head of another group can be made: %s", error.strerror)
@@ -187,13 +199,29 @@ class ZmqRooms:
         for socket in (self._mine, *self._others.values()):
             socket.close()
         self._others.clear()
-        self._context.term()
-        Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
+        self._end()
+        if self._keys is None:
+            Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _end(self) -> None:
+        if self._doorman is not None:
+            self._doorman.stop()
+        self._context.term()
 
-def _reachable(address: str) -> bool:
-    """Whether ``address``, which anybody may have said, can be one of a head."""
-    path = address.removeprefix("ipc://")
-    return path != address and path.startswith("/") and len(path.encode()) <= MOST_PATH
+    def _reachable(self, address: str) -> bool:
+        """Whether ``address``, which anybody may have said, can be one of a head that speaks as this one."""
+        if self._keys is not None:
+            return address.startswith("tcp://") and _is_numeric(address.removeprefix("tcp://"))
+        path = address.removeprefix("ipc://")
+        return path != address and path.startswith("/") and len(path.encode()) <= MOST_PATH
+
+
+def _is_numeric(place: str) -> bool:
+    """Whether it is ``HOST:PORT`` without a name, which zmq would look up."""
+    host, _, port = place.rpartition(":")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        return 0 < int(port) < 1 << 16
+    return False

@@ -9,12 +9,15 @@ from pathlib import Path
 from weft.common.clock import Clock
 from weft.common.errors import EngineDead
 from weft.common.folder import private_folder
+from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig
 from weft.engine.group import GroupExecutor
 from weft.engine.group_rooms import GroupRooms
 from weft.engine.rank_rooms import embeddings_of
 from weft.engine.room_channel import ZmqRooms
 from weft.engine.rooms import HeadRooms
+from weft.parallel.address import own_address, tcp
+from weft.parallel.secret import read_keys
 
 
 def make_rooms(
@@ -47,10 +50,12 @@ def _made(
     incarnation: int,
     clock: Clock,
 ) -> HeadRooms:
-    """It listens in the folder of its group's sockets (``EngineConfig.domain``), or in one of its own, which
-    goes with it."""
+    """On one host it listens in the folder of its group's sockets (``EngineConfig.domain``), or in one of its
+    own, which goes with it."""
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} take no part in transfers")
+    if config.parallel.nnodes > 1:
+        return HeadRooms(sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock)
     folder = Path(config.domain) if config.domain else private_folder()
     try:
         # A Unix socket's path is short.
@@ -62,3 +67,11 @@ def _made(
     if not config.domain:
         channel.folder = folder
     return HeadRooms(sends, ranks, channel, incarnation=incarnation, clock=clock)
+
+
+def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqRooms:
+    """At a port of this host that the system chooses."""
+    assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
+    keys = read_keys(config.parallel.group_secret)
+    host = own_address(*meeting_place(config.parallel))
+    return ZmqRooms(tcp(host, "*"), incarnation, keys)

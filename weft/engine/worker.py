@@ -19,7 +19,8 @@ from typing import Any, get_args
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
-from weft.engine.executor import RankRunner, checksum
+from weft.engine.executor import RankRunner, checksum, moves
+from weft.engine.step_pixels import opened
 from weft.engine.worker_rooms import WorkerRooms
 from weft.group.liveness import COLLECTIVE
 from weft.group.sizes import blocks_of
@@ -28,7 +29,6 @@ from weft.parallel.control import PeerGone, RankChannel
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
-from weft.runner.exports import Reports, Transfer
 from weft.runner.runner import StepHandle
 from weft.types import frames as f
 
@@ -111,7 +111,7 @@ class Worker:
         self._incarnation = incarnation
         self._orphan = self._served = False
         for cache, rooms in self._rooms.items():
-            rooms.joined(self._moves(cache)[0])
+            rooms.joined(moves(self._runner, cache)[0])
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
@@ -168,7 +168,7 @@ class Worker:
         elif isinstance(frame, f.StepFrame):
             self._step(frame)
         elif isinstance(frame, f.RoomToRank):
-            self._rooms[frame.cache].take(frame, self._moves(frame.cache)[0])
+            self._rooms[frame.cache].take(frame, moves(self._runner, frame.cache)[0])
         elif isinstance(frame, f.LateMasks):
             self._sample(frame)
 
@@ -178,7 +178,7 @@ class Worker:
         """
         some = False
         for cache, rooms in self._rooms.items():
-            transfer, reports = self._moves(cache)
+            transfer, reports, _ = moves(self._runner, cache)
             if transfer is None or reports is None:
                 continue
             if transfer.failure is not None:
@@ -188,14 +188,6 @@ class Worker:
             for frame in rooms.said(told):
                 self._send(frame)
         return some
-
-    def _moves(self, cache: f.Cache) -> tuple[Transfer | None, Reports | None]:
-        """What of this rank moves it to or from other groups."""
-        runner = self._runner
-        if cache == "kv":
-            return runner.transfer, runner.reports
-        own = runner.embeddings
-        return (None, None) if own is None else (own.transfer, own.reports)
 
     def _fits(self, frame: f.Pools) -> None:
         """Caches are those of the first head; of fewer blocks, as another one says, the rest lies idle."""
@@ -235,7 +227,7 @@ class Worker:
                 f"{digest:016x} here"
             )
         self._next = frame.step + 1
-        handle = self._runner.forward(frame.plan)
+        handle = self._runner.forward(opened(frame.plan))
         self._in_flight.append(handle)
         if frame.plan.constrained:
             self._unsampled = handle

@@ -244,14 +244,14 @@ class Reader:
         WeftError, or NeedsFiles.
         """
         prompt = self._rendered(asked)
-        if not prompt.images or self._pictures is None:
+        if not prompt.shown or self._pictures is None:
             return prompt, ()
-        found = self._pictures.measured(prompt.images, self._files)
+        found = self._pictures.measured(prompt.shown, self._files)
         least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
         if least > self.limits.max_model_len:
             raise self._too_long(TooManyTokens(least), "messages")
         ids, starts = expanded(
-            prompt.ids, self._pictures.facts.placeholder, [picture.count for picture in found]
+            prompt.ids, self._pictures.facts.placeholders, [picture.count for picture in found]
         )
         placed = [msgspec.structs.replace(p, start=at) for p, at in zip(found, starts, strict=True)]
         return msgspec.structs.replace(prompt, ids=ids), tuple(placed)

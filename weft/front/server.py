@@ -176,8 +176,8 @@ class FrontServer:
         handled = signals.heeded() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        for number in caught:
-            self._on_signal(number)
+        for early in caught:
+            self._on_signal(early)
         if self._supervisor is not None:
             self._supervisor.attach(self._stop.set, self._cut)
         joining = self._supervisor is not None and self._supervisor.serving

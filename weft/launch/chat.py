@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import glob
 import json
 import mimetypes
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -136,6 +138,21 @@ def image_url(name: str) -> str:
         return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except OSError as error:
         raise ConfigError(f"{name}: {(error.strerror or 'cannot be read').lower()}") from None
+
+
+def frame_urls(names: str) -> list[str]:
+    """Frames of a video as a request has them: ``names`` are files or URLs, quoted as in a shell, or patterns
+    of files, which are taken in order of their names. Raises ConfigError.
+    """
+    try:
+        words = shlex.split(names)
+    except ValueError:
+        raise ConfigError(f"{names} has a quote that does not end") from None
+    found = []
+    for word in words:
+        pattern = str(Path(word).expanduser()) if "*" in word else ""
+        found += sorted(glob.glob(pattern)) or [word]
+    return [image_url(name) for name in found]
 
 
 def _key_for(url: str) -> str:
@@ -325,6 +342,8 @@ class Talk:
             self._view.note(f"system message: {conversation.system or 'none'}")
         elif asked.name == "/image":
             self._image(argument)
+        elif asked.name == "/video":
+            self._video(argument)
         elif asked.name == "/save":
             self._save(argument)
         else:
@@ -350,6 +369,21 @@ class Talk:
                 self._view.problem(error.message)
                 return
         self._view.note(f"images of the next message: {len(images)}")
+
+    def _video(self, names: str) -> None:
+        videos = self._conversation.videos
+        if names == "-":
+            videos.clear()
+        elif names:
+            try:
+                videos.append(frame_urls(names))
+            except ConfigError as error:
+                self._view.problem(error.message)
+                return
+        counts = ", ".join(str(len(frames)) for frames in videos)
+        self._view.note(
+            f"videos of the next message: {len(videos)}" + (f" ({counts} frames)" if counts else "")
+        )
 
     def _save(self, name: str) -> None:
         if not name:

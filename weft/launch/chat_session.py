@@ -15,6 +15,7 @@ COMMANDS = {
     "/reset": "forget the conversation; the system message stays",
     "/system": "/system TEXT sets the system message, /system - removes it, /system shows it",
     "/image": "/image FILE or URL goes with the next message; /image - leaves all out again",
+    "/video": "/video FILE FILE ... or frames/*.jpg: frames of a video, likewise; /video - leaves all out",
     "/save": "/save FILE writes the conversation as JSON, or as Markdown to *.md",
     "/model": "/model NAME goes on with another model, /model lists them",
     "/help": "show this",
@@ -133,6 +134,8 @@ class Conversation:
         self.messages: list[dict[str, Any]] = []
         self.images: list[str] = []
         """URLs of images that go with the user's next message."""
+        self.videos: list[list[str]] = []
+        """Likewise of videos: URLs of the frames of each."""
         self._settings = settings
 
     def body(self) -> dict[str, Any]:
@@ -140,10 +143,11 @@ class Conversation:
         return {**self._settings, "model": self.model, "messages": self._whole()}
 
     def say(self, text: str) -> None:
-        """The user's next message, with the images that were named for it."""
+        """The user's next message, with the images and videos that were named for it."""
         images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
-        self.images.clear()
-        content: Any = [*images, {"type": "text", "text": text}] if images else text
+        shown = [*images, *({"type": "video", "video": frames} for frames in self.videos)]
+        self._show_nothing()
+        content: Any = [*shown, {"type": "text", "text": text}] if shown else text
         self.messages.append({"role": "user", "content": content})
 
     def heard(self, reply: Reply) -> None:
@@ -168,7 +172,7 @@ class Conversation:
     def reset(self) -> None:
         """Forgets all messages."""
         self.messages.clear()
-        self.images.clear()
+        self._show_nothing()
 
     def as_json(self) -> str:
         """For a file: the model and all messages."""
@@ -186,17 +190,25 @@ class Conversation:
                 parts.append(f"Calls `{function['name']}` with `{function['arguments']}`\n")
         return "\n".join(parts)
 
+    def _show_nothing(self) -> None:
+        self.images.clear()
+        self.videos.clear()
+
     def _whole(self) -> list[dict[str, Any]]:
         first: Sequence[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self.messages]
 
 
 def _shown(content: Any) -> str:
-    """A message's content as text; of images that came as files their type stands for them."""
+    """A message's content as text; of images that came as files their type stands for them, of videos the
+    number of frames."""
     if isinstance(content, str):
         return content
     parts = []
     for part in content:
         url = part.get("image_url", {}).get("url", "")
-        parts.append(f"![image]({url.partition(',')[0]})" if url else part["text"])
+        if "video" in part:
+            parts.append(f"(a video of {len(part['video'])} frames)")
+        else:
+            parts.append(f"![image]({url.partition(',')[0]})" if url else part["text"])
     return "\n\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from weft.routing.policy import DEFAULT_BLOCK
 from weft.scheduler.step_cost import CostModel
 from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config
+from weft.sim.images import ImageCosts
 from weft.sim.presets import PRESETS, load
 from weft.sim.transfers import Wire
 from weft.sim.workload import Arrival, Lengths, poisson, read_trace
@@ -76,6 +78,35 @@ _COUNT = click.IntRange(1)
     metavar="SIZE",
     help="Bytes a second that each group can send.",
 )
+@click.option("--images", type=click.IntRange(0, 256), default=0, show_default=True, help="Of each request.")
+@click.option(
+    "--image-tokens",
+    type=click.IntRange(1, 1 << 16),
+    default=256,
+    show_default=True,
+    help="Tokens of an image, beside --prompt-tokens; it has four patches a token.",
+)
+@click.option(
+    "--image-repeats",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="Share of images that came before.",
+)
+@click.option(
+    "--patch-us",
+    type=_POSITIVE,
+    default=390.0,
+    show_default=True,
+    help="Microseconds in which a group encodes a patch; by default a tower of 12 layers of 384 on one core.",
+)
+@click.option(
+    "--row-bytes",
+    default="6K",
+    show_default=True,
+    metavar="SIZE",
+    help="Of an image's embedding, a token.",
+)
 @click.option(
     "--noise",
     type=click.FloatRange(0, 2),
@@ -89,15 +120,16 @@ def plan_command(json_file: str | None, **given: Any) -> int:
     """Find out how many groups of which role a load needs.
 
     Simulates a front over 1 to --most-groups equal groups: all unified, and every division into groups that
-    prefill and groups that decode. The fleet and the schedulers are those that serve; a cost model stands for
-    model and machine, and a bandwidth for the transport. Shows for each how many requests met both limits.
+    prefill and groups that decode; with --images also with groups that encode. The fleet and the schedulers
+    are those that serve; a cost model stands for model and machine, and a bandwidth for the transport. Shows
+    for each how many requests met both limits.
     """
     if json_file is not None and not Path(json_file).absolute().parent.is_dir():
         raise ConfigError("--json must name a file in a folder that exists")
     cost = load(given["cost_name"])
     arrivals = _arrivals(given)
     section = _section(given, len(arrivals))
-    tried = list(divisions(given["most_groups"]))
+    tried = list(divisions(given["most_groups"], given["images"] > 0))
     outcomes = []
     with progress_bar(title="simulating", unit="deployment", total=len(tried), leave=False) as bar:
         for groups in tried:
@@ -112,12 +144,15 @@ def plan_command(json_file: str | None, **given: Any) -> int:
     return 0
 
 
-def divisions(most: int) -> Iterator[Groups]:
-    """All deployments of 1 to ``most`` groups: unified ones alone, and all pairs of roles."""
+def divisions(most: int, images: bool = False) -> Iterator[Groups]:
+    """All deployments of 1 to ``most`` groups: unified ones alone, and all pairs of roles; with ``images``
+    each of them also beside groups that encode."""
     for number in range(1, most + 1):
-        yield Groups(unified=number)
-        for prefill in range(1, number):
-            yield Groups(prefill=prefill, decode=number - prefill)
+        for encode in range(number if images else 1):
+            rest = number - encode
+            yield Groups(unified=rest, encode=encode)
+            for prefill in range(1, rest):
+                yield Groups(prefill=prefill, decode=rest - prefill, encode=encode)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -160,6 +195,10 @@ def advice(outcomes: Sequence[Outcome], goal: float) -> str:
 
 
 def _arrivals(given: dict[str, Any]) -> list[Arrival]:
+    return [replace(one, images=given["images"]) for one in _without_images(given)]
+
+
+def _without_images(given: dict[str, Any]) -> list[Arrival]:
     if given["trace_file"] is not None:
         return read_trace(given["trace_file"])
     prompt = Lengths.parse(given["prompt_tokens"], "--prompt-tokens")
@@ -185,7 +224,8 @@ def _run(
     cost: CostModel,
     given: dict[str, Any],
 ) -> Outcome:
-    longest = max(one.prompt + one.output for one in arrivals)
+    images = given["images"] * given["image_tokens"]
+    longest = max(one.prompt + one.output for one in arrivals) + images
     tokens = given["kv_tokens"] or 0
     if tokens and tokens < longest + DEFAULT_BLOCK:
         raise ConfigError(
@@ -203,8 +243,20 @@ def _run(
         seed=given["workload_seed"],
         noise=given["noise"],
         shared=given["shared_prefix"],
+        images=_images(given),
     )
     return deployment.run((given["ttft_ms"] / 1e3, given["tpot_ms"] / 1e3))
+
+
+def _images(given: dict[str, Any]) -> ImageCosts | None:
+    if not given["images"]:
+        return None
+    return ImageCosts(
+        tokens=given["image_tokens"],
+        patch_seconds=given["patch_us"] / 1e6,
+        row_bytes=max(round(_size(given, "row_bytes")), 1),
+        repeats=given["image_repeats"],
+    )
 
 
 def _size(given: dict[str, Any], name: str) -> float:

@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
+from weft.common.shared_bytes import UNREACHABLE, reaches
 from weft.parallel.secret import CurveKeys
 from weft.routing import events as e
 from weft.types import messages as m
@@ -92,6 +93,8 @@ class Link:
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()
         self._broken_at: float | None = None
+        self._by_name = False
+        """Whether the head can open memory of this process."""
         self._over = False
         """Whether the loss of the process was reported, or need not be."""
         self._socket: zmq.asyncio.Socket | None = None
@@ -171,7 +174,7 @@ class Link:
             while self._outbox:
                 message = self._outbox[0]
                 try:
-                    frames = encode_parts(message)
+                    frames = encode_parts(message, self._by_name)
                 except WeftError as error:
                     self._outbox.popleft()
                     self._refuse(message, error)
@@ -204,6 +207,11 @@ class Link:
                 self.bad_frames += 1
                 continue
             self.heartbeats += isinstance(message, m.Heartbeat)
+            if isinstance(message, m.Welcome):
+                self._by_name = message.probe is not None and reaches(message.probe)
+            elif self._by_name and isinstance(message, m.Tokens) and any(map(_unreached, message.events)):
+                log.warning("%s cannot open images of this process: they are sent from now on", self.instance)
+                self._by_name = False
             self._tell(message)
 
     def _tell(self, message: m.ToFront) -> None:
@@ -230,3 +238,7 @@ class Link:
             except Exception as error:
                 log.exception("the link to the engine failed")
                 self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
+
+
+def _unreached(event: m.TokenEvent) -> bool:
+    return event.error is not None and event.error.code == UNREACHABLE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,19 @@ def load() -> None:
     except ImportError:
         raise missing() from None
     del BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+
+def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target: Target) -> bytes:
+    """uint8 [frames, canvas height, canvas width, 3] of an image's file, or of those of frames. Raises
+    BadMedia, which names the frame.
+    """
+    made = []
+    for number, (data, header) in enumerate(files):
+        try:
+            made.append(pixels_of(data, header, target))
+        except BadMedia as error:
+            raise BadMedia(error.reason, error.code, number) from None
+    return made[0] if len(made) == 1 else b"".join(made)
 
 
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
@@ -96,7 +110,8 @@ def finished(image: Image, target: Target) -> bytes:
 
 
 def key_of(pixels: bytes | memoryview, target: Target) -> bytes:
-    """What an image is known by in caches: its pixels, their shape, and what a model makes of them."""
+    """What an image, or a group of frames, is known by in caches: its pixels, their shape, and what a model
+    makes of them."""
     found = blake2b(digest_size=KEY_BYTES)
     for part in (target.fingerprint, repr(target.canvas).encode()):
         found.update(len(part).to_bytes(8, "little") + part)

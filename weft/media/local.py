@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,40 +29,71 @@ class LocalPictures:
         self._fetcher = Fetcher(section.allowed_media_domains, section.max_image_bytes, section.media_timeout)
 
     def items(self, parts: Sequence[Asked]) -> list[MediaItem]:
-        """One for each of ``parts``, each at position 0. Raises InvalidRequest, naming the part."""
-        named = [part for part in parts if isinstance(part.source, str)]
+        """One for each image and each group of frames of ``parts``, in order, each at position 0. Raises
+        InvalidRequest, naming the part.
+        """
+        opened: dict[str, Image] = {}
+        named = [_named(part, opened) for part in parts]
+        headers = {name: _header(image) for name, image in opened.items()}
         files: dict[str, memoryview] = {}
         try:
-            found = self._pictures.measured(named, {})
+            found = self._pictures.measured(named, headers)
         except NeedsFiles as needs:
             for wanted in needs.wanted:
                 try:
                     files[wanted.url] = memoryview(self._fetcher.fetch(wanted.url))
                 except BadMedia as error:
                     raise error.at(wanted.where) from None
-            found = self._pictures.measured(named, headers_of(needs.wanted, files))
-        here = iter(found)
-        return [
-            self._of_file(next(here), files) if isinstance(part.source, str) else self._of_image(part)
-            for part in parts
-        ]
+            found = self._pictures.measured(named, {**headers, **headers_of(needs.wanted, files)})
+        return [_item(picture, self._pixels(picture, opened, files)) for picture in found]
 
-    def _of_file(self, picture: Picture, files: dict[str, memoryview]) -> MediaItem:
-        data = files[picture.url] if picture.url else picture.data
-        try:
-            return _item(picture, pixels_of(data, picture.header, picture.target))
-        except BadMedia as error:
-            raise error.at(picture.where) from None
+    def _pixels(
+        self, picture: Picture, opened: Mapping[str, Image], files: Mapping[str, memoryview]
+    ) -> bytes:
+        made = []
+        for frame in picture.frames:
+            try:
+                if (image := opened.get(frame.url)) is not None:
+                    made.append(finished(image, picture.target))
+                else:
+                    data = files[frame.url] if frame.url else frame.data
+                    made.append(pixels_of(data, frame.header, picture.target))
+            except BadMedia as error:
+                raise error.at(frame.where) from None
+        return b"".join(made)
 
-    def _of_image(self, part: Asked) -> MediaItem:
-        """Of an image that Pillow has read."""
-        try:
-            image = _upright(part.source)
-        except BadMedia as error:
-            raise error.at(part.where) from None
-        header = ImageHeader(format="PNG", width=image.width, height=image.height)
-        picture = self._pictures.fitted(header, part.where, part.detail)
-        return _item(picture, finished(image, picture.target))
+
+class _Named(msgspec.Struct, frozen=True):
+    """A part whose images are known by names."""
+
+    frames: tuple[str, ...]
+    where: str
+    detail: str
+    is_video: bool
+    places: tuple[str, ...]
+
+    def place(self, number: int) -> str:
+        return self.places[number]
+
+
+def _named(part: Asked, opened: dict[str, Image]) -> _Named:
+    """``part``, with names for images that Pillow has read, which are added to ``opened``."""
+    places = tuple(part.place(number) for number in range(len(part.frames)))
+    names = []
+    for source, where in zip(part.frames, places, strict=True):
+        if not isinstance(source, str):
+            name = f"\0opened {len(opened)}"  # no URL begins so
+            try:
+                opened[name] = _upright(source)
+            except BadMedia as error:
+                raise error.at(where) from None
+            source = name
+        names.append(source)
+    return _Named(tuple(names), part.where, part.detail, part.is_video, places)
+
+
+def _header(image: Image) -> ImageHeader:
+    return ImageHeader(format="PNG", width=image.width, height=image.height)
 
 
 def _upright(source: Any) -> Image:

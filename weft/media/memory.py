@@ -1,10 +1,14 @@
-"""The memory that images of live requests take, bounded."""
+"""The memory that images of live requests take, bounded, and the descriptors by which others open it."""
 
 from __future__ import annotations
 
 from types import TracebackType
 
 from weft.common.errors import InvalidRequest, Overloaded
+from weft.common.log import get_logger
+from weft.common.shared_bytes import SharedBytes, most_descriptors
+
+log = get_logger(__name__)
 
 
 class MediaMemory:
@@ -14,10 +18,25 @@ class MediaMemory:
         """``most``: bytes."""
         self.most = most
         self.used = 0
+        self.descriptors = 0
+        """Open ones of shared memory."""
+        self._scarce = False
 
     def lease(self) -> Lease:
         """What one request will take: nothing so far."""
         return Lease(self)
+
+    def share(self, size: int) -> SharedBytes | None:
+        """Shared memory, which counts as a descriptor; None where there is none to spare."""
+        try:
+            made = SharedBytes(size) if self.descriptors < most_descriptors() else None
+        except OSError:
+            made = None
+        self.descriptors += made is not None
+        if made is None and not self._scarce:
+            log.warning("images are sent to engines, not shown: descriptors are scarce (ulimit -n)")
+        self._scarce = made is None
+        return made
 
 
 class Lease:
@@ -26,6 +45,7 @@ class Lease:
     def __init__(self, memory: MediaMemory) -> None:
         self._memory = memory
         self.size = 0
+        self._shared: list[SharedBytes] = []
 
     def take(self, size: int) -> None:
         """``size`` bytes more. Raises Overloaded when there is no room now, InvalidRequest when never."""
@@ -46,9 +66,21 @@ class Lease:
         self._memory.used -= size
         self.size -= size
 
+    def share(self, size: int) -> SharedBytes | None:
+        """For ``size`` bytes of what was taken: shared memory, closed with the lease. None: descriptors are
+        scarce, and these bytes are to be kept otherwise."""
+        made = self._memory.share(size)
+        if made is not None:
+            self._shared.append(made)
+        return made
+
     def close(self) -> None:
-        """All of it is. Idempotent."""
+        """All of it is; what was shared can be opened no more. Idempotent."""
         self.give(self.size)
+        self._memory.descriptors -= len(self._shared)
+        for one in self._shared:
+            one.close()
+        self._shared.clear()
 
     def __enter__(self) -> Lease:
         return self

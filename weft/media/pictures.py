@@ -1,7 +1,10 @@
-"""The images of a prompt before they are decoded: checked, measured and counted by their headers alone."""
+"""The images of a prompt, and frames of its videos, before they are decoded: checked, measured and counted by
+their headers alone.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -9,10 +12,10 @@ from typing import Any, Protocol
 import msgspec
 
 from weft.common.errors import InvalidRequest
-from weft.config.media import MediaFacts
+from weft.config.media import Fit, MediaFacts
 from weft.config.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
-from weft.media.errors import TOO_LARGE, BadMedia
+from weft.media.errors import INVALID, TOO_LARGE, BadMedia
 from weft.media.headers import ImageHeader, read_header
 from weft.media.urls import inline, is_web, web_address
 from weft.media.words import Target
@@ -22,16 +25,23 @@ LOW_PIXELS = 512 * 512
 
 
 class Asked(Protocol):
-    """A part of a message (``weft.text.messages.ImagePart``)."""
+    """A part of a message (``ImagePart`` or ``VideoPart`` of ``weft.text``)."""
 
     @property
-    def source(self) -> Any: ...
+    def frames(self) -> tuple[Any, ...]:
+        """URLs: one of an image."""
 
     @property
     def where(self) -> str: ...
 
     @property
     def detail(self) -> str: ...
+
+    @property
+    def is_video(self) -> bool: ...
+
+    def place(self, number: int) -> str:
+        """Of a frame, for errors."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -49,12 +59,25 @@ class NeedsFiles(Exception):
         self.wanted = list(wanted)
 
 
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """An image, or a frame of a video, whose file is here or is fetched."""
+
+    where: str
+    """Its place in the request, for errors."""
+    header: ImageHeader
+    url: str = ""
+    """Of one whose file was fetched."""
+    data: memoryview = msgspec.field(default_factory=lambda: memoryview(b""))
+    """The file of one that came with the request."""
+
+
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt, whose file is here or is fetched."""
+    """What stands at one run of placeholders in a prompt: an image, or a group of frames."""
 
     where: str
     """The part of the request, for errors."""
-    header: ImageHeader
+    frames: tuple[Frame, ...]
+    """One of an image; of a video, as many as its group has."""
     target: Target
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches."""
@@ -62,16 +85,12 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that stand for it."""
     start: int = 0
     """Position of the first one."""
-    url: str = ""
-    """Of one whose file was fetched."""
-    data: memoryview = msgspec.field(default_factory=lambda: memoryview(b""))
-    """The file of one that came with the request."""
 
     @property
     def nbytes(self) -> int:
         """Of its pixels."""
         height, width = self.target.canvas
-        return height * width * 3
+        return len(self.frames) * height * width * 3
 
 
 def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
@@ -101,62 +120,92 @@ class Pictures:
         )
 
     def measured(self, parts: Sequence[Asked], known: Mapping[str, ImageHeader]) -> list[Picture]:
-        """One for each of ``parts``; ``known`` has the headers of files that were fetched, by their URLs.
+        """One for each image and each group of frames of ``parts``, in order; ``known`` has the headers of
+        files that were fetched, by their URLs.
 
         Raises InvalidRequest, naming the part, and NeedsFiles for what is neither here nor known.
         """
-        wanted = {part.source: part.where for part in parts if self._is_missing(part, known)}
+        each = [[(source, part.place(n)) for n, source in enumerate(part.frames)] for part in parts]
+        sources = itertools.chain.from_iterable(each)
+        wanted = {source: where for source, where in sources if self._is_missing(source, where, known)}
         if wanted:
             raise NeedsFiles([Wanted(url, where) for url, where in wanted.items()])
-        return [self._picture(part, known) for part in parts]
+        found: list[Picture] = []
+        for part, places in zip(parts, each, strict=True):
+            frames = [self._frame(source, where, known) for source, where in places]
+            if part.is_video:
+                found += self.groups(frames, part.where)
+            else:
+                found.append(self.fitted(frames[0], part.detail))
+        return found
 
-    def _is_missing(self, part: Asked, known: Mapping[str, ImageHeader]) -> bool:
-        if not is_web(part.source) or part.source in known:
+    def _is_missing(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> bool:
+        if source in known or not is_web(source):
             return False
         try:
-            web_address(part.source, self._section.allowed_media_domains)
+            web_address(source, self._section.allowed_media_domains)
         except BadMedia as error:
-            raise error.at(part.where) from None
+            raise error.at(where) from None
         return True
 
-    def _picture(self, part: Asked, known: Mapping[str, ImageHeader]) -> Picture:
-        if is_web(part.source):
-            return self.fitted(known[part.source], part.where, part.detail, url=part.source)
+    def _frame(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> Frame:
+        if source in known:
+            return self._checked(Frame(where=where, header=known[source], url=source))
         try:
-            data = inline(part.source, self._section.max_image_bytes)
+            data = inline(source, self._section.max_image_bytes)
             header = read_header(data)
         except BadMedia as error:
-            raise error.at(part.where) from None
-        return self.fitted(header, part.where, part.detail, data=data)
+            raise error.at(where) from None
+        return self._checked(Frame(where=where, header=header, data=memoryview(data)))
 
-    def fitted(
-        self, header: ImageHeader, where: str, detail: str = "auto", *, url: str = "", data: bytes = b""
-    ) -> Picture:
-        """An image of this header, as the model wants it. Raises InvalidRequest."""
+    def _checked(self, frame: Frame) -> Frame:
+        """Raises InvalidRequest for more pixels than are decoded."""
+        header = frame.header
         if header.width * header.height > self._section.max_image_pixels:
             raise BadMedia(
                 f"has {header.width} x {header.height} pixels, and at most {self._section.max_image_pixels} "
                 "are decoded (--max-image-pixels); send a smaller one",
                 TOO_LARGE,
-            ).at(where)
+            ).at(frame.where)
+        return frame
+
+    def fitted(self, frame: Frame, detail: str = "auto") -> Picture:
+        """An image, as the model wants it. Raises InvalidRequest."""
         facts = self._low if detail == "low" else self.facts
         try:
-            fit = facts.grid_of(*header.shown)
+            fit = facts.grid_of(*self._checked(frame).header.shown)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{frame.where}: {error.message}", param=frame.where) from None
+        return self._picture(frame.where, (frame,), fit)
+
+    def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
+        """A video of these frames, as the model wants it. Raises InvalidRequest."""
+        video, size = self.facts.frames, self.facts.temporal
+        if video is None:
+            raise InvalidRequest(f"{where}: this model takes no videos", param=where)
+        height, width = frames[0].header.shown
+        for frame in frames:
+            if frame.header.shown != (height, width):
+                shown = frame.header.shown
+                raise InvalidRequest(
+                    f"{frame.where}: a frame of {shown[1]} x {shown[0]} pixels, where the first one has "
+                    f"{width} x {height}: frames of a video must be of one size",
+                    param=frame.where,
+                    code=INVALID,
+                )
+        try:
+            fit = self.facts.video_grid_of(video, len(frames), height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error.message}", param=where) from None
+        cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
+        return [self._picture(where, cut, fit) for cut in cuts]
+
+    def _picture(self, where: str, frames: tuple[Frame, ...], fit: Fit) -> Picture:
         target = Target(
             height=fit.size[0],
             width=fit.size[1],
             canvas=fit.padded,
-            resample=facts.resample,
+            resample=self.facts.resample,
             fingerprint=self._fingerprint,
         )
-        return Picture(
-            where=where,
-            header=header,
-            target=target,
-            grid=fit.grid,
-            count=fit.tokens,
-            url=url,
-            data=memoryview(data),
-        )
+        return Picture(where=where, frames=frames, target=target, grid=fit.grid, count=fit.tokens)

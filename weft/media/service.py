@@ -16,7 +16,7 @@ from weft.media.decode import can_decode, missing
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.memory import Lease, MediaMemory
 from weft.media.pictures import Picture, Wanted
-from weft.media.words import Decode, Fetch, WorkerRules, packed, result_of
+from weft.media.words import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.types.media import MediaItem
 
 T = TypeVar("T")
@@ -28,6 +28,8 @@ SLACK = 512 << 20
 """Bytes that a worker may map beside what its image takes."""
 BYTES_A_PIXEL = 24
 """Of a transparent image: decoded, turned, on white, without its transparency; and the file."""
+MOST_FRAMES = 2
+"""That are decoded together: what models with videos take as a group."""
 LATE_S = 5.0
 """Seconds after a worker's own deadline in which it must say so; then it is ended."""
 
@@ -38,7 +40,8 @@ class MediaService:
     def __init__(self, section: MediaSection) -> None:
         self._section = section
         self.memory = MediaMemory(section.media_memory)
-        pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * section.max_image_bytes
+        files = MOST_FRAMES * section.max_image_bytes
+        pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * files
         self._decoders = self._pool(section.media_workers, pixels)
         self._fetchers = self._pool(FETCHERS, SLACK + 4 * section.max_image_bytes)
 
@@ -53,29 +56,45 @@ class MediaService:
         return WorkerPool(COMMAND, msgspec.msgpack.encode(rules), most, section.media_timeout + LATE_S)
 
     async def fetch(self, wanted: Sequence[Wanted], lease: Lease) -> dict[str, memoryview]:
-        """Files by their URLs, which count as ``lease``. Raises WeftError, naming the part."""
-        files = await _all(self._fetch(one, lease) for one in wanted)
+        """Files by their URLs, which count as ``lease``, each as the largest one until it is here: so there
+        are no more at a time than processes. Raises WeftError, naming the part."""
+        few = asyncio.Semaphore(FETCHERS)
+        files = await _all(self._fetch(one, lease, few) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
-    async def _fetch(self, wanted: Wanted, lease: Lease) -> memoryview:
-        lease.take(self._section.max_image_bytes)
-        _, file = await self._call(self._fetchers, wanted.where, packed(Fetch(url=wanted.url)))
-        lease.give(self._section.max_image_bytes - len(file))
+    async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore) -> memoryview:
+        async with few:
+            lease.take(self._section.max_image_bytes)
+            _, file = await self._call(self._fetchers, [wanted.where], packed(Fetch(url=wanted.url)))
+            lease.give(self._section.max_image_bytes - len(file))
         return file
 
     async def decode(
         self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
     ) -> tuple[MediaItem, ...]:
-        """The pixels, which count as ``lease``. Raises WeftError, naming the part."""
+        """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
+        Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
-        return tuple(await _all(self._decode(picture, files) for picture in pictures))
+        return tuple(await _all(self._decode(picture, files, lease) for picture in pictures))
 
-    async def _decode(self, picture: Picture, files: Mapping[str, memoryview]) -> MediaItem:
-        task = packed(Decode(header=picture.header, target=picture.target))
-        data = files[picture.url] if picture.url else picture.data
-        key, pixels = await self._call(self._decoders, picture.where, task, data)
+    async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
+        shared = lease.share(picture.nbytes)
+        into = None if shared is None else shared.name
+        data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
+        each = zip(picture.frames, data, strict=True)
+        sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
+        task = packed(Decode(files=sizes, target=picture.target, into=into))
+        places = [frame.where for frame in picture.frames]
+        key, pixels = await self._call(self._decoders, places, task, *data)
+        if shared is not None and not len(pixels):
+            try:
+                pixels = shared.seal()
+            except OSError:
+                raise _failed(picture.where) from None
+        else:
+            into = None
         if len(pixels) != picture.nbytes:
             raise _failed(picture.where)
         return MediaItem(
@@ -84,20 +103,22 @@ class MediaService:
             count=picture.count,
             grid=picture.grid,
             pixels=cast(bytes, pixels),  # a copy of megabytes would hold the event loop up
+            shared=into,
         )
 
     async def _call(
-        self, pool: WorkerPool, where: str, *payload: bytes | memoryview
+        self, pool: WorkerPool, places: Sequence[str], *payload: bytes | memoryview
     ) -> tuple[bytes, memoryview]:
+        """``places``: of each frame, for errors."""
         try:
             return result_of(await pool.call(*payload))
         except BadMedia as error:
-            raise error.at(where) from None
+            raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
-            raise late.at(where) from None
+            raise late.at(places[0]) from None
         except (WorkerDied, ValueError, msgspec.DecodeError):
-            raise _failed(where) from None
+            raise _failed(places[0]) from None
 
     @property
     def processes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from weft.common.shared_bytes import SharedName
 from weft.media.errors import BadMedia
 from weft.media.headers import ImageHeader
 
@@ -52,24 +53,37 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     url: str
 
 
-class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make pixels of the file behind the head."""
+class DecodeFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the files behind a head."""
 
     header: ImageHeader
+    size: Annotated[int, Meta(ge=0)]
+    """Bytes."""
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Make pixels of the files behind the head: of an image, or of a group of a video's frames, in order."""
+
+    files: tuple[DecodeFile, ...]
     target: Target
+    into: SharedName | None = None
+    """Where the pixels are to be written; what cannot be written there is in the answer."""
 
 
 Task: TypeAlias = Fetch | Decode
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The task is done: behind it are the file, or the pixels (uint8 [height, width, 3])."""
+    """The task is done: behind it are the file, or the pixels (uint8 [frames, height, width, 3]), if these
+    were not written elsewhere."""
 
     key: bytes = b""
     """Of pixels."""
     reason: str = ""
     """Why there are none; see ``BadMedia``."""
     code: str = ""
+    frame: int = 0
+    """Of which frame that is said."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -94,7 +108,7 @@ def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
     head, rest = _split(answer)
     done = _done.decode(head)
     if done.reason:
-        raise BadMedia(done.reason, done.code)
+        raise BadMedia(done.reason, done.code, done.frame)
     return done.key, rest
 
 

@@ -8,17 +8,21 @@ fails the one image that it had.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import resource
 import signal
 from collections.abc import Callable, Iterator
 
 import msgspec
 
+from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
+from weft.common.shared_bytes import SharedName, write_shared
 from weft.common.workers import Answer, serve
-from weft.media.decode import can_decode, key_of, load, pixels_of
+from weft.media.decode import can_decode, group_pixels, key_of, load
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.fetch import Fetcher
+from weft.media.headers import ImageHeader
 from weft.media.words import Decode, Done, WorkerRules, packed, task_of
 
 log = get_logger(__name__)
@@ -65,16 +69,34 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
-            pixels = pixels_of(data, task.header, task.target)
-            return packed(Done(key=key_of(pixels, task.target))), pixels
+            pixels = group_pixels(_files(task, data), task.target)
+            done = packed(Done(key=key_of(pixels, task.target)))
+            return (done,) if _written(pixels, task.into) else (done, pixels)
         with _interrupted(rules.seconds + GRACE_S):
             return packed(Done()), fetcher.fetch(task.url)
     except BadMedia as error:
-        return (packed(Done(reason=error.reason, code=error.code)),)
+        return (packed(Done(reason=error.reason, code=error.code, frame=error.frame)),)
     except MemoryError:
         return (packed(Done(reason="takes more memory than this server allows", code="image_too_large")),)
     except TimeoutError:
         return (packed(Done(reason="took too long to fetch", code=UNREACHABLE)),)
+
+
+def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:
+    """The files of ``task``, which lie behind it one after another."""
+    ends = list(itertools.accumulate(file.size for file in task.files))
+    cuts = zip([0, *ends], ends, task.files, strict=False)
+    return [(data[begin:end], file.header) for begin, end, file in cuts]
+
+
+def _written(pixels: bytes, into: SharedName | None) -> bool:
+    if into is None:
+        return False
+    try:
+        write_shared(into, pixels)
+    except PixelsLost:  # the front is in a namespace of its own, or has no use for them any more
+        return False
+    return True
 
 
 @contextlib.contextmanager

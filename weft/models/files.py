@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import read_json
+from weft.gguf.folder import gguf_files, weights_of
+from weft.models.gguf_tensor import GGUFTensor
 
 #: Types of plain numbers, as safetensors names them.
 _PLAIN = ("F64", "F32", "BF16", "F16")
@@ -35,6 +37,8 @@ def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = (""
             raise ConfigError(
                 "no pickled weights in the model folder; try --load-format auto", param="--load-format"
             )
+        return result
+    if result := gguf_files(folder):
         return result
     result = _listed(folder, "model.safetensors.index.json", prefixes, load_format == "partial")
     if result:
@@ -85,12 +89,14 @@ class WeightFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._safe: Any = None
-        self._loaded: dict[str, torch.Tensor] = {}
+        self._loaded: Mapping[str, torch.Tensor | GGUFTensor] = {}
 
     def __enter__(self) -> WeightFile:
         try:
             if self._path.suffix == ".safetensors":
                 self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
+            elif self._path.suffix == ".gguf":
+                self._loaded = {name: GGUFTensor(one) for name, one in weights_of(self._path).items()}
             else:
                 self._loaded = _unpickle(self._path)
         except ConfigError:
@@ -113,8 +119,11 @@ class WeightFile:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor called ``name``, which may be mapped memory of the file."""
-        result: torch.Tensor = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
-        return result
+        if self._safe is not None:
+            result: torch.Tensor = self._safe.get_tensor(name)
+            return result
+        found = self._loaded[name]
+        return found[()] if isinstance(found, GGUFTensor) else found
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of the tensor called ``name``, which is not read."""
@@ -125,7 +134,10 @@ class WeightFile:
         """Whether it is plain floating-point numbers of at least 16 bits; it is not read."""
         if self._safe is not None:
             return self._safe.get_slice(name).get_dtype() in _PLAIN
-        return self._loaded[name].is_floating_point() and self._loaded[name].element_size() > 1
+        found = self._loaded[name]
+        if isinstance(found, GGUFTensor):
+            return found.floating
+        return found.is_floating_point() and found.element_size() > 1
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         """``tensor(name)[place]``, and nothing else of it is read."""

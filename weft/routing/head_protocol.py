@@ -11,12 +11,15 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from weft.common.errors import EngineDead, InvalidRequest, Unavailable, WeftError
+from weft.common.errors import EngineDead, InvalidRequest, PixelsLost, Unavailable, WeftError
+from weft.common.shared_bytes import SharedName
 from weft.kv.prefix_log import PrefixLog
 from weft.routing.encoders import ENCODE_SINCE
 from weft.routing.prefix_index import PrefixReports
 from weft.types import messages as m
 
+SHARED_SINCE = 7
+"""The version of messages from which on images may be shown by name."""
 Outgoing: TypeAlias = list[tuple[bytes, m.ToFront]]
 """(front, message), in the order of sending."""
 
@@ -40,6 +43,15 @@ class HeadEngine(Protocol):
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None: ...
 
 
+class Pixels(Protocol):
+    """What finds images that fronts show by name. See ``weft.engine.pixel_inbox``."""
+
+    @property
+    def probe(self) -> SharedName | None: ...
+
+    def take(self, submit: m.Submit) -> m.Submit: ...
+
+
 class _Front(NamedTuple):
     name: str
     """The front's name, the same for all its connections."""
@@ -56,8 +68,10 @@ class _Owner(NamedTuple):
 class HeadProtocol:
     """One for each head process. A front is named by its connection."""
 
-    def __init__(self, engine: HeadEngine, incarnation: int) -> None:
+    def __init__(self, engine: HeadEngine, incarnation: int, pixels: Pixels | None = None) -> None:
+        """``pixels``: None where images come as bytes alone."""
         self._engine = engine
+        self._pixels = pixels
         self._incarnation = incarnation
         self._fronts: dict[bytes, _Front] = {}
         self._owners: dict[int, _Owner] = {}
@@ -164,6 +178,8 @@ class HeadProtocol:
             welcome = msgspec.structs.replace(welcome, role="unified", fingerprint="", rooms="")
         if version < ENCODE_SINCE:
             welcome = msgspec.structs.replace(welcome, tower=False, embeddings="", tower_fingerprint="")
+        if version >= SHARED_SINCE and self._pixels is not None:
+            welcome = msgspec.structs.replace(welcome, probe=self._pixels.probe)
         return [(front, welcome), (front, _heartbeat_of(self._heartbeat(), version))]
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
@@ -182,7 +198,9 @@ class HeadProtocol:
                 self._engine.finish(submit.sequence)
             if self.draining:
                 raise Unavailable("the server is shutting down")
-            events = self._engine.submit(submit)
+            events = self._engine.submit(self._found(submit))
+        except PixelsLost as error:  # its front has it, and sends it again
+            return self._reject(front, submit, error, "evicted")
         except (ValueError, msgspec.ValidationError):
             return self._reject(front, submit, InvalidRequest("the request is malformed"))
         except WeftError as error:
@@ -194,9 +212,17 @@ class HeadProtocol:
         """Whether two connections are of one front."""
         return bool(self._fronts[one].name) and self._fronts[one].name == self._fronts[other].name
 
-    def _reject(self, front: bytes, submit: m.Submit, error: WeftError) -> Outgoing:
+    def _found(self, submit: m.Submit) -> m.Submit:
+        """With the pixels that it names. Raises PixelsLost, and ValueError where nobody can look for them."""
+        if self._pixels is not None:
+            return self._pixels.take(submit)
+        if any(item.shared is not None for item in submit.media):
+            raise ValueError("pixels by name")
+        return submit
+
+    def _reject(self, front: bytes, submit: m.Submit, error: WeftError, finish: str = "error") -> Outgoing:
         event = m.TokenEvent(
-            sequence=submit.sequence, attempt=submit.attempt, finish="error", error=error.info()
+            sequence=submit.sequence, attempt=submit.attempt, finish=finish, error=error.info()
         )
         return [(front, m.Tokens(step=-1, events=(event,)))]
 

@@ -35,6 +35,11 @@ def patches_of(item: MediaItem) -> int:
     return frames * rows * columns
 
 
+def encoding(item: MediaItem, held: Embedded) -> Encode:
+    """What makes the embedding of ``item``."""
+    return Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels, shared=item.shared)
+
+
 def check_media(
     media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, computes: bool
 ) -> None:
@@ -363,7 +368,7 @@ class MediaBook:
         self._patches += patches_of(item)
         self._pixels += len(item.pixels)
         self.cache.encoded += 1
-        self.cache.op(Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels))
+        self.cache.op(encoding(item, held))
         return held
 
 

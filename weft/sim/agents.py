@@ -163,14 +163,14 @@ class AgentSimulation(Simulation):
         pause = rng.random() * 2 * agents.pause * (2.5 if rng.random() < 0.2 else 1.0)
         grown = rng.randint(1, 2 * agents.grows) + arrival.output
         at, number = self.clock.now() + pause, arrival.number + 1
-        turn = Turn(at, arrival.prompt + grown, agents.output, 0, arrival.session, number)
+        turn = Turn(at, arrival.prompt + grown, agents.output, session=arrival.session, number=number)
         self._arrivals = deque(in_order([*self._arrivals, turn]))
 
 
 def _first_arrivals(agents: Agents, seed: int) -> list[Arrival]:
     rng = random.Random(seed)
     made: list[Arrival] = [
-        Turn(rng.random() * 4 * agents.pause, agents.first, agents.output, 0, session)
+        Turn(rng.random() * 4 * agents.pause, agents.first, agents.output, session=session)
         for session in range(agents.sessions)
     ]
     at = 0.0

@@ -3,7 +3,8 @@
 The front's ``Fleet``, each head's ``HeadProtocol`` and ``Scheduler`` are those that serve; a cost model
 stands for the model and machine of each group, and a bandwidth for the transport between two of them. A
 chunk of a prompt leaves when its step is done, behind what left before it; the sequence goes on where it is
-decoded when all has arrived.
+decoded when all has arrived. Groups that encode images have the ``EncodeScheduler`` that serves; embeddings
+leave over the same wires.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, TransferSection
+from weft.encoder.scheduler import EncodeScheduler
 from weft.kv.prefix_log import PrefixLog
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
@@ -24,17 +28,22 @@ from weft.scheduler import Scheduler
 from weft.scheduler.step_cost import CostModel
 from weft.sim.device import FakeDevice
 from weft.sim.engine import VOCABULARY, depth_of
+from weft.sim.images import ImageCosts, Images
 from weft.sim.metrics import Latency, Stream, gaps, rate
 from weft.sim.timeline import Timeline
-from weft.sim.transfers import TransferRooms, Wire
+from weft.sim.transfers import Part, TransferRooms, Wire
 from weft.sim.workload import Arrival, Prompts, in_order
 from weft.types import messages as m
 from weft.types import rooms as r
-from weft.types.plan import Export, StepPlan
+from weft.types.frames import Cache
+from weft.types.media import MediaItem
+from weft.types.plan import Export, SendMedia, StepPlan
 from weft.types.sampling import TokenParams
 
 HEARTBEAT_S = 0.5
 PATIENCE = Patience(engine=math.inf, recovery=math.inf, load=math.inf, listen=math.inf, role=math.inf)
+MOST_PIXELS = 1 << 40
+"""Bytes of pixels that a group that encodes has at a time: they cost nothing here."""
 _FRONT = b"front"
 
 
@@ -44,19 +53,22 @@ class Groups(NamedTuple):
     unified: int = 0
     prefill: int = 0
     decode: int = 0
+    encode: int = 0
 
     def __str__(self) -> str:
-        named = ((self.unified, "unified"), (self.prefill, "prefill"), (self.decode, "decode"))
-        return ", ".join(f"{number} {role}" for number, role in named if number)
+        return ", ".join(f"{number} {role}" for number, role in self._roles() if number)
 
     def names(self) -> list[tuple[str, m.Role]]:
         """A name and a role for each."""
-        roles: tuple[tuple[int, m.Role], ...] = (
+        return [(f"{role}{number}", role) for count, role in self._roles() for number in range(count)]
+
+    def _roles(self) -> tuple[tuple[int, m.Role], ...]:
+        return (
+            (self.encode, "encode"),
             (self.unified, "unified"),
             (self.prefill, "prefill"),
             (self.decode, "decode"),
         )
-        return [(f"{role}{number}", role) for count, role in roles for number in range(count)]
 
 
 class Outcome(NamedTuple):
@@ -97,15 +109,21 @@ class Group:
         cost: CostModel,
         noise: float,
         seed: int,
+        images: ImageCosts | None = None,
     ) -> None:
         self.name = name
         self.role = role
-        self.device = FakeDevice(cost, VOCABULARY, noise, seed)
+        patch_seconds = 0.0 if images is None else images.patch_seconds
+        self.device = FakeDevice(cost, VOCABULARY, noise, seed, patch_seconds=patch_seconds)
         self.incarnation = seed + 1
         self.link_free_at = 0.0
         """When all that has left is on its way."""
-        transfer = TransferSection(role=role)
-        self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
+        self.scheduler: Scheduler | EncodeScheduler
+        if role == "encode":
+            assert kv.media is not None
+            self.scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
+        else:
+            self.scheduler = Scheduler(kv, section, VOCABULARY, None, TransferSection(role=role))
         self.protocol = HeadProtocol(self, self.incarnation)
         self._kv = kv
         self._section = section
@@ -119,7 +137,16 @@ class Group:
         events = self.scheduler.add(submit, self._deployment.now)
         if submit.room is not None:
             self._deployment.rooms.open(submit.room, self)
+        for item in submit.media:
+            if item.room is not None:
+                self._deployment.images.open(item.room, self)
         return events
+
+    def part(self, cache: Cache) -> Part | None:
+        """What of its scheduler has a part in rooms of ``cache``."""
+        if cache == "embeddings":
+            return self.scheduler.embeddings
+        return None if self.role == "encode" else self.scheduler
 
     def finish(self, sequence: int) -> list[m.TokenEvent]:
         return self.scheduler.finish(sequence)
@@ -143,8 +170,11 @@ class Group:
             incarnation=incarnation,
             block_size=self._kv.block_size,
             role=self.role,
-            fingerprint="" if self.role == "unified" else "one model",
-            rooms="" if self.role == "unified" else self.name,
+            fingerprint="" if self.role in ("unified", "encode") else "one model",
+            rooms="" if self.role in ("unified", "encode") else self.name,
+            tower=self._kv.media is not None and self._kv.media.tower,
+            embeddings="" if self.scheduler.embeddings is None else self.name,
+            tower_fingerprint="" if self._kv.media is None else "one tower",
         )
 
     # ---- its loop
@@ -164,7 +194,7 @@ class Group:
         deployment = self._deployment
         now = deployment.now
         deployment.tell(self, self.protocol.events(self.scheduler.expire(now)))
-        deployment.rooms.serve(self)
+        deployment.serve(self)
         depth = depth_of(self._section)
         while len(self._in_flight) < depth:
             builder = self.scheduler.build(now)
@@ -174,7 +204,7 @@ class Group:
             complete = self.device.launch(plan, now)
             self._in_flight.append((plan, now, complete))
             deployment.timeline.at(complete, None, self._commit)
-            deployment.rooms.serve(self)
+            deployment.serve(self)
 
     def _commit(self) -> None:
         plan, began, _ = self._in_flight.popleft()
@@ -186,6 +216,8 @@ class Group:
         for op in plan.ops:
             if isinstance(op, Export):
                 deployment.rooms.send(op.key, op.start, op.end)
+            elif isinstance(op, SendMedia):
+                deployment.images.send(op.key, 0, op.count)
         deployment.tell(self, self.protocol.events(events, self.scheduler.steps))
         self.turn()
 
@@ -205,17 +237,33 @@ class Deployment:
         seed: int = 0,
         noise: float = 0.0,
         shared: int = 0,
+        images: ImageCosts | None = None,
     ) -> None:
-        """``kv``, ``section``, ``cost``: of each group. ``shared``: leading tokens that all prompts share."""
+        """``kv``, ``section``, ``cost``: of each group. ``shared``: leading tokens that all prompts share.
+        ``images``: what those of the requests cost, if they have any.
+        """
         self.timeline = Timeline(seed)
         self.streams: dict[int, Stream] = {}
         self.refused = 0
         self._arrivals = in_order(arrivals)
         self._prompts = Prompts(VOCABULARY, shared, seed)
+        self._shared = shared
+        self._images = None if images is None else Images(images, seed)
         self._groups = groups
+        most = max((arrival.images for arrival in arrivals), default=0)
         self.groups = {
-            name: Group(self, name, role, kv, section, cost, noise, seed + number)
-            for number, (name, role) in enumerate(groups.names())
+            name: Group(
+                self,
+                name,
+                role,
+                _sees(kv, role, groups, images, most),
+                section,
+                cost,
+                noise,
+                seed + n,
+                images,
+            )
+            for n, (name, role) in enumerate(groups.names())
         }
         self.fleet = Fleet(dict.fromkeys(self.groups, ""), PATIENCE, front="front")
         dims = r.GroupDims(
@@ -235,6 +283,9 @@ class Deployment:
         )
 
         self.rooms = TransferRooms(self.timeline, wire, self.groups, dims)
+        costs = images or ImageCosts(1, 0.0, 1)
+        rows = wire._replace(position_bytes=costs.row_bytes)
+        self.images = TransferRooms(self.timeline, rows, self.groups, costs.dims(), "embeddings")
 
     @property
     def now(self) -> float:
@@ -254,6 +305,11 @@ class Deployment:
             self.timeline.advance()
         return self._outcome(limits)
 
+    def serve(self, group: Group) -> None:
+        """Carries out what the scheduler of ``group`` asks of its rooms."""
+        self.rooms.serve(group)
+        self.images.serve(group)
+
     def _unfinished(self) -> bool:
         ended = sum(stream.finish is not None for stream in self.streams.values())
         return ended + self.refused < len(self._arrivals)
@@ -262,12 +318,17 @@ class Deployment:
 
     def _open(self, number: int, arrival: Arrival) -> None:
         self.streams[number] = Stream(arrival)
+        media: tuple[MediaItem, ...] = ()
+        if self._images is not None:
+            media = self._images.items(arrival.images, min(self._shared, arrival.prompt))
+        length = arrival.prompt + sum(item.count for item in media)
         submit = m.Submit(
             sequence=number,
             request=number,
             seed=number,
-            prompt_ids=m.ids_to_bytes(self._prompts.make(arrival.prompt)),
+            prompt_ids=m.ids_to_bytes(self._prompts.make(length)),
             params=TokenParams(max_tokens=arrival.output),
+            media=media,
         )
         self._feed(e.Opened((submit,)))
 
@@ -334,6 +395,16 @@ class Deployment:
             },
             good=good / len(self._arrivals) if self._arrivals else 0.0,
         )
+
+
+def _sees(kv: KVConfig, role: m.Role, groups: Groups, images: ImageCosts | None, most: int) -> KVConfig:
+    """What a group of ``role`` has: a tower where it encodes, or where it computes and none encodes."""
+    if images is None:
+        return kv
+    computes = role in ("unified", "prefill")
+    takes = computes and groups.encode > 0
+    tower = role == "encode" or (computes and not takes)
+    return msgspec.structs.replace(kv, media=images.limits(max(most, 1), tower=tower, takes=takes))
 
 
 def _pace(stream: Stream) -> float:

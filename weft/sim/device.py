@@ -7,6 +7,7 @@ import random
 import numpy as np
 
 from weft.scheduler.step_cost import CostModel, shape_of
+from weft.sim.images import patches_in
 from weft.types.plan import StepPlan, StepResult, column
 
 
@@ -14,11 +15,18 @@ class FakeDevice:
     """Computes one step after another, in launch order."""
 
     def __init__(
-        self, cost: CostModel, vocabulary: int, noise: float = 0.0, seed: int = 0, acceptance: float = 1.0
+        self,
+        cost: CostModel,
+        vocabulary: int,
+        noise: float = 0.0,
+        seed: int = 0,
+        acceptance: float = 1.0,
+        patch_seconds: float = 0.0,
     ) -> None:
         """``noise``: standard deviation of the logarithm of a step's time; the median is the model's.
 
-        ``acceptance``: the chance of a draft to be right where the ones before it were.
+        ``acceptance``: the chance of a draft to be right where the ones before it were. ``patch_seconds``:
+        what a patch of an image takes that a step encodes; more than 0: steps without rows take nothing else.
         """
         self.busy = 0.0
         """Seconds computed so far."""
@@ -27,12 +35,15 @@ class FakeDevice:
         self._noise = noise
         self._rng = random.Random(seed)
         self._acceptance = acceptance
+        self._patch_seconds = patch_seconds
         self._drafts = np.random.default_rng(seed)
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan, now: float) -> float:
         """When ``plan`` will be complete; it starts when what was launched before it is."""
-        seconds = self._cost.predict(shape_of(plan))
+        seconds = patches_in(plan) * self._patch_seconds
+        if plan.rows or not self._patch_seconds:
+            seconds += self._cost.predict(shape_of(plan))
         if self._noise:
             seconds *= self._rng.lognormvariate(0.0, self._noise)
         self.busy += seconds

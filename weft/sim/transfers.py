@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.scheduler import Scheduler
 from weft.sim.timeline import Timeline
 from weft.types import rooms as r
+from weft.types.frames import Cache
 from weft.types.messages import TokenEvent
 
 
@@ -24,12 +24,22 @@ class Wire(NamedTuple):
     """Seconds of a message between two heads."""
 
 
+class Part(Protocol):
+    """What a scheduler does with rooms."""
+
+    def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
+
+    def room_requests(self) -> list[r.RoomRequest]: ...
+
+
 class Receives(Protocol):
     """A group, as its rooms know it."""
 
-    scheduler: Scheduler
     link_free_at: float
     """When all that has left it is on its way."""
+
+    def part(self, cache: Cache) -> Part | None:
+        """What of its scheduler has a part in rooms of ``cache``."""
 
     def heard(self, events: list[TokenEvent]) -> None:
         """Its scheduler has heard of a room, and told ``events``."""
@@ -41,6 +51,7 @@ class _Room:
 
     sender: Receives
     receiver: Receives | None = None
+    offered: bool = False
     length: int = 0
     start: int = 0
     """Positions before it are there already."""
@@ -49,6 +60,8 @@ class _Room:
     """Positions that are computed, and whose receiver has no blocks yet."""
     arrives: float = 0.0
     """When the latest of what has left arrives."""
+    finished: bool = False
+    """Whether everything has left, or need not."""
     first: r.FirstToken | None = None
     computed: float = 0.0
     """When it was finished."""
@@ -58,15 +71,22 @@ class TransferRooms:
     """All rooms of a deployment."""
 
     def __init__(
-        self, timeline: Timeline, wire: Wire, groups: Mapping[str, Receives], dims: r.GroupDims
+        self,
+        timeline: Timeline,
+        wire: Wire,
+        groups: Mapping[str, Receives],
+        dims: r.GroupDims,
+        cache: Cache = "kv",
     ) -> None:
-        """``groups``: by the name that tickets have; it may grow. ``dims``: the same for all of them."""
+        """``groups``: by the name that tickets have; it may grow. ``dims``: the same for all of them.
+        ``cache``: what rooms move."""
         self.exposed: list[float] = []
         """Seconds from the first token until all of the cache had arrived, of each that was done."""
         self._timeline = timeline
         self._wire = wire
         self._groups = groups
         self._dims = dims
+        self._cache: Cache = cache
         self._open: dict[r.RoomKey, _Room] = {}
 
     def open(self, ticket: r.RoomTicket, group: Receives) -> None:
@@ -74,14 +94,18 @@ class TransferRooms:
         if ticket.sends:
             self._room(ticket.key, group)
         else:
-            self._room(ticket.key, self._groups[ticket.peer.name]).receiver = group
+            room = self._room(ticket.key, self._groups[ticket.peer.name])
+            room.receiver = group
+            if room.offered:
+                self._offer(room, ticket.key)
 
     def _room(self, key: r.RoomKey, sender: Receives) -> _Room:
         return self._open.setdefault(key, _Room(sender))
 
     def serve(self, group: Receives) -> None:
         """Carries out what the scheduler of ``group`` asks of its rooms."""
-        for request in group.scheduler.room_requests():
+        part = group.part(self._cache)
+        for request in () if part is None else part.room_requests():
             room = self._open.get(request.key)
             if room is not None:
                 self._serve(group, room, request)
@@ -89,7 +113,7 @@ class TransferRooms:
     def _serve(self, group: Receives, room: _Room, request: r.RoomRequest) -> None:
         match request:
             case r.OfferRoom(key, num_prompt):
-                room.length = num_prompt
+                room.length, room.offered = num_prompt, True
                 self._offer(room, key)
             case r.ReserveRoom(key, start):
                 room.bound, room.start = True, start
@@ -101,7 +125,7 @@ class TransferRooms:
             case r.PostponeRoom(key, seconds):
                 self._timeline.at(self._timeline.now + seconds, None, self._offer, room, key)
             case r.FinishRoom(key, first):
-                room.first, room.computed = first, self._timeline.now
+                room.first, room.finished, room.computed = first, True, self._timeline.now
                 self._finished(room, key)
             case r.RefuseRoom(key, error) | r.CancelRoom(key, error):
                 self._fail(room, key, error)
@@ -128,16 +152,16 @@ class TransferRooms:
         room.arrives = room.sender.link_free_at + self._wire.latency
 
     def _finished(self, room: _Room, key: r.RoomKey) -> None:
-        if room.bound and room.first is not None:
+        if room.bound and room.finished:
             self._timeline.at(
                 max(room.arrives, self._timeline.now + self._wire.latency), None, self._land, room, key
             )
 
     def _land(self, room: _Room, key: r.RoomKey) -> None:
-        if self._open.pop(key, None) is None or room.first is None or room.receiver is None:
+        if self._open.pop(key, None) is None or room.receiver is None:
             return
         self.exposed.append(self._timeline.now - room.computed)
-        self._happened(room.receiver, r.RoomLanded(key, (room.first,)))
+        self._happened(room.receiver, r.RoomLanded(key, () if room.first is None else (room.first,)))
         self._said(room.sender, r.RoomLanded(key))
 
     def _fail(self, room: _Room, key: r.RoomKey, error: ErrorInfo | None) -> None:
@@ -154,4 +178,6 @@ class TransferRooms:
         self._timeline.at(self._timeline.now + self._wire.latency, None, self._happened, group, event)
 
     def _happened(self, group: Receives, event: r.RoomEvent) -> None:
-        group.heard(group.scheduler.room(event, self._timeline.now))
+        part = group.part(self._cache)
+        assert part is not None
+        group.heard(part.room(event, self._timeline.now))

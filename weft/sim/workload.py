@@ -32,6 +32,8 @@ class Arrival:
     again: int = 0
     """Tokens of the one that takes its place when it ends: more than 0 makes it a background sequence, whose
     inter-token times are what the requests disturb. It goes before requests when admitted."""
+    images: int = 0
+    """Beside its prompt, whose tokens do not count theirs."""
 
     @property
     def background(self) -> bool:

@@ -17,7 +17,7 @@ a mark keeps apart only by deleting the mark's digits one by one; none does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -26,11 +26,12 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
-from weft.text.messages import ImagePart, Message, check_messages
+from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
+from weft.text.video import VideoPart, group_times
 
 # fmt: off
 _RESERVED = frozenset((
@@ -51,17 +52,24 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """As the template wrote it, user text included."""
     in_reasoning: bool = False
     """Whether the prompt ends inside a thought, which the output goes on with."""
-    images: tuple[ImagePart, ...] = ()
-    """In the order of their placeholders in ``ids``, of which there is one each. See ``expanded``."""
+    shown: tuple[ShownPart, ...] = ()
+    """Images and videos in the order of their placeholders in ``ids``: one for each image, and for each
+    group of a video's frames. See ``expanded``."""
 
 
 class ImageRules(NamedTuple):
-    """What a conversation's images become."""
+    """What a conversation's images and videos become."""
 
     placeholder: int
-    """The token that the template writes for one."""
-    most: int
-    """Of a conversation."""
+    """The token that the template writes for an image."""
+    shows: Shows
+    video: int = 0
+    """The token that it writes for a video, where there may be any."""
+    start: int = 0
+    end: int = 0
+    """What is written around each group of frames."""
+    fps: float = 2.0
+    """Of a video that does not say it."""
 
 
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
@@ -69,7 +77,18 @@ def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None,
     if facts is None:
         return None, []
     tokens = (facts.placeholder, facts.video, facts.start, facts.end)
-    return ImageRules(facts.placeholder, most), [token for token in tokens if token is not None]
+    hidden = [token for token in tokens if token is not None]
+    if facts.frames is None or facts.video is None or facts.start is None or facts.end is None:
+        return ImageRules(facts.placeholder, Shows(most)), hidden
+    rules = ImageRules(
+        facts.placeholder,
+        Shows(most, facts.temporal),
+        video=facts.video,
+        start=facts.start,
+        end=facts.end,
+        fps=facts.frames.fps,
+    )
+    return rules, hidden
 
 
 class ChatFormat:
@@ -166,12 +185,15 @@ class ChatFormat:
         rendered = template.render(variables)
         if continue_final_message:
             rendered = _cut(rendered, tail)
+        shown = tuple(part for message in checked for part in message.shown)
+        rendered = self._with_groups(rendered, mark, shown)
         private = self._marks.rewrite(rendered, mark, self._tokenizer.private_name)
         ids = self._tokenizer.encode_private(private, add_special_tokens=False, limit=limit)
         text = rendered.replace(mark, "")
         last = checked[-1].text() if continue_final_message else ""
         in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
-        return ChatPrompt(ids, text, in_thought, self._shown_images(checked, ids))
+        self._check_shown(shown, ids)
+        return ChatPrompt(ids, text, in_thought, shown)
 
     def _thinks(self, prompt: str, last: str) -> bool:
         """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
@@ -180,17 +202,47 @@ class ChatFormat:
     def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
             return messages
-        checked = check_messages(messages, None if self._images is None else self._images.most)
-        if not template.takes_parts and (images := [one for each in checked for one in each.images]):
-            raise _not_shown(images[0])
+        checked = check_messages(messages, None if self._images is None else self._images.shows)
+        if not template.takes_parts and (shown := [one for each in checked for one in each.shown]):
+            raise _not_shown(shown[0])
         return checked
 
-    def _shown_images(self, messages: Sequence[Message], ids: list[int]) -> tuple[ImagePart, ...]:
-        """The images of a conversation. Raises InvalidRequest where ``ids`` do not show each of them once."""
-        images = tuple(image for message in messages for image in message.images)
-        if images and (self._images is None or ids.count(self._images.placeholder) != len(images)):
-            raise _not_shown(images[0])
-        return images
+    def _with_groups(self, rendered: str, mark: str, shown: Sequence[ShownPart]) -> str:
+        """What the template made, with each video's placeholder replaced by those of its groups of frames:
+        the time, and a placeholder between what begins and ends an image. What the template wrote around
+        the placeholder stays, as it does in the reference.
+        """
+        videos = [part for part in shown if isinstance(part, VideoPart)]
+        rules = self._images
+        if not videos or rules is None:
+            return rendered
+        video, start, end = (self._tokenizer.token_text(one) for one in (rules.video, rules.start, rules.end))
+        pieces = rendered.split(video) if video and start and end else []
+        if len(pieces) != 1 + len(videos):
+            raise _not_shown(videos[0])
+        made = [pieces[0]]
+        for part, after in zip(videos, pieces[1:], strict=True):
+            times = group_times(part, rules.shows.group, rules.fps)
+            made += [f"<{time:.1f} seconds>{start}{video}{end}" for time in times]
+            made.append(after)
+        return "".join(made)
+
+    def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
+        """Raises InvalidRequest where ``ids`` do not show each image and group of frames once, in order."""
+        rules = self._images
+        if not shown:
+            return
+        if rules is None:
+            raise _not_shown(shown[0])
+        wanted: list[int] = []
+        for part in shown:
+            if isinstance(part, VideoPart):
+                wanted += [rules.video] * part.groups(rules.shows.group)
+            else:
+                wanted.append(rules.placeholder)
+        placeholders = (rules.placeholder, rules.video) if rules.shows.group else (rules.placeholder,)
+        if [token for token in ids if token in placeholders] != wanted:
+            raise _not_shown(shown[0])
 
     def _tool_form(self, template: ChatTemplate) -> ToolForm:
         """How the template wants calls; found out once."""
@@ -252,12 +304,14 @@ class ChatFormat:
         return {**files.named, **extra}
 
 
-def expanded(ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+def expanded(
+    ids: Sequence[int], placeholders: Collection[int], counts: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """(ids, starts): each placeholder in ``ids`` as often as ``counts`` says, and where each begins then."""
     made: list[int] = []
     starts: list[int] = []
     for token in ids:
-        if token == placeholder:
+        if token in placeholders:
             starts.append(len(made))
             made.extend([token] * counts[len(starts) - 1])
         else:
@@ -265,10 +319,11 @@ def expanded(ids: Sequence[int], placeholder: int, counts: Sequence[int]) -> tup
     return made, starts
 
 
-def _not_shown(image: ImagePart) -> InvalidRequest:
+def _not_shown(part: ShownPart) -> InvalidRequest:
+    kind = "videos" if isinstance(part, VideoPart) else "images"
     return InvalidRequest(
-        f"{image.where}: the model's chat template does not show the images of this conversation",
-        param=image.where,
+        f"{part.where}: the model's chat template does not show the {kind} of this conversation",
+        param=part.where,
         code="unsupported_parameter",
     )
 

@@ -16,6 +16,7 @@ from weft.text.marks import Marks
 from weft.text.messages import CallMade, Message, TextPart
 from weft.text.parsing.parser import Tool
 from weft.text.template import ChatTemplate
+from weft.text.video import VideoPart
 
 ToolForm: TypeAlias = Literal["object", "text"]
 """What a template wants a call's arguments as."""
@@ -78,11 +79,11 @@ def for_template(
     if role == "developer" and not template.names_developer:
         role = "system"  # what the template knows the same thing as
     result: dict[str, Any] = {"role": role, "content": None}
-    if message.content is not None and (template.wants_parts or message.images):
+    if message.content is not None and (template.wants_parts or message.shown):
         result["content"] = [
             {"type": "text", "text": marks.around(part.text, mark)}
             if isinstance(part, TextPart)
-            else {"type": "image"}
+            else {"type": "video" if isinstance(part, VideoPart) else "image"}
             for part in message.content
         ]
     elif message.content is not None:

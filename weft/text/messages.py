@@ -5,15 +5,17 @@ What a template gets of them is made in ``chat.py``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.text.tokenizer import check_text
+from weft.text.video import VIDEO_KINDS, VideoPart, video_part
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -57,11 +59,33 @@ class ImagePart(msgspec.Struct, frozen=True):
     kind: str = "image_url"
     """What its API calls such parts."""
 
+    is_video = False
 
-Part: TypeAlias = TextPart | ImagePart
+    @property
+    def frames(self) -> tuple[Any, ...]:
+        """It alone."""
+        return (self.source,)
+
+    def place(self, number: int) -> str:
+        """The place of a frame in the request, for errors."""
+        return self.where
+
+
+ShownPart: TypeAlias = ImagePart | VideoPart
+"""What a model sees."""
+Part: TypeAlias = TextPart | ShownPart
 """A piece of a message's content."""
 WITH_IMAGES: tuple[Role, ...] = ("user", "tool")
-"""Whose messages may have images: what the user shows, and what a tool returned."""
+"""Whose messages may have images and videos: what the user shows, and what a tool returned."""
+
+
+class Shows(NamedTuple):
+    """What the messages of a conversation may show."""
+
+    most: int
+    """Images, and groups of a video's frames, of all messages."""
+    group: int = 0
+    """Frames of a group; 0 where the model takes no videos."""
 
 
 class CallMade(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,13 +125,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
 
     @property
-    def images(self) -> tuple[ImagePart, ...]:
-        """In order."""
-        return tuple(part for part in self.content or () if isinstance(part, ImagePart))
+    def shown(self) -> tuple[ShownPart, ...]:
+        """Images and videos, in order."""
+        return tuple(part for part in self.content or () if not isinstance(part, TextPart))
 
 
-def check_messages(messages: Any, most_images: int | None = None) -> list[Message]:
-    """Messages of a request. ``most_images``: of all of them; None where the model takes none.
+def check_messages(messages: Any, shows: Shows | None = None) -> list[Message]:
+    """Messages of a request. ``shows``: None where the model takes no images.
 
     Raises InvalidRequest, naming what is wrong.
     """
@@ -115,20 +139,27 @@ def check_messages(messages: Any, most_images: int | None = None) -> list[Messag
         raise InvalidRequest("messages must be a list that is not empty", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"messages holds more than {MAX_MESSAGES} messages", param="messages")
-    takes = most_images is not None
-    checked = [_check_message(message, f"messages[{at}]", takes) for at, message in enumerate(messages)]
-    _check_number([part for message in checked for part in message.images], most_images or 0)
+    checked = [_check_message(message, f"messages[{at}]", shows) for at, message in enumerate(messages)]
+    if shows is not None:
+        _check_number([part for message in checked for part in message.shown], shows)
     return checked
 
 
-def _check_number(images: Sequence[ImagePart], most: int) -> None:
-    if len(images) > most:
-        raise InvalidRequest(
-            f"{images[most].where}: the request has {len(images)} images, but at most {most} may be in one "
-            "(--limit-mm-per-prompt)",
-            param=images[most].where,
-            code="too_many_images",
-        )
+def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
+    """Of images, and of groups of frames, which count as one each."""
+    counts = [part.groups(shows.group) if isinstance(part, VideoPart) else 1 for part in shown]
+    total = sum(counts)
+    if total <= shows.most:
+        return
+    ends = itertools.accumulate(counts)
+    first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
+    frames = f" ({shows.group} frames of a video count as one)" if shows.group else ""
+    raise InvalidRequest(
+        f"{first.where}: the request has {total} images{frames}, but at most {shows.most} may be in one "
+        "(--limit-mm-per-prompt)",
+        param=first.where,
+        code="too_many_images",
+    )
 
 
 def too_deep(value: Any, limit: int) -> bool:
@@ -141,7 +172,7 @@ def too_deep(value: Any, limit: int) -> bool:
     return any(too_deep(item, limit - 1) for item in items)
 
 
-def _check_message(message: Any, where: str, images: bool) -> Message:
+def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -153,7 +184,7 @@ def _check_message(message: Any, where: str, images: bool) -> Message:
             continue
         if value is None:
             continue
-        _check_field(fields, role, key, value, where, images and role in WITH_IMAGES)
+        _check_field(fields, role, key, value, where, shows if role in WITH_IMAGES else None)
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
@@ -170,12 +201,14 @@ def _holds_nothing(value: Any) -> bool:
     return value in ([], "")
 
 
-def _check_field(fields: dict[str, Any], role: Role, key: Any, value: Any, where: str, images: bool) -> None:
+def _check_field(
+    fields: dict[str, Any], role: Role, key: Any, value: Any, where: str, shows: Shows | None
+) -> None:
     """Takes one field of a message that has a value."""
     if key == "content":
         if value == [] and role == "assistant":
             value = ""
-        fields["content"] = _content(value, f"{where}.content", images)
+        fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
         fields["name"] = value
@@ -232,23 +265,25 @@ def _check_call(call: Any, where: str) -> CallMade:
     return CallMade(id=ident, name=name, arguments=arguments)
 
 
-def _content(content: Any, where: str, images: bool) -> tuple[Part, ...]:
+def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:
     if isinstance(content, str):
         check_text(content, where)
         return (TextPart(content),)
     if not isinstance(content, list) or not content:
         raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
-    return tuple(_part(part, f"{where}[{number}]", where, images) for number, part in enumerate(content))
+    return tuple(_part(part, f"{where}[{number}]", where, shows) for number, part in enumerate(content))
 
 
-def _part(part: Any, where: str, content: str, images: bool) -> Part:
+def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
     if isinstance(part, ImagePart):  # of another API's reader: no JSON makes one
-        if images:
+        if shows is not None:
             return part
         raise _unsupported(part.kind, part.where, part.where)
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if images and kind in ("image_url", "image") and isinstance(part, Mapping):
+    if shows is not None and kind in ("image_url", "image") and isinstance(part, Mapping):
         return _image(part, str(kind), where)
+    if shows is not None and kind in VIDEO_KINDS and isinstance(part, Mapping):
+        return _video(part, where, shows)
     if not isinstance(part, Mapping) or kind in ("text", "refusal"):
         text = part.get(kind) if isinstance(part, Mapping) else None
         if not isinstance(text, str):
@@ -268,6 +303,14 @@ def _unsupported(kind: str, where: str, param: str) -> InvalidRequest:
         param=param,
         code="unsupported_parameter",
     )
+
+
+def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
+    if not shows.group:
+        raise InvalidRequest(
+            f"{where}: this model takes images, but no videos", param=where, code="unsupported_parameter"
+        )
+    return video_part(part, where, shows.group)
 
 
 def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:

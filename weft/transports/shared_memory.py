@@ -14,9 +14,7 @@ import os
 import torch
 
 from weft.common.errors import EngineDead
-
-_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python has no name for it
-_FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+from weft.common.shared_bytes import SEALED, is_sealed, new_memory
 
 
 class SharedMemory:
@@ -25,11 +23,10 @@ class SharedMemory:
     def __init__(self, nbytes: int, name: str = "weft-cache") -> None:
         """Raises OSError."""
         self.nbytes = nbytes
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = new_memory(max(nbytes, 1), name)
         try:
-            os.ftruncate(self.fd, max(nbytes, 1))
             pages = mmap.mmap(self.fd, max(nbytes, 1), mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _FIXED | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(self.fd)
             raise
@@ -47,12 +44,12 @@ def map_read_only(fd: int, nbytes: int) -> torch.Tensor:
 
     Raises EngineDead for memory that is not sealed, or not of this size.
     """
+    size = max(nbytes, 1)
     try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        size = os.fstat(fd).st_size
+        sealed = is_sealed(fd, size)
     except OSError as error:
         raise EngineDead("a peer shows something that is no shared memory") from error
-    if seals & _FIXED != _FIXED or size != max(nbytes, 1):
+    if not sealed:
         raise EngineDead("a peer shows memory whose size or content it could change behind our back")
     pages = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
     import warnings

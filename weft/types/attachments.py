@@ -1,6 +1,7 @@
 """Pixels of a Submit on the wire: raw frames behind the message, so nobody copies megabytes to pack them.
 
-One frame for each image of ``Submit.media``, in order, or none at all.
+One frame for each image of ``Submit.media``, in order, or none at all. To a head of the same host goes the
+name of the memory that has them instead: then the frame is empty.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ MAX_ATTACHED = 1 << 30
 """Bytes of all attachments of a message; of each one ``MAX_FRAME``."""
 
 
-def encode_parts(message: ToHead) -> tuple[bytes, ...]:
-    """The message's frames, the attached ones as they are. Raises InvalidRequest over a size limit."""
+def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
+    """The message's frames, the attached ones as they are. ``by_name``: whether the head can open shared
+    memory of this process. Raises InvalidRequest over a size limit."""
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)
-    attached = tuple(item.pixels for item in message.media)
+    bare = []
+    attached: list[bytes] = []
+    for item in message.media:
+        shared = item.shared if by_name else None
+        bare.append(msgspec.structs.replace(item, pixels=b"", shared=shared))
+        attached.append(item.pixels if shared is None else b"")
     if max(map(len, attached)) > MAX_FRAME or sum(map(len, attached)) > MAX_ATTACHED:
         raise InvalidRequest("the request's images are too large for one message")
-    bare = tuple(msgspec.structs.replace(item, pixels=b"") for item in message.media)
-    return (encode(msgspec.structs.replace(message, media=bare)), *attached)
+    frame = encode(msgspec.structs.replace(message, media=tuple(bare)))
+    return (frame, *attached) if any(map(len, attached)) else (frame,)
 
 
 def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
-    """A front's message. ``attached``: the frames behind the first one, which may be views.
+    """A front's message. ``attached``: the frames behind the first one, which may be views. Of an item with
+    ``shared`` the pixels are still to be had.
 
     Raises msgspec.DecodeError (or its ValidationError) or ValueError.
     """
@@ -37,8 +45,9 @@ def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
         return message
     if not isinstance(message, Submit) or len(attached) != len(message.media):
         raise ValueError("frames that belong to no image")
-    if any(item.pixels for item in message.media) or sum(map(len, attached)) > MAX_ATTACHED:
+    pairs = list(zip(message.media, attached, strict=True))
+    twice = any(item.pixels or (item.shared is not None and len(pixels)) for item, pixels in pairs)
+    if twice or sum(map(len, attached)) > MAX_ATTACHED:
         raise ValueError("pixels twice, or over the size limit")
-    pairs = zip(message.media, attached, strict=True)
     media = tuple(msgspec.structs.replace(item, pixels=pixels) for item, pixels in pairs)
     return msgspec.structs.replace(message, media=media)

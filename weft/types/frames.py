@@ -32,7 +32,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 8
+VERSION = 9
 """Version of these frames. A rank with another version is refused, with an error that names both."""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]

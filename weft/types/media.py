@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
+from weft.common.shared_bytes import SharedName
 from weft.types.rooms import RoomTicket
 
 BLOCK_ROWS = 64
@@ -27,13 +28,16 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     """Frame groups, rows and columns of patches, before neighbours are merged."""
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
+    shared: SharedName | None = None
+    """Where the pixels are found on this host, as long as whoever sends this has them. On the wire in their
+    place; here beside them."""
     room: RoomTicket | None = None
     """Where another group encodes it: the transfer of its embedding."""
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
     """For whom needs to know where the images are, and not what is in them."""
-    return tuple(msgspec.structs.replace(item, pixels=b"") for item in items)
+    return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
 
 
 SPAN = 6

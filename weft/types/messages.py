@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import ErrorInfo, InvalidRequest
+from weft.common.shared_bytes import SharedName
 from weft.types.grammar import Grammar
 from weft.types.measures import Measures
 from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 6
+VERSION = 7
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -33,6 +34,7 @@ peer with an older version:
     5   media of Submit; images_encoded, image_hits, embedding_bytes and encode_seconds of HeadStats
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
         embedding_transfers and embedding_host_bytes of HeadStats; Profile
+    7   probe of Welcome, shared of MediaItem
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -84,6 +86,8 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     it does neither."""
     tower_fingerprint: str = ""
     """Of what encodes images: tower, weights, dtype. Embeddings go between heads with equal ones only."""
+    probe: SharedName | None = None
+    """For a front that can open it: so this head can open what the front shows it (``MediaItem.shared``)."""
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):

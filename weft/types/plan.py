@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from weft.common.errors import EngineDead, ErrorInfo
+from weft.common.shared_bytes import SharedName
 from weft.types.rooms import Blocks, RoomKey
 from weft.types.sampling import TokenParams
 
@@ -162,6 +163,8 @@ class Encode(_Op, frozen=True, kw_only=True):
     """Frame groups, rows and columns of patches."""
     pixels: bytes
     """uint8 [frames, height, width, 3]; in no digest."""
+    shared: SharedName | None = None
+    """As of ``MediaItem``: in frames of steps in the place of the pixels."""
 
 
 class BindMedia(_Op, frozen=True, kw_only=True):

@@ -2,23 +2,29 @@
 
 Older files have the fields at their top, files of transformers 5 below ``image_processor``, and those of
 checkpoints that bring code below ``media_proc_cfg``. What they leave out is as the reference classes have it.
+Of videos, files of transformers 5 speak below ``video_processor``, older ones in
+``video_preprocessor_config.json``; where there is neither, they are processed by the file about images.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
-from weft.config.media import BICUBIC, MediaFacts
+from weft.config.media import BICUBIC, MediaFacts, VideoFacts
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _HALVES = (0.5, 0.5, 0.5)
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_VIDEO_FILE = "video_preprocessor_config.json"
+_VIDEO_PROCESSORS = ("Qwen3VLVideoProcessor",)
 
 #: Image processors of the reference library, by the way they fit an image.
 _PROCESSORS = {
@@ -28,6 +34,8 @@ _PROCESSORS = {
 
 #: Names in files that came with code of their own, and those of the reference library.
 _OTHER_NAMES = {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
+_NAMES = {"rescale": "rescale_factor", "mean": "image_mean", "std": "image_std"}
+"""Of facts, in files."""
 
 
 def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens: Any) -> MediaFacts:
@@ -35,24 +43,15 @@ def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens:
 
     tokens: ``placeholder``, ``video``, ``start``, ``end``. Raises ConfigError.
     """
-    read = _Processor(folder, "area")
+    read = _Processor.of_images(folder, "area")
     read.agree("patch_size", patch, 14)
     read.agree("temporal_patch_size", temporal, 2)
     read.agree("merge_size", merge, 2)
-    size = read.facts.get("size")
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} if size is None else size
-    if not isinstance(size, dict):
-        raise read.fail("size", f"must be an object with shortest_edge and longest_edge, not {size!r}")
-    bounds = Facts(size, file=read.name)
-    least = read.facts.optional_integer("min_pixels") or bounds.optional_integer("shortest_edge")
-    most = read.facts.optional_integer("max_pixels") or bounds.optional_integer("longest_edge")
-    if least is None or most is None or least > most:
-        raise read.fail(
-            "size", f"must have a shortest_edge (area, at least) and a longest_edge (at most), not {size!r}"
-        )
-    if most < (patch * merge) ** 2:
-        raise read.fail("size", f"has a longest_edge of {most} pixels, less than one token's")
-    return MediaFacts(
+    bounds = read.bounds({"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
+    least = read.facts.optional_integer("min_pixels") or bounds[0]
+    most = read.facts.optional_integer("max_pixels") or bounds[1]
+    least, most = read.check_bounds(least, most, (patch * merge) ** 2)
+    made = MediaFacts(
         kind="area",
         patch=patch,
         temporal=temporal,
@@ -62,11 +61,48 @@ def area_facts(folder: Path, *, patch: int, temporal: int, merge: int, **tokens:
         **read.colours(_CLIP_MEAN, _CLIP_STD),
         **tokens,
     )
+    return msgspec.structs.replace(made, frames=_frames(folder, made))
+
+
+def _frames(folder: Path, images: MediaFacts) -> VideoFacts | None:
+    """How videos are fitted by the model of ``images``; None where its files do not say it.
+
+    Raises ConfigError for a file about videos that says what is not supported.
+    """
+    found = _video_content(folder)
+    if found is not None:
+        return _video_facts(_Processor(*found, "video_processor_type", _VIDEO_PROCESSORS), images)
+    config = read_json(folder, _FILES[0])
+    if config is None:
+        return None
+    try:
+        return _video_facts(_Processor(_FILES[0], config, "", ()), images)
+    except ConfigError:  # it was made for images, and is fine for these
+        return None
+
+
+def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
+    """Raises ConfigError where frames would be cut or coloured otherwise than images: one tower has both."""
+    read.agree("patch_size", images.patch, 16)
+    read.agree("temporal_patch_size", images.temporal, 2)
+    read.agree("merge_size", images.merge, 2)
+    for name, value in read.colours(_HALVES, _HALVES).items():
+        if value != getattr(images, name):
+            raise read.fail(_NAMES.get(name, name), f"is not as for images, {getattr(images, name)}")
+    bounds = read.bounds({"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
+    least, most = read.check_bounds(*bounds, images.temporal * (images.patch * images.merge) ** 2)
+    capped = read.facts.get("cap_pixels_per_frame") is True
+    return VideoFacts(
+        min_pixels=least,
+        max_pixels=most,
+        fps=read.facts.optional_number("fps") or 2.0,
+        frame_tokens=read.facts.integer("max_video_tokens", 768) if capped else 0,
+    )
 
 
 def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
     """``MediaFacts`` of kind ``patches``, likewise."""
-    read = _Processor(folder, "patches")
+    read = _Processor.of_images(folder, "patches")
     read.agree("patch_size", patch, 14)
     read.agree("merge_size", merge, 2)
     if read.facts.get("fixed_output_tokens") is not None:
@@ -88,23 +124,49 @@ def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> Med
 
 
 class _Processor:
-    """The file that says how images are processed."""
+    """The file that says how images, or videos, are processed."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.name, config = _content(folder)
-        self.facts = Facts(config, file=self.name)
-        named = self.facts.get("image_processor_type") or self.facts.get("feature_extractor_type")
-        known = _PROCESSORS[kind]
+    def __init__(self, name: str, config: Mapping[str, Any], field: str, known: Sequence[str]) -> None:
+        """``field`` names what processes them, which must be ``known`` where it is there."""
+        self.name = name
+        self.facts = Facts(config, file=name)
+        named = self.facts.get(field) if field else None
         if named is not None and named not in known:
-            raise self.fail(
-                "image_processor_type", f"{named!r} is not supported; there are: {', '.join(known)}"
-            )
+            raise self.fail(field, f"{named!r} is not supported; there are: {', '.join(known)}")
         for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
             if not self.facts.flag(name, True):
                 raise self.fail(name, "must be true")
         for name in ("do_center_crop", "do_pad"):
             if self.facts.flag(name, False):
                 raise self.fail(name, "is not supported")
+
+    @classmethod
+    def of_images(cls, folder: Path, kind: str) -> _Processor:
+        name, config = _content(folder)
+        old = "image_processor_type" not in config and "feature_extractor_type" in config
+        field = "feature_extractor_type" if old else "image_processor_type"
+        return cls(name, config, field, _PROCESSORS[kind])
+
+    def bounds(self, default: Mapping[str, int]) -> tuple[int | None, int | None]:
+        """(shortest_edge, longest_edge) of ``size``, which are areas."""
+        size = self.facts.get("size")
+        size = default if size is None else size
+        if not isinstance(size, Mapping):
+            raise self.fail("size", f"must be an object with shortest_edge and longest_edge, not {size!r}")
+        bounds = Facts(size, file=self.name)
+        return bounds.optional_integer("shortest_edge"), bounds.optional_integer("longest_edge")
+
+    def check_bounds(self, least: int | None, most: int | None, token: int) -> tuple[int, int]:
+        """Both of them. Raises ConfigError unless an area of ``token`` pixels is within."""
+        if least is None or most is None or least > most:
+            raise self.fail(
+                "size",
+                "must have a shortest_edge (area, at least) and a longest_edge (at most), not "
+                f"{self.facts.get('size')!r}",
+            )
+        if most < token:
+            raise self.fail("size", f"has a longest_edge of {most} pixels, less than one token's")
+        return least, most
 
     def fail(self, name: str, problem: str) -> ConfigError:
         """The error for field ``name``, to be raised."""
@@ -159,3 +221,12 @@ def _content(folder: Path) -> tuple[str, Mapping[str, Any]]:
         "--language-model-only",
         param="--model",
     )
+
+
+def _video_content(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """The name and content of the file about videos, if there is one of its own."""
+    whole = read_json(folder, "processor_config.json") or {}
+    if isinstance(own := whole.get("video_processor"), dict):
+        return "processor_config.json", own
+    config = read_json(folder, _VIDEO_FILE)
+    return None if config is None else (_VIDEO_FILE, config)

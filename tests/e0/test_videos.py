@@ -1,0 +1,96 @@
+"""E0 with videos: groups of frames are images to all but the prompt; the reference has whole videos."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.e0.rig import make_engine, run, submit
+from tests.e0.test_images import SEEDED, Images
+from tests.support.seen import Seen
+from tests.support.vision_models import PLACEHOLDER, VIDEO, Clip
+from weft.config.sections import MediaSection
+from weft.types.sampling import TokenParams
+
+GREEDY = TokenParams(temperature=0.0, max_tokens=6, logit_bias=((PLACEHOLDER, -100.0), (VIDEO, -100.0)))
+NAMES = ["qwen3-vl", "qwen3-5-vision", "qwen3-5-moe-vision"]
+
+
+class Videos(Images):
+    """Prompts with videos, several of them and images beside them."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.prompts = cache(self._videos)
+
+    def _videos(self, name: str) -> list[Seen]:
+        seen = self.models.seen
+        first = seen(name, [5, Clip(4, 2, 3), 4], 1)
+        other = first.with_images_of(seen(name, [5, Clip(4, 2, 3), 4], 11))
+        return [
+            first,
+            other,  # the same tokens, other frames
+            seen(name, [3, Clip(5, 2, 2), 2, (3, 3), 1, Clip(2, 3, 1), 6], 2),
+            seen(name, [Clip(7, 1, 2), 3], 3),
+            first.then([7, 8, 9], seen(name, [2, Clip(2, 2, 2), 3], 5)),
+            seen(name, [17], 4),
+        ]
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Videos:
+    return Videos(tmp_path_factory.mktemp("videos"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_the_reference_s(name: str, videos: Videos) -> None:
+    for number, seen in enumerate(videos.prompts(name)):
+        expected = videos.models.greedy(name, seen, GREEDY.max_tokens)
+        assert videos.answer(name, number, 0, GREEDY).tokens == expected, number
+    assert videos.answer(name, 0, 0, GREEDY).tokens != videos.answer(name, 1, 0, GREEDY).tokens
+
+
+@pytest.mark.parametrize(("depth", "chunk", "tight"), [(1, 1, True), (2, 5, False), (2, 7, True)])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_and_hits(name: str, depth: int, chunk: int, tight: bool, videos: Videos) -> None:
+    """In two rounds: in the second one prefixes are cached, and embeddings."""
+    media = videos.tight(name) if tight else MediaSection()
+    engine, _ = make_engine(videos.models.folder(name), depth=depth, chunk=chunk, media=media)
+    for first in (0, 100):
+        batch = videos.batch(name, SEEDED, first)
+        answers = run(engine, [[one] for one in batch] if first else [batch])
+        videos.check(name, answers, SEEDED, first)
+    stats = engine.stats()
+    engine.close()
+    assert answers[100].num_cached > 0
+    assert stats.image_hits > 0
+
+
+def test_a_video_that_begins_alike_shares_what_is_alike(videos: Videos) -> None:
+    """Groups are known by their own frames: of a longer video only the new ones are encoded."""
+    name = "qwen3-vl"
+    longer = videos.models.seen(name, [5, Clip(6, 2, 3), 4], 1)
+    (short, *_) = videos.prompts(name)
+    engine, _ = make_engine(videos.models.folder(name))
+    run(engine, [[submit(1, short.ids, GREEDY, request=1, media=short.media)]])
+    assert engine.stats().images_encoded == 2
+    found = run(engine, [[submit(2, longer.ids, GREEDY, request=2, media=longer.media)]])[2]
+    assert engine.stats().images_encoded == 3
+    engine.close()
+    assert found.num_cached > longer.media[1].start
+    assert found.tokens == videos.models.greedy(name, longer, GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_preempted_begin_again(name: str, videos: Videos) -> None:
+    engine, _ = make_engine(
+        videos.models.folder(name), depth=2, chunk=5, blocks=20, max_num_seqs=4, media=videos.tight(name)
+    )
+    filler = submit(999, [3] * 30, TokenParams(temperature=0.0, max_tokens=60), request=999, priority=-1)
+    answers = run(engine, [[filler], *([one] for one in videos.batch(name, GREEDY))])
+    stats = engine.stats()
+    engine.close()
+    videos.check(name, answers, GREEDY)
+    assert stats.preemptions > 0

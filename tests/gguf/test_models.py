@@ -1,0 +1,272 @@
+"""A model in a GGUF file has the parameters of the checkpoint that it was made of."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.support.gguf_files import some_texts, write_model
+from weft.common.errors import ConfigError
+from weft.config.families import load_spec
+from weft.config.hub import resolve_model_path
+from weft.gguf.container import Container, shards
+from weft.models.loader import load_model
+from weft.text.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "routed_scaling_factor": 1.5,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied-head-dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 32}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {**LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "q_lora_rank": None},
+    ),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def made(case: str, **more: Any) -> Any:
+    family, settings = CASES[case]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings, **more})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    return model
+
+
+def loaded(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, torch.Tensor]]:
+    folder = resolve_model_path(name)
+    spec = load_spec(folder)
+    model = load_model(folder, spec, dtype, CPU, progress=False, pack=False)
+    return spec, {key: value.detach() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> None:
+    model = made(case)
+    (tmp_path / "saved").mkdir()
+    model.save_pretrained(tmp_path / "saved")
+    more: dict[str, Any] = {}
+    if case == "gpt-oss":
+        more = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        more["rope.scaling.original_context_length"] = 64
+    write_model(tmp_path / "model.gguf", model, **more)
+    theirs, expected = loaded(str(tmp_path / "saved"))
+    spec, found = loaded(str(tmp_path / "model.gguf"))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
+    assert spec.dtype == "float32"
+    for fact in (
+        "family",
+        "mla",
+        "caches",
+        "layers",
+        "heads",
+        "kv_heads",
+        "head_dim",
+        "hidden",
+        "tied",
+        "rope",
+        "norm_eps",
+        "moe",
+    ):
+        assert getattr(spec, fact) == getattr(theirs, fact), fact
+    assert spec.eos_ids == (2,)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "MXFP4"])
+def test_numbers_are_those_that_the_format_says(kind: str, tmp_path: Path) -> None:
+    model = made("qwen3-moe")
+    write_model(tmp_path / "model.gguf", model, kind=kind)
+    _, found = loaded(str(tmp_path / "model.gguf"))
+    path = tmp_path / "model.gguf"
+    stored = {tensor.name: tensor for tensor in Container(path).tensors()}
+    down = stored["blk.1.ffn_down_exps.weight"]
+    assert down.kind == kind
+    expected = gguf.quants.dequantize(down.data, gguf.GGMLQuantizationType[kind])
+    assert torch.equal(found["blocks.1.feed_forward.experts.down"], torch.from_numpy(expected))
+    original = model.state_dict()["model.layers.1.mlp.experts.down_proj"]
+    error = (found["blocks.1.feed_forward.experts.down"] - original).abs().max() / original.abs().max()
+    assert 0 < error < {"F16": 1e-3, "BF16": 5e-3, "Q8_0": 1e-2, "Q5_1": 5e-2}.get(kind, 0.3)
+
+
+def test_experts_in_mxfp4_stay_as_they_are_published(tmp_path: Path) -> None:
+    """GPT-OSS: the same codes as its published checkpoint has, though byte by byte in another order."""
+    model = made("gpt-oss")
+    write_model(tmp_path / "model.gguf", model, kind="MXFP4")
+    folder = resolve_model_path(str(tmp_path / "model.gguf"))
+    assert load_spec(folder).quantized is not None
+    _, found = loaded(str(tmp_path / "model.gguf"))
+    stored = {tensor.name: tensor for tensor in Container(tmp_path / "model.gguf").tensors()}
+    for what, name in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+        tensor = stored[f"blk.1.ffn_{what}_exps.weight"]
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, gguf.GGMLQuantizationType.MXFP4))
+        rows = found[f"blocks.1.feed_forward.experts.{name}"]
+        n = expected.shape[1]
+        begin = n if what == "up" else 0
+        assert torch.equal(rows[:, begin : begin + n], expected), what
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q5_K"])
+def test_superblocks_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package does not make them: their bytes are drawn, with scales that are numbers."""
+    made_type = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[made_type]
+    scales = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,)}[kind]
+
+    def drawn(values: np.ndarray, kind: Any) -> np.ndarray:
+        random = np.random.default_rng(values.shape[0])
+        raw = random.integers(0, 256, (*values.shape[:-1], values.shape[-1] // block, size), np.uint8)
+        for at in scales:
+            raw[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
+        return raw.reshape(*values.shape[:-1], -1)
+
+    monkeypatch.setattr(gguf.quants, "quantize", drawn)
+    write_model(tmp_path / "model.gguf", made("llama", hidden_size=256, intermediate_size=256), kind=kind)
+    _, found = loaded(str(tmp_path / "model.gguf"))
+    stored = {tensor.name: tensor for tensor in Container(tmp_path / "model.gguf").tensors()}
+    expected = gguf.quants.dequantize(stored["blk.0.ffn_down.weight"].data, made_type)
+    assert torch.equal(found["blocks.0.feed_forward.down.weight"], torch.from_numpy(expected))
+    assert len(np.unique(expected)) > 100
+
+
+def test_scaled_rotations_of_llama_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file says by how much each frequency is divided."""
+    factors = []
+    for pair in range(8):
+        length = 2 * math.pi * 500000.0 ** (2 * pair / 16)
+        smooth = min(1.0, max(0.0, (8192 / length - 1.0) / 3.0))
+        factors.append(1 / ((1 - smooth) / 32.0 + smooth))
+    model = made("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    import tests.support.gguf_files as files
+
+    stored = files._stored
+    extra = {"rope_freqs.weight": np.array(factors, np.float32)}
+    monkeypatch.setattr(files, "_stored", lambda config, weights: stored(config, weights) | extra)
+    write_model(tmp_path / "model.gguf", model)
+    spec, _ = loaded(str(tmp_path / "model.gguf"))
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.original_max_position) == ("llama3", 32.0, 8192)
+    extra["rope_freqs.weight"] = np.array(factors[::-1], np.float32)
+    write_model(tmp_path / "other.gguf", model)
+    with pytest.raises(ConfigError, match="rope_freqs"):
+        resolve_model_path(str(tmp_path / "other.gguf"))
+
+
+def test_linear_and_yarn_scaling(tmp_path: Path) -> None:
+    model = made("qwen3")
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    scaling["rope.scaling.original_context_length"] = 64
+    write_model(tmp_path / "model.gguf", model, **scaling)
+    spec, _ = loaded(str(tmp_path / "model.gguf"))
+    assert (spec.rope.kind, spec.rope.factor, spec.rope.original_max_position) == ("yarn", 4.0, 64)
+    write_model(
+        tmp_path / "linear.gguf", model, **{"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    )
+    spec, _ = loaded(str(tmp_path / "linear.gguf"))
+    assert (spec.rope.kind, spec.rope.factor) == ("linear", 2.0)
+
+
+def test_the_folder_is_made_once_and_anew_for_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, made("llama"))
+    first = resolve_model_path(str(path))
+    before = (Path(first) / "config.json").stat().st_mtime_ns
+    assert resolve_model_path(str(path)) == first
+    assert (Path(first) / "config.json").stat().st_mtime_ns == before
+    write_model(path, made("llama", rms_norm_eps=0.25))
+    second = resolve_model_path(str(path))
+    assert second != first
+    assert json.loads((Path(second) / "config.json").read_text())["rms_norm_eps"] == 0.25
+
+
+def test_what_is_not_served_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "text.gguf").write_text("no such file")
+    with pytest.raises(ConfigError, match=r"text\.gguf is damaged or not a GGUF file"):
+        resolve_model_path(str(tmp_path / "text.gguf"))
+    writer = gguf.GGUFWriter(str(tmp_path / "mamba.gguf"), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="'mamba' is not supported; there are: llama, qwen2"):
+        resolve_model_path(str(tmp_path / "mamba.gguf"))
+    write_model(tmp_path / "pre.gguf", made("llama"), texts={**some_texts(), "pre": "unheard-of"})
+    folder = resolve_model_path(str(tmp_path / "pre.gguf"))  # --tokenizer may name another
+    assert "'unheard-of' is not supported" in caplog.text
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(folder)
+
+
+def test_parts_of_a_model(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"m-{number:05d}-of-00003.gguf").touch()
+    assert [part.name[2:7] for part in shards(tmp_path / "m-00002-of-00003.gguf")] == [
+        "00001",
+        "00002",
+        "00003",
+    ]
+    (tmp_path / "m-00003-of-00003.gguf").unlink()
+    with pytest.raises(ConfigError, match=r"m-00003-of-00003\.gguf is missing"):
+        shards(tmp_path / "m-00001-of-00003.gguf")

@@ -1,0 +1,269 @@
+"""A checkpoint's ``config.json`` from the metadata of a GGUF file.
+
+Keys are those of the GGUF specification (ggml-org/ggml, docs/gguf.md): ``general.*``, and the model's facts
+behind the architecture's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.gguf.container import StoredTensor
+
+FAMILIES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "mixtral": ("MixtralForCausalLM", "mixtral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2"),
+    "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
+    "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
+}
+"""What config.json calls an architecture of GGUF, and its model type. Two have families of their own: a
+``llama`` with experts, and a ``deepseek2`` that scores experts with sigmoids."""
+ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
+_SIGMOID = 2
+"""Of ``expert_gating_func``."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+"""Of every published model whose frequencies are scaled as Llama 3.1's."""
+_LLAMA3_CONTEXT = 8192
+
+
+class ModelFacts:
+    """The metadata behind the architecture's name, with types. Raises ConfigError naming the key at fault."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self.architecture = str(metadata.get("general.architecture", ""))
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(
+                f"GGUF architecture {self.architecture!r} is not supported; there are: "
+                + ", ".join(ARCHITECTURES),
+                param="--model",
+            )
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number that is at least 0."""
+        value = self._value(key, default)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]  # one for each layer, all alike
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._fail(key, f"must be a whole number, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0: the decimal one that was stored in 32 bits."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._fail(key, f"must be a number above 0, not {value!r}")
+        return float(f"{value:.7g}")
+
+    def has(self, key: str) -> bool:
+        """Whether the file says it."""
+        return f"{self.architecture}.{key}" in self.metadata
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.integer("attention.head_count")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.integer("attention.head_count_kv", self.heads)
+
+    @property
+    def experts(self) -> int:
+        """Routed experts of a layer; 0 for none."""
+        return self.integer("expert_count", 0)
+
+    @property
+    def family(self) -> str:
+        """Of ``FAMILIES``."""
+        if self.architecture == "llama" and self.experts:
+            return "mixtral"
+        if self.architecture == "deepseek2" and self.integer("expert_gating_func", 1) == _SIGMOID:
+            return "deepseek3"
+        return self.architecture
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A switch."""
+        return bool(self._value(key, default))
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise self._fail(key, "is missing")
+        return value
+
+    def _fail(self, key: str, why: str) -> ConfigError:
+        return ConfigError(f"the GGUF file's {self.architecture}.{key} {why}", param="--model")
+
+
+def config_of(
+    metadata: Mapping[str, Any], tensors: Sequence[StoredTensor], rope_factors: Sequence[float] | None
+) -> dict[str, Any]:
+    """``config.json`` of the model.
+
+    ``rope_factors``: the file's ``rope_freqs.weight``, by which frequencies are divided. Raises ConfigError
+    for a model that is not served.
+    """
+    facts = ModelFacts(metadata)
+    family = facts.family
+    name, model_type = FAMILIES[family]
+    stored = {tensor.name for tensor in tensors}
+    made: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": facts.integer("embedding_length"),
+        "num_hidden_layers": facts.integer("block_count") - facts.integer("nextn_predict_layers", 0),
+        "num_attention_heads": facts.heads,
+        "num_key_value_heads": facts.kv_heads,
+        "intermediate_size": facts.integer("feed_forward_length", 0) or _expert_size(facts),
+        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": facts.integer("context_length"),
+        "vocab_size": _vocabulary(tensors),
+        "hidden_act": "silu",
+        "rope_theta": facts.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in stored,
+        "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
+    }
+    if facts.architecture == "deepseek2":
+        made |= _latent(facts)
+    else:
+        made["head_dim"] = _head_size(facts, made["hidden_size"])
+    made |= _rope_scaling(facts, rope_factors, made.get("head_dim", 0), made["rope_theta"])
+    if family == "llama":
+        made["attention_bias"] = "blk.0.attn_q.bias" in stored
+        made["mlp_bias"] = "blk.0.ffn_gate.bias" in stored
+    if facts.experts:
+        made |= _experts(facts)
+    if family == "gpt-oss":
+        made["intermediate_size"] = _expert_size(facts)
+        made["sliding_window"] = facts.integer("attention.sliding_window")
+        if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
+            made["quantization_config"] = {"quant_method": "mxfp4"}
+    return made | _ends(metadata)
+
+
+def _head_size(facts: ModelFacts, hidden: int) -> int:
+    size = facts.integer("attention.key_length", hidden // max(facts.heads, 1))
+    if facts.integer("attention.value_length", size) != size:
+        raise ConfigError("GGUF: keys and values of different sizes are not supported here", param="--model")
+    if facts.integer("rope.dimension_count", size) != size:
+        raise ConfigError("GGUF: heads that are rotated in part are not supported here", param="--model")
+    return size
+
+
+def _latent(facts: ModelFacts) -> dict[str, Any]:
+    """Sizes of latent attention. Older files have those of keys and values under their plain names."""
+    rotated = facts.integer("rope.dimension_count")
+    keys = facts.integer("attention.key_length_mla", facts.integer("attention.key_length"))
+    return {
+        "num_key_value_heads": facts.heads,
+        "q_lora_rank": facts.integer("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": facts.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": facts.integer("attention.value_length_mla", facts.integer("attention.value_length")),
+        "rope_interleave": True,
+    }
+
+
+def _experts(facts: ModelFacts) -> dict[str, Any]:
+    """How layers route."""
+    made: dict[str, Any] = {"num_experts_per_tok": facts.integer("expert_used_count")}
+    match facts.family:
+        case "mixtral" | "gpt-oss":
+            return made | {"num_local_experts": facts.experts}
+        case "qwen3moe":
+            made |= {"num_experts": facts.experts, "norm_topk_prob": True}
+            made |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            return made | {"moe_intermediate_size": _expert_size(facts)}
+    groups = facts.integer("expert_group_count", 1) or 1
+    made |= {
+        "n_routed_experts": facts.experts,
+        "n_shared_experts": facts.integer("expert_shared_count", 0),
+        "moe_intermediate_size": _expert_size(facts),
+        "first_k_dense_replace": facts.integer("leading_dense_block_count", 0),
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", facts.family == "deepseek3"),
+        "n_group": groups,
+        "topk_group": facts.integer("expert_group_used_count", groups) or groups,
+    }
+    if facts.family == "deepseek2" and groups > 1:
+        made["topk_method"] = "group_limited_greedy"
+    return made
+
+
+def _expert_size(facts: ModelFacts) -> int:
+    return facts.integer("expert_feed_forward_length", facts.integer("feed_forward_length", 0))
+
+
+def _vocabulary(tensors: Sequence[StoredTensor]) -> int:
+    for tensor in tensors:
+        if tensor.name == "token_embd.weight" and len(tensor.shape) == 2:
+            return tensor.shape[0]
+    raise ConfigError("the GGUF file has no token_embd.weight: it holds no language model", param="--model")
+
+
+def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Beginning and ends of a text: a turn's end is one, too."""
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    made: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(e for e in ends if isinstance(e, int)))}
+    if isinstance(begin := metadata.get("tokenizer.ggml.bos_token_id"), int):
+        made["bos_token_id"] = begin
+    return made
+
+
+def _rope_scaling(
+    facts: ModelFacts, factors: Sequence[float] | None, size: int, theta: float
+) -> dict[str, Any]:
+    kind = facts.metadata.get(f"{facts.architecture}.rope.scaling.type", "none")
+    if factors is not None:
+        if kind not in ("none", "linear", "llama3") or not _is_llama3(factors, size, theta):
+            raise ConfigError(
+                "the GGUF file's rope_freqs.weight is not Llama 3.1's, and no other is supported",
+                param="--model",
+            )
+        scaling = {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3}
+        return {"rope_scaling": scaling | {"original_max_position_embeddings": _LLAMA3_CONTEXT}}
+    if kind in ("none", ""):
+        return {}
+    if kind == "linear":
+        return {"rope_scaling": {"rope_type": "linear", "factor": facts.number("rope.scaling.factor")}}
+    if kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": facts.number("rope.scaling.factor")}
+        if facts.architecture == "gpt-oss":
+            scaling["truncate"] = False
+        if facts.has("rope.scaling.yarn_log_multiplier"):  # a tenth of it
+            scale = round(10 * facts.number("rope.scaling.yarn_log_multiplier"), 6)
+            scaling |= {"mscale": scale, "mscale_all_dim": scale}
+        if facts.has("rope.scaling.original_context_length"):
+            scaling["original_max_position_embeddings"] = facts.integer(
+                "rope.scaling.original_context_length"
+            )
+        return {"rope_scaling": scaling}
+    raise ConfigError(
+        f"GGUF rope scaling {kind!r} is not supported; there are: linear, yarn", param="--model"
+    )
+
+
+def _is_llama3(factors: Sequence[float], size: int, theta: float) -> bool:
+    """Whether ``factors`` are those of Llama 3.1's scaling, by the largest of them."""
+    if len(factors) != size // 2:
+        return False
+    factor = max(factors)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    for pair, found in enumerate(factors):
+        length = 2 * math.pi * theta ** (2 * pair / size)
+        smooth = (_LLAMA3_CONTEXT / length - low) / (high - low)
+        smooth = min(1.0, max(0.0, smooth))
+        if abs(1.0 / ((1 - smooth) / factor + smooth) - found) > 1e-3 * found:
+            return False
+    return True

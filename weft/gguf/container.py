@@ -1,0 +1,115 @@
+"""What a GGUF file holds: metadata, and tensors that are mapped, not read.
+
+Source: the GGUF specification (ggml-org/ggml, docs/gguf.md); the ``gguf`` package reads the container.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weft.common.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PLAIN = ("F32", "F16", "BF16", "F64")
+QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+"""Types of quantized tensors that are read."""
+_SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
+_MOST_SHARDS = 1000
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """A tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Numbers in each dimension, the slowest first."""
+    kind: str
+    """The name of its GGML type."""
+    data: Any
+    """The mapped bytes: an array of the shape where ``kind`` is F32, F16 or F64, otherwise of bytes, with
+    the blocks of a row in the last dimension."""
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of a model of which ``path`` is one, in order: ``name-00001-of-00003.gguf``.
+
+    Raises ConfigError when one is missing.
+    """
+    found = _SHARD.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found["count"])
+    if not 1 <= count <= _MOST_SHARDS:
+        raise ConfigError(f"{path.name} says that there are {count} parts", param="--model")
+    parts = [path.with_name(f"{found['stem']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise ConfigError(
+                f"{path.name} is one of {count} parts, and {part.name} is missing", param="--model"
+            )
+    return parts
+
+
+class Container:
+    """One mapped file. Raises ConfigError for one that is no such file, and without the ``gguf`` package."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        reader = _package()
+        try:
+            self._reader = reader.GGUFReader(str(path))
+        except Exception as error:  # whatever a damaged file makes of numpy
+            raise ConfigError(
+                f"{path.name} is damaged or not a GGUF file: {error}", param="--model"
+            ) from error
+
+    @functools.cached_property
+    def metadata(self) -> Mapping[str, Any]:
+        """Key to value: numbers, booleans, strings, and lists of them."""
+        try:
+            return {name: field.contents() for name, field in self._reader.fields.items()}
+        except (ValueError, IndexError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"the metadata of {self.path.name} is damaged: {error}", param="--model"
+            ) from error
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """All tensors, in the file's order."""
+        for stored in self._reader.tensors:
+            shape = tuple(int(size) for size in reversed(stored.shape))
+            yield StoredTensor(stored.name, shape, stored.tensor_type.name, stored.data)
+
+
+def dequantized(kind: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The numbers of blocks of type ``kind``: [..., bytes of a row] -> [..., numbers of a row].
+
+    Raises ConfigError for a type that is not read.
+    """
+    if kind not in QUANTIZED:
+        raise ConfigError(
+            f"tensors of the GGUF type {kind} are not read; known: {', '.join((*PLAIN, *QUANTIZED))}",
+            param="--model",
+        )
+    import gguf
+
+    numbers: NDArray[np.float32] = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    return numbers
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(
+            "reading GGUF files needs the package gguf: pip install 'weft[gguf]'", param="--model"
+        ) from error
+    return gguf

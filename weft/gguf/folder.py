@@ -1,0 +1,131 @@
+"""The folder of a checkpoint that a GGUF file becomes: small files beside a link to the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from weft.common import env
+from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.gguf.config import ModelFacts, config_of
+from weft.gguf.container import Container, StoredTensor, shards
+from weft.gguf.names import Layout, Published, published
+from weft.gguf.tokenizer import tokenizer_files
+
+log = get_logger(__name__)
+
+VERSION = 2
+"""Of what is made: folders of another are not used."""
+_WEIGHTS = "weights"
+_LAYOUT = "gguf.json"
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF file that ``path`` names: itself, or the one model in a folder without a config.json. None for
+    another folder. Raises ConfigError when there is no such file, and when the folder has several models.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no file {str(path)!r}", param="--model")
+        return path
+    if (path / "config.json").is_file():
+        return None
+    models = {shards(file)[0] for file in sorted(path.glob("*.gguf")) if not file.name.startswith("mmproj")}
+    if len(models) > 1:
+        names = ", ".join(sorted(file.name for file in models))
+        raise ConfigError(f"{str(path)!r} has several GGUF files: name one of {names}", param="--model")
+    return next(iter(models), None)
+
+
+def checkpoint_folder(path: Path) -> str:
+    """The folder for the GGUF file ``path``, made unless it is there, in the user's cache.
+
+    A file that was changed gets another folder. Raises ConfigError for a model that is not served.
+    """
+    parts = shards(path.resolve())
+    folder = _cache() / _key(parts)
+    if (folder / "config.json").is_file():
+        return str(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"what {parts[0].name} becomes cannot be written to {folder.parent}: {error.strerror}; set "
+            "XDG_CACHE_HOME to another folder",
+            param="--model",
+        ) from error
+    try:
+        _write(made, parts)
+        try:
+            made.rename(folder)
+        except OSError:  # another process was faster
+            if not (folder / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return str(folder)
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The weights of a folder that was made of a GGUF file; none where it was not."""
+    return sorted(folder.glob(f"{_WEIGHTS}-*.gguf"))
+
+
+def weights_of(path: Path) -> dict[str, Published]:
+    """The weights in the file ``path`` of such a folder, by their published names."""
+    try:
+        layout = msgspec.json.decode((path.parent / _LAYOUT).read_bytes(), type=Layout)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"{path.name} has no {_LAYOUT} beside it; name the .gguf file itself", param="--model"
+        ) from error
+    return {weight.name: weight for weight in published(Container(path).tensors(), layout)}
+
+
+def _cache() -> Path:
+    root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "weft" / "gguf"
+
+
+def _key(parts: list[Path]) -> str:
+    """A name that no other file, and no other state of these, has."""
+    seen = hashlib.sha256(f"{VERSION}".encode())
+    for part in parts:
+        state = part.stat()
+        seen.update(f"\0{part}\0{state.st_size}\0{state.st_mtime_ns}\0{state.st_ino}".encode())
+    return f"{parts[0].stem[:80]}-{seen.hexdigest()[:16]}"
+
+
+def _write(folder: Path, parts: list[Path]) -> None:
+    containers = [Container(part) for part in parts]
+    metadata = containers[0].metadata
+    tensors = [tensor for container in containers for tensor in container.tensors()]
+    facts = ModelFacts(metadata)
+    config = config_of(metadata, tensors, _rope_factors(tensors))
+    layout = Layout(facts.family, config["num_hidden_layers"], facts.heads, facts.kv_heads)
+    (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))
+    try:
+        texts = tokenizer_files(metadata)
+    except ConfigError as error:  # it is needed unless --tokenizer names another
+        log.warning("%s has no tokenizer that can be used: %s", parts[0].name, error.message)
+        texts = {}
+    for name, content in texts.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    for number, part in enumerate(parts):
+        os.symlink(part, folder / f"{_WEIGHTS}-{number:05d}.gguf")
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _rope_factors(tensors: list[StoredTensor]) -> list[float] | None:
+    for tensor in tensors:
+        if tensor.name == "rope_freqs.weight" and tensor.kind == "F32":
+            return [float(factor) for factor in tensor.data]
+    return None

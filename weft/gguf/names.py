@@ -1,0 +1,188 @@
+"""Which tensors of a GGUF file are which published weight.
+
+llama.cpp keeps matrices as it computes with them: experts stacked; in the architecture ``llama`` the rows of
+queries and keys as pairs of neighbours, where the published weights have halves; the two parts of a latent
+up-projection apart, one of them transposed; GPT-OSS's gate and up apart, which are published row by row in
+turn. ``Form`` says what makes the published tensor of the stored ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.gguf.container import StoredTensor
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_OTHERWISE = {
+    "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
+}
+"""Where families differ."""
+_BARE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+"""Published without an end."""
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
+"""Said by the metadata, too: see ``weft.gguf.config``."""
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<what>[a-z_]+)\.(?P<end>weight|bias)")
+MXFP4_NUMBERS, MXFP4_BYTES = 32, 16
+
+
+class Form(Enum):
+    """How stored tensors make a published one. E experts, h inputs, n outputs, r numbers of a latent."""
+
+    STORED = "as it is stored"
+    EXPERT = "a matrix of a stored stack"
+    HALVES = "rows of each head in halves, not in pairs of neighbours"
+    LATENT = "keys [heads, r, d] transposed and values [heads, v, r] to [heads (d + v), r]"
+    IN_TURN = "[E, n, h] twice to [E, h, 2 n], and [E, n] twice to [E, 2 n]: one of each in turn"
+    TRANSPOSED = "[E, n, h] to [E, h, n]"
+    BLOCKS = "the 4-bit numbers of MXFP4, [E, rows, h / 32, 16 bytes], of one stored stack or two in turn"
+    SCALES = "their scales, [E, rows, h / 32]"
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """What decides where weights are in a file."""
+
+    family: str
+    """Of ``weft.gguf.config``: ``FAMILIES``."""
+    layers: int
+    heads: int
+    kv_heads: int
+
+
+class Published(NamedTuple):
+    """A weight by its published name."""
+
+    name: str
+    form: Form
+    parts: tuple[StoredTensor, ...]
+    number: int = 0
+    """The matrix of the stack, or the heads whose rows are in halves."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the published tensor."""
+        shape = self.parts[0].shape
+        match self.form:
+            case Form.EXPERT:
+                return shape[1:]
+            case Form.LATENT:
+                heads, width, size = shape
+                return heads * (size + self.parts[1].shape[1]), width
+            case Form.IN_TURN:
+                return (shape[0], shape[2], 2 * shape[1]) if len(shape) == 3 else (shape[0], 2 * shape[1])
+            case Form.TRANSPOSED:
+                return shape[0], shape[2], shape[1]
+            case Form.BLOCKS | Form.SCALES:
+                scales = (shape[0], len(self.parts) * shape[1], shape[2] // MXFP4_NUMBERS)
+                return (*scales, MXFP4_BYTES) if self.form is Form.BLOCKS else scales
+        return shape
+
+
+def published(tensors: Iterable[StoredTensor], layout: Layout) -> list[Published]:
+    """The weights that ``tensors`` are, experts one by one where they are published so.
+
+    Raises ConfigError for a tensor that no served model has, and for one whose other part is missing.
+    """
+    found: list[Published] = []
+    stacks: dict[str, dict[str, StoredTensor]] = {}
+    for stored in tensors:
+        if stored.name in WITHOUT_EFFECT:
+            continue
+        parts = _NAME.fullmatch(stored.name)
+        if parts is None:
+            raise _unknown(stored)
+        what, end, layer = parts["what"], parts["end"], parts["layer"]
+        if layer is None:
+            if what not in _TOP:
+                raise _unknown(stored)
+            found.append(Published(f"{_TOP[what]}.{end}", Form.STORED, (stored,)))
+        elif int(layer) < layout.layers:  # those behind the last predict further tokens
+            if what in ("attn_k_b", "attn_v_b") or (what in _EXPERTS and layout.family == "gpt-oss"):
+                stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
+            else:
+                found += _of_layer(stored, f"model.layers.{layer}", what, end, layout)
+    for layer, stack in stacks.items():
+        made = _experts_in_turn if layout.family == "gpt-oss" else _latent
+        try:
+            found += made(f"model.layers.{layer}", stack)
+        except KeyError as missing:
+            raise ConfigError(f"the GGUF file lacks blk.{layer}.{missing.args[0]}", param="--model") from None
+    return found
+
+
+def _of_layer(stored: StoredTensor, layer: str, what: str, end: str, layout: Layout) -> Iterator[Published]:
+    permuted = layout.family in ("llama", "mixtral")
+    theirs = _OTHERWISE.get(layout.family, {}).get(what) or _LAYER.get(what)
+    if what in _EXPERTS and len(stored.shape) == 3:
+        matrix = _EXPERTS[what]
+        block, own = f"{layer}.mlp.experts", matrix
+        if layout.family == "mixtral":
+            block, own = f"{layer}.block_sparse_moe.experts", _MIXTRAL[matrix]
+        for expert in range(stored.shape[0]):
+            yield Published(f"{block}.{expert}.{own}.{end}", Form.EXPERT, (stored,), expert)
+    elif (bare := _BARE.get(f"{what}.{end}")) is not None:
+        yield Published(f"{layer}.{bare}", Form.STORED, (stored,))
+    elif theirs is None:
+        raise _unknown(stored)
+    elif permuted and what in ("attn_q", "attn_k"):
+        heads = layout.heads if what == "attn_q" else layout.kv_heads
+        yield Published(f"{layer}.{theirs}.{end}", Form.HALVES, (stored,), heads)
+    else:
+        yield Published(f"{layer}.{theirs}.{end}", Form.STORED, (stored,))
+
+
+def _latent(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
+    parts = (stack["attn_k_b.weight"], stack["attn_v_b.weight"])
+    yield Published(f"{layer}.self_attn.kv_b_proj.weight", Form.LATENT, parts)
+
+
+def _experts_in_turn(layer: str, stack: dict[str, StoredTensor]) -> Iterator[Published]:
+    matrices = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+    for matrix, stored in matrices.items():
+        parts = tuple(stack[f"{one}.weight"] for one in stored)
+        biases = tuple(stack[f"{one}.bias"] for one in stored)
+        name = f"{layer}.mlp.experts.{matrix}"
+        if all(part.kind == "MXFP4" for part in parts):
+            yield Published(f"{name}_blocks", Form.BLOCKS, parts)
+            yield Published(f"{name}_scales", Form.SCALES, parts)
+        else:
+            yield Published(name, Form.IN_TURN if len(parts) == 2 else Form.TRANSPOSED, parts)
+        yield Published(f"{name}_bias", Form.IN_TURN if len(parts) == 2 else Form.STORED, biases)
+
+
+def _unknown(stored: StoredTensor) -> ConfigError:
+    return ConfigError(
+        f"the GGUF file has a tensor {stored.name!r}, which no served model of its architecture has",
+        param="--model",
+    )

@@ -1,0 +1,133 @@
+"""Videos in messages: lists of frames, and the times at which they were taken.
+
+A model reads a video in groups of frames, each as it reads an image, with the time of the group before it.
+Containers such as MP4 are not read: their frames have to be sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+
+VIDEO_KINDS = ("video", "video_url")
+LEAST_FPS, MOST_FPS = 1e-3, 1e3
+MOST_SECONDS = 1e6
+_JPEGS = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
+_JPEG = "data:image/jpeg;base64,"
+_FORM = '{"type": "video", "video": [<URL of a frame>, ...]}'
+
+
+class VideoPart(msgspec.Struct, frozen=True):
+    """A video of a message."""
+
+    frames: tuple[Any, ...]
+    """URLs of images; a caller in this process may have images of Pillow's."""
+    where: str
+    """The part of the request, for errors."""
+    fps: float | None = None
+    """Frames a second; None: as the model is used to, or as ``times`` say."""
+    times: tuple[float, ...] | None = None
+    """Seconds at which each frame was taken, in order."""
+    kind: str = "video"
+    """What its API calls such parts."""
+
+    detail = "auto"
+    is_video = True
+
+    def groups(self, size: int) -> int:
+        """How many groups of ``size`` frames it has; the last one may have fewer."""
+        return -(-len(self.frames) // size)
+
+    def place(self, number: int) -> str:
+        """The place of a frame in the request, for errors."""
+        return f"{self.where}.{self.kind}[{number}]"
+
+
+def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
+    """Seconds of each group of ``size`` frames: the middle of its first and last one. ``fps``: of a video
+    that does not say it. A last group of too few frames repeats its last one.
+    """
+    rate = video.fps or fps
+    times = [number / rate for number in range(len(video.frames))] if video.times is None else video.times
+    return [
+        (times[first] + times[min(first + size, len(times)) - 1]) / 2 for first in range(0, len(times), size)
+    ]
+
+
+def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
+    """A part of one of ``VIDEO_KINDS``; of ``least`` frames at least. Raises InvalidRequest."""
+    kind = str(part.get("type"))
+    unknown = {name for name, value in part.items() if value is not None}
+    if unknown := unknown - {"type", kind, "fps", "timestamps"}:
+        shown = min((name for name in unknown if isinstance(name, str)), default="")
+        shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
+        raise InvalidRequest(f"{where}.{shown} is not supported in a part with a video", param=where)
+    given = part.get(kind)
+    if kind == "video_url":
+        url = given.get("url") if isinstance(given, Mapping) and given.keys() == {"url"} else given
+        if not isinstance(url, str):
+            raise InvalidRequest(
+                f'{where} must be a part of the form {{"type": "video_url", "video_url": {{"url": '
+                '"data:video/jpeg;base64,<JPEG>,<JPEG>,..."}}',
+                param=where,
+            )
+        given = url
+    frames = _frames(given, where)
+    if len(frames) < least:
+        raise InvalidRequest(
+            f"{where}: a video must have {least} frames at least; send a single one as an image", param=where
+        )
+    fps, times = _timing(part, len(frames), where)
+    return VideoPart(frames, where, fps, times, kind)
+
+
+def _frames(given: Any, where: str) -> tuple[Any, ...]:
+    if isinstance(given, str):
+        found = _JPEGS.match(given[:64])
+        if found is None:
+            raise InvalidRequest(
+                f"{where}: videos are not decoded here, whatever their container (MP4, WebM, ...): send "
+                f"their frames as {_FORM}, or JPEGs as one URL, data:video/jpeg;base64,<JPEG>,<JPEG>,...",
+                param=where,
+                code="invalid_video",
+            )
+        return tuple(_JPEG + piece for piece in given[found.end() :].split(","))
+    if not isinstance(given, list | tuple) or not given:
+        raise InvalidRequest(f"{where} must be a part of the form {_FORM}", param=where)
+    for number, frame in enumerate(given):
+        if frame is None or isinstance(frame, bytes | Mapping | list | tuple | int | float):
+            raise InvalidRequest(
+                f"{where}.video[{number}] must be the URL of a frame, as of an image", param=where
+            )
+    return tuple(given)
+
+
+def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | None, tuple[float, ...] | None]:
+    """(fps, seconds of each frame), of which one may be there."""
+    fps, times = part.get("fps"), part.get("timestamps")
+    if fps is not None and times is not None:
+        raise InvalidRequest(f"{where} may have either fps or timestamps", param=where)
+    if fps is not None and not (_number(fps) and LEAST_FPS <= fps <= MOST_FPS):
+        raise InvalidRequest(
+            f"{where}.fps must be a number of frames a second, {LEAST_FPS:g} to {MOST_FPS:g}", param=where
+        )
+    if times is None:
+        return (None if fps is None else float(fps)), None
+    fits = isinstance(times, list | tuple) and len(times) == count
+    if not fits or not all(_number(time) and 0 <= time <= MOST_SECONDS for time in times):
+        raise InvalidRequest(
+            f"{where}.timestamps must be a list of seconds, one for each of the {count} frames", param=where
+        )
+    if any(after < before for before, after in itertools.pairwise(times)):
+        raise InvalidRequest(f"{where}.timestamps must be in order", param=where)
+    return None, tuple(map(float, times))
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
