@@ -162,6 +162,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
     ],
     ids=["a worker", "workers", "two fronts"],
 )
+@pytest.mark.real_processes  # a copy of a head begins before the worker of the one before it has ended
 def test_a_rolling_restart_loses_no_request(
     fronts: int, ranks: tuple[int, int], start: Any, tmp_path: Path
 ) -> None:
