@@ -178,8 +178,26 @@ class TestBatches:
         world.submit(submit(3, [(5, 3)]))
         world.bind(key(2))
         world.bind(key(3))
-        assert [type(op) for op in step(world).ops] == [SendMedia, Encode, SendMedia]
+        assert [type(op) for op in step(world).ops] == [SendMedia]
+        assert [type(op) for op in step(world).ops] == [Encode, SendMedia]
         assert world.scheduler.stats().image_hits == 1
+        world.settle()
+        world.check_idle()
+
+    def test_what_is_there_does_not_keep_others_from_the_tower(self) -> None:
+        """Of a stream of hits every second one waits for it, if anybody does."""
+        world = World(limits())
+        world.submit(submit(1, [(5, 3)]))
+        world.settle()
+        for number in range(2, 5):
+            world.submit(submit(number, [(4 + number, 3)]))
+            world.bind(key(number))
+        kinds = []
+        for number in range(10, 16):
+            world.submit(submit(number, [(5, 3)]))
+            world.bind(key(number))
+            kinds.append(encoded(step(world)))
+        assert kinds[:2] == [[], [6, 7, 8]]
         world.settle()
         world.check_idle()
 
@@ -292,8 +310,26 @@ class TestFailures:
         world.submit(submit(2, [(4, 2)]))
         world.submit(submit(3, [(5, 2)]))
         world.settle()
-        assert [world.finishes(n) for n in (1, 2, 3)] == [["error"], ["moved"], ["error"]]
+        assert [world.finishes(n) for n in (1, 2, 3)] == [["error"], ["moved"], ["evicted"]]
         assert {e.error.code for e in world.events if e.error} == {"image_failed"}
+        world.submit(submit(4, [(5, 2)]))
+        world.settle()
+        assert world.finishes(4) == ["error"]
+        world.check_idle()
+
+    def test_what_failed_for_somebody_who_left_is_tried_again(self) -> None:
+        """Encoded before its receiver was ready; nobody heard that it failed."""
+        world = World(limits(), bad={5})
+        world.submit(submit(1, [(5, 2)]))
+        assert encoded(step(world)) == [5]
+        world.finish(1)
+        world.bad.clear()
+        world.submit(submit(2, [(5, 2)]))
+        world.settle()
+        assert world.finishes(2) == ["evicted"]
+        world.submit(submit(3, [(5, 2)]))
+        world.settle()
+        assert world.finishes(3) == ["moved"]
         world.check_idle()
 
     def test_it_is_tried_again_for_who_comes_later(self) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from tests.engine.test_images import GREEDY, SAMPLED, asked, config_of
 from tests.support.seen import SeeingModels
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded
+from weft.engine import build_encoder
 from weft.engine.core import EngineCore
 from weft.types import messages as m
 from weft.types.rooms import Peer, RoomKey, RoomTicket
@@ -351,6 +353,19 @@ def test_groups_of_several_ranks(
     )
     check(fleet, submits, expected)
     assert fleet.encoders[0].stats().images_encoded > 8
+
+
+@pytest.mark.parametrize(("ranks", "rank", "said"), [(1, 0, False), (2, 0, True), (2, 1, False)])
+def test_ranks_that_encode_the_same_are_told_once(
+    ranks: int, rank: int, said: bool, models: SeeingModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(build_encoder.log, "warning", lambda text, *values: told.append(text % values))
+    mesh: Any = SimpleNamespace(rank=rank)
+    build_encoder.load_encoder(
+        encoder(models.folder("qwen3-vl"), tensor_parallel_size=ranks), progress=False, mesh=mesh
+    )
+    assert [("--data-parallel-size 2" in one) for one in told] == [True] * said
 
 
 @pytest.mark.timeout(600)

@@ -265,6 +265,17 @@ def test_tiers(rigs: Callable[..., Rig]) -> None:
     rig.check(rig.image(8), 1)
 
 
+def test_what_could_not_be_encoded_is_forgotten_with_its_blocks(rigs: Callable[..., Rig]) -> None:
+    """Whatever divides these blocks anew."""
+    rig = rigs(bad=frozenset({2}))
+    rig.run(rig.encode(rig.image(2), 4, 5), rig.encode(rig.image(2), 6))
+    assert len(rig.runner._spoiled) == 2
+    rig.run(rig.encode(rig.image(1), 5), rig.encode(rig.image(3), 4, 3))
+    assert list(rig.runner._spoiled) == [(False, packed(6))]
+    rig.run(rig.encode(rig.image(1), 6))
+    assert not rig.runner._spoiled
+
+
 def test_plans_that_cannot_be_right(rigs: Callable[..., Rig]) -> None:
     rig = rigs()
     rig.run()

@@ -139,6 +139,12 @@ def test_streams_do_not_stand_still_for_images_that_others_encode() -> None:
     assert apart.itl.p99 < 0.05
 
 
+def test_what_is_encoded_does_not_wait_for_the_next_batch() -> None:
+    """Two images take 0.4 s. The first of an idle group are encoded before their receiver has answered."""
+    one, _ = see(Groups(encode=1, unified=1), rate=1.5)
+    assert one.ttft.p50 < 0.5
+
+
 def test_more_groups_that_encode_and_wires_show_in_the_first_token() -> None:
     (one, _), (two, _) = see(Groups(encode=1, unified=1)), see(Groups(encode=2, unified=1))
     assert two.ttft.p50 < 0.7 * one.ttft.p50

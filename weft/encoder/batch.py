@@ -4,6 +4,9 @@
     2  images of rooms that are bound, in order, while they fit          Encode, then SendMedia for each room
     3  images of rooms that are not bound yet, likewise                  Encode
 
+What 1 sends leaves in a step of its own, but never twice running while images wait for the tower: a room
+ends when its step has.
+
 A batch has at most ``encode_patches`` and ``encode_items``; an image with more patches goes alone. The order
 is that of sequences and of images within them, and nobody is passed by: the first that does not fit ends the
 batch, and a full pool ends it until something has left.
@@ -32,18 +35,25 @@ class Batch:
         """Whose embeddings may leave with it."""
         self.encoded: list[ItemRoom] = []
         """One for each image that it encodes."""
+        self.hurried = False
+        """Whether it only sends, though images wait for the tower."""
         self._patches = self._pixels = 0
         self._ended = False
         self._waiting = book.waiting()
         self._wanted = {room.item.key for room in self._waiting}
 
-    def fill(self, starved: ItemRoom | None) -> ItemRoom | None:
+    def fill(self, starved: ItemRoom | None, hurry: bool = False) -> ItemRoom | None:
         """Decides. The cache is as after the step then. ``starved``: what the step before returned, the first
-        bound room for which the pool was full: nothing behind it gets a pin before it does."""
+        bound room for which the pool was full: nothing behind it gets a pin before it does. ``hurry``:
+        whether what is there leaves in a step of its own, so that nobody waits for the tower who need not.
+        """
         bound = [room for room in self._waiting if room.bound]
         if starved is not None and (starved.sent or starved.over):
             starved = None
         self._send_what_is_there([r for r in bound if starved is None or r.order <= starved.order])
+        self.hurried = hurry and 0 < len(self.sent) < len(self._waiting)
+        if self.hurried:
+            return None if starved is None or starved.sent else starved
         full = self._encode([room for room in bound if not room.sent], bound=True)
         if full is None and not self._ended:
             self._encode([room for room in self._waiting if not room.bound], bound=False)

@@ -72,6 +72,8 @@ class EncodeScheduler:
         """Plans that await their commit, with the rooms that they send."""
         self._starved: ItemRoom | None = None
         """The first in order of the rooms that are bound, where the pool was full for it."""
+        self._hurries = True
+        """Whether what is there may leave in a step of its own: in the last one it did not."""
         self._admitted: list[int] = []
         """Sequences of which the last plan was the first with anything."""
         self._blocked = False
@@ -213,7 +215,8 @@ class EncodeScheduler:
         """
         builder = self._begin()
         batch = Batch(self._book, self.cache, self._limits, self._step)
-        self._starved = batch.fill(self._starved)
+        self._starved = batch.fill(self._starved, self._hurries)
+        self._hurries = not batch.hurried
         if not self.cache.asks:
             self._blocked = True
             return None
@@ -320,14 +323,15 @@ class EncodeScheduler:
 
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
         """Its sequence ends. Of an image that cannot be encoded nothing is kept, so that it is tried again
-        for whoever else wants it."""
+        for whoever else wants it: only for whom it was tried does it end the request."""
         self._book.fail(room)
-        if error.code == ImageFailed.code and room.held is not None:
+        cannot = error.code == ImageFailed.code
+        if cannot and room.held is not None:
             self.cache.drop(room.held)
         if room.held is None:
             self._book.close(room)
         if self._book.live.get(room.sequence.id) is room.sequence:
-            self._end(room.sequence, "error" if error.code == ImageFailed.code else "evicted", error, error)
+            self._end(room.sequence, "error" if cannot and room.owner else "evicted", error, error)
 
     def _let_go(self, room: ItemRoom) -> None:
         """Nobody outside touches the embedding for ``room`` any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.common.log import get_logger
 from weft.config.gpus import head_rank
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import DTYPES, LoadedModel, device_of, load, trace_of
@@ -12,6 +13,8 @@ from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
 from weft.runner.encode_runner import EncodeRunner
 from weft.runner.trace import StepTrace
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,14 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
     device = device_of(config)
     check_rooms(config)
     rank = head_rank(config) if mesh is None else mesh.rank
+    ranks = config.parallel.tensor_parallel_size
+    if ranks > 1 and rank == head_rank(config):
+        log.warning(
+            "each of %d ranks encodes every image: as many groups of one rank would divide them (leave "
+            "--tensor-parallel-size out, and set --data-parallel-size %d)",
+            ranks,
+            ranks,
+        )
     path = config.runner.trace
     model = load_tower(
         config.model_path,

@@ -11,6 +11,7 @@ rank, and everything else goes on. Which image that was the head hears from the 
 
 from __future__ import annotations
 
+import struct
 import time
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -187,7 +188,7 @@ class EncodeRunner:
 
     def _write(self, op: Encode, made: Embedded | ErrorInfo) -> None:
         place = (False, op.blocks)
-        self._spoiled.pop(place, None)
+        self._clean(place)
         if not isinstance(made, ErrorInfo):
             rows = len(made.main)
             if rows == op.count:
@@ -207,7 +208,19 @@ class EncodeRunner:
 
     def _moved(self, source: tuple[bool, bytes], target: tuple[bool, bytes]) -> None:
         error = self._spoiled.get(source)
-        if error is None:
-            self._spoiled.pop(target, None)
-        else:
+        self._clean(target)
+        if error is not None:
             self._spoiled[target] = error
+
+    def _clean(self, place: tuple[bool, bytes]) -> None:
+        """Something else is written there: what was in any of these blocks is there no more."""
+        if not self._spoiled:
+            return
+        on_host, blocks = place[0], set(_numbers(place[1]))
+        gone = [one for one in self._spoiled if one[0] == on_host and not blocks.isdisjoint(_numbers(one[1]))]
+        for one in gone:
+            del self._spoiled[one]
+
+
+def _numbers(blocks: bytes) -> list[int]:
+    return [number for (number,) in struct.iter_unpack("<i", blocks)]
