@@ -87,6 +87,20 @@ def test_what_is_evicted_goes_to_the_host_and_comes_back() -> None:
     assert not cache.asks
 
 
+def test_what_somebody_waits_for_leaves_the_host_for_nobody_who_does_not() -> None:
+    wanted = {1}
+    cache = EmbeddingCache(1, 2, wanted=lambda name: name[0] in wanted)
+    for name in range(1, 5):
+        add(cache, name)
+    assert (names(cache), names(cache, on_host=True)) == ([4], [1, 3])
+    wanted.add(3)
+    add(cache, 5)  # 4 is gone
+    assert (names(cache), names(cache, on_host=True)) == ([5], [1, 3])
+    wanted.add(5)
+    add(cache, 6)  # all of them are waited for: the oldest goes
+    assert (names(cache), names(cache, on_host=True)) == ([6], [3, 5])
+
+
 def test_a_full_host_tier_forgets_its_oldest() -> None:
     gone: list[int] = []
     cache = EmbeddingCache(1, 2, dropped=lambda held: gone.append(held.key[0]))

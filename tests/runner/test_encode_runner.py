@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.seen import SeeingModels
+from tests.support.slowness import deadline
 from tests.support.vision_models import random_image
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.families import load_spec
@@ -320,6 +322,32 @@ def test_who_launches_does_not_wait(rigs: Callable[..., Rig]) -> None:
     rig.runner.bell.hear()
     assert select.select([rig.runner.bell.descriptor], [], [], 0.0)[0] == []
     rig.runner.read(handle)
+
+
+def test_a_step_that_hangs_is_late(rigs: Callable[..., Rig]) -> None:
+    """Nobody waits for it; whoever looks for its end finds that it failed. One behind a slow one is not."""
+    rig = rigs(step_timeout=deadline(60.0))
+    go = threading.Semaphore(0)
+    look = rig.tower._look
+
+    def slow(images: list[Tensor]) -> None:
+        assert go.acquire(timeout=deadline(60.0))
+        look(images)
+
+    rig.tower._look = slow  # type: ignore[method-assign]
+    first = rig.runner.forward(StepPlan(step=0, ops=(rig.encode(rig.image(1), 1),)))
+    second = rig.runner.forward(StepPlan(step=1, ops=(rig.encode(rig.image(2), 2),)))
+    go.release()
+    rig.runner.read(first)
+    assert not rig.runner.done(second)
+    rig.runner._timeout = 0.2
+    assert rig.runner._due(second) == rig.runner._ended + 0.2 > second.launched + 0.2
+    until = time.monotonic() + deadline(30.0)
+    while not rig.runner.done(second) and time.monotonic() < until:
+        time.sleep(0.02)
+    with pytest.raises(EngineDead, match="in time"):
+        rig.runner.read(second)
+    go.release()
 
 
 def test_memory_of_others_is_the_pool(rigs: Callable[..., Rig]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from weft.common.log import get_logger
 from weft.config.gpus import head_rank
 from weft.config.resolved import EngineConfig, KVConfig
-from weft.engine.build import DTYPES, LoadedModel, device_of, load, trace_of
+from weft.engine.build import ALONE_S, DTYPES, LoadedModel, device_of, load, trace_of
 from weft.engine.rank_rooms import check_rooms, open_embeddings
 from weft.models.tower import TowerAlone, load_tower
 from weft.parallel.mesh import Mesh
@@ -43,6 +43,7 @@ class LoadedTower:
             varying=self.model.varying,
             rooms=open_embeddings(config, self.rank),
             trace=self.trace,
+            step_timeout=ALONE_S,
         )
 
 

@@ -71,14 +71,17 @@ class EmbeddingCache:
         row_bytes: int = 1,
         block_rows: int = BLOCK_ROWS,
         dropped: Callable[[Embedded], None] | None = None,
+        wanted: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """``dropped`` is told of each that is gone, in any way but ``clear``. Raises ValueError for sizes
-        that cannot be."""
+        """``dropped`` is told of each that is gone, in any way but ``clear``. ``wanted``: whether somebody
+        needs the image of a key, which then leaves the host's blocks for none that nobody needs. Raises
+        ValueError for sizes that cannot be."""
         if min(blocks, host_blocks) < 0 or min(row_bytes, block_rows) < 1:
             raise ValueError("a pool of embeddings has at least 0 blocks, of at least 1 row and byte")
         self.blocks, self.host_blocks, self.block_rows = blocks, host_blocks, block_rows
         self._row_bytes = row_bytes
         self._dropped = dropped
+        self._wanted = wanted
         self._held: OrderedDict[bytes, Embedded] = OrderedDict()
         """By key, the least recently used first; of both tiers."""
         self._free = list(range(blocks, 0, -1))
@@ -266,7 +269,7 @@ class EmbeddingCache:
         if held.pins or held.on_host or held.gone:
             raise EngineDead("an embedding was evicted that is pinned, or not there")
         number = len(held.blocks)
-        if not self._make_host_room(number):
+        if not self._make_host_room(number, held.key):
             self.drop(held)
             return
         host = [self._host_free.pop() for _ in range(number)]
@@ -277,17 +280,21 @@ class EmbeddingCache:
         self.nbytes -= held.count * self._row_bytes
         self.host_nbytes += held.count * self._row_bytes
 
-    def _make_host_room(self, number: int) -> bool:
+    def _make_host_room(self, number: int, key: bytes) -> bool:
+        """For ``number`` blocks of the image ``key``. What somebody needs goes last, and not for what nobody
+        does."""
         if number > self.host_blocks:
             return False
         missing = number - len(self._host_free)
-        leaving = []
-        for held in self._held.values():
-            if missing <= 0:
-                break
-            if held.on_host and not held.pins:
-                leaving.append(held)
-                missing -= len(held.blocks)
+        leaving: list[Embedded] = []
+        wanted = self._wanted or (lambda _: False)
+        for needed in (False, True) if wanted(key) else (False,):
+            for held in self._held.values():
+                if missing <= 0:
+                    break
+                if held.on_host and not held.pins and wanted(held.key) == needed:
+                    leaving.append(held)
+                    missing -= len(held.blocks)
         if missing > 0:
             return False
         for held in leaving:

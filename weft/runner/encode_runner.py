@@ -72,7 +72,8 @@ class EncodeRunner:
     ) -> None:
         """``together``: images of a plan go through the tower in one call; else one by one, so that the bits
         of each depend on it alone. ``varying``: of the tower's ops. ``rooms``: in whose memory the pool of
-        embeddings lies, closed with the runner; without it nothing can be sent.
+        embeddings lies, closed with the runner; without it nothing can be sent. ``step_timeout``: seconds
+        of one step, after which it counts as failed, as there is nobody who waits for it.
         """
         self.kv = kv
         self.varying = (*varying, "images encoded together") if together else ()
@@ -92,12 +93,14 @@ class EncodeRunner:
         self._queue = DeviceQueue(threaded=True)
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1
         self._failed = False
+        self._ended = 0.0
+        """When the last step did, that has."""
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Launches a step. Raises, at ``read``, what it raised."""
         handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=Future())
         handle.forwarded = self._queue.submit(self._step, handle)
-        handle.forwarded.add_done_callback(lambda _: self.bell.ring())
+        handle.forwarded.add_done_callback(self._has_ended)
         return handle
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
@@ -105,12 +108,12 @@ class EncodeRunner:
         handle.sampled = handle.forwarded
 
     def done(self, handle: StepHandle) -> bool:
-        """Whether ``read`` would not wait."""
-        return handle.forwarded.done()
+        """Whether ``read`` would not wait: also of a step that is late."""
+        return handle.forwarded.done() or time.monotonic() >= self._due(handle)
 
     def read(self, handle: StepHandle) -> StepResult:
         """Waits for the step. Raises EngineDead past the deadline, or whatever the step raised."""
-        result_of(handle.forwarded, time.monotonic() + self._timeout)
+        result_of(handle.forwarded, self._due(handle))
         if self._trace is not None:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return StepResult(step=handle.plan.step, rows=EMPTY, offsets=_NO_ROWS, tokens=EMPTY, accepted=EMPTY)
@@ -128,7 +131,15 @@ class EncodeRunner:
         if self._trace is not None:
             self._trace.close()
 
+    def _due(self, handle: StepHandle) -> float:
+        """When it is late. Its time runs from the end of the step before it."""
+        return max(handle.launched, self._ended) + self._timeout
+
     # ---- on the device thread
+
+    def _has_ended(self, forwarded: Future[Any]) -> None:
+        self._ended = time.monotonic()
+        self.bell.ring()
 
     def _clear(self) -> None:
         self._store.clear()

@@ -137,6 +137,7 @@ class MediaBook:
             row_bytes=1 if limits is None else limits.row_bytes,
             block_rows=1 if limits is None else limits.block_rows,
             dropped=self._forget,
+            wanted=self.wants,
         )
         self._users: dict[bytes, dict[int, _Use]] = {}
         """By key of what is held, and by sequence."""
