@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from bench import machine
-from weft.ops import cpu, torch_ops
+from weft.ops import coded, cpu, torch_ops
+from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
 
 Tensor = torch.Tensor
@@ -34,7 +35,18 @@ HEAD = (16384, 768, False)
 SHAPES = (*LAYER * LAYERS, HEAD)
 PARAMETERS = sum(outputs * inputs for outputs, inputs, _ in SHAPES)
 
-BYTES = {"torch bf16": 2, "bf16": 2, "int8": 1, "torch f32": 4, "f32": 4}
+#: Bytes an element of a matrix, scales included.
+BYTES = {
+    "torch bf16": 2,
+    "bf16": 2,
+    "int8": 1,
+    "int4": 0.5 + 5 / 64,
+    "fp8": 1 + 4 / 128,
+    "mxfp4": 0.5 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+    "torch f32": 4,
+    "f32": 4,
+}
 
 
 def make(name: str) -> Callable[[int], list[Call]]:
@@ -60,7 +72,25 @@ def _torch(weight: Tensor, gated: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, weight)
 
 
+def _codes(weight: Tensor, name: str) -> Codes:
+    """``weight`` rounded as --quantization does; of 4-bit floats random codes, which take as long."""
+    if name in ("int4", "fp8"):
+        return coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
+    outputs, inputs = weight.shape
+    group, scale = (32, torch.float8_e8m0fnu) if name == "mxfp4" else (16, torch.float8_e4m3fn)
+    scales = torch.full((outputs, inputs // group), 120 if group == 32 else 32, dtype=torch.uint8).view(scale)
+    values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return Codes(numbers="e2m1", values=values, inputs=inputs, group=group, scales=scales)
+
+
 def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor]:
+    if name in ("int4", "fp8", "mxfp4", "nvfp4"):
+        codes = _codes(weight, name)
+        if gated:
+            packed = ops.pack_gated_codes(codes)
+            return lambda x: ops.gated_linear(x, packed, None, "silu")
+        packed = ops.pack_codes(codes)
+        return lambda x: ops.linear(x, packed)
     if gated:
         packed = ops.pack_gated_int8(weight) if name == "int8" else ops.pack_gated(weight)
         return lambda x: ops.gated_linear(x, packed, None, "silu")

@@ -42,28 +42,31 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head"],
         },
-        QuantizedSpec(method="fp8", block=(128, 128)),
+        QuantizedSpec(method="fp8", block=(128, 128), bits=8.5),
     ),
-    "fp8 tensor": ({"quant_method": "fp8", "activation_scheme": "static"}, QuantizedSpec(method="fp8")),
+    "fp8 tensor": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        QuantizedSpec(method="fp8", bits=8.5),
+    ),
     "fp8 exponents": (
         {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "weight_block_size": [128, 128]},
-        QuantizedSpec(method="fp8", block=(128, 128)),
+        QuantizedSpec(method="fp8", block=(128, 128), bits=5),
     ),
     "mxfp4": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        QuantizedSpec(method="mxfp4"),
+        QuantizedSpec(method="mxfp4", bits=5),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"},
-        QuantizedSpec(method="awq"),
+        QuantizedSpec(method="awq", bits=5),
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True},
-        QuantizedSpec(method="gptq", zero_offset=1),
+        QuantizedSpec(method="gptq", zero_offset=1, bits=5),
     ),
     "gptq v2": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
-        QuantizedSpec(method="gptq", zero_offset=0),
+        QuantizedSpec(method="gptq", zero_offset=0, bits=8.5),
     ),
     "compressed fp8": (
         _compressed(
@@ -78,18 +81,18 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             ignore=["lm_head"],
             quantization_status="compressed",
         ),
-        QuantizedSpec(method="compressed-tensors", block=(64, 64)),
+        QuantizedSpec(method="compressed-tensors", block=(64, 64), bits=8.5),
     ),
     "compressed int4": (
         _compressed(
             {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
             format="pack-quantized",
         ),
-        QuantizedSpec(method="compressed-tensors"),
+        QuantizedSpec(method="compressed-tensors", bits=5),
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
-        QuantizedSpec(method="modelopt"),
+        QuantizedSpec(method="modelopt", bits=5),
     ),
     "modelopt mixed": (
         {
@@ -123,7 +126,7 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     beside = tmp_path / "hf_quant_config.json"
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["x"]}
     beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
-    assert _load(tmp_path) == QuantizedSpec(method="modelopt")
+    assert _load(tmp_path) == QuantizedSpec(method="modelopt", bits=5)
     beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert _load(tmp_path) is None
     beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))

@@ -22,7 +22,7 @@ from weft.config.names import accepted_names, served_names
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ModelSection, SchedulerSection
-from weft.config.spec import CacheSpec, ModelSpec, MoESpec, RopeSpec
+from weft.config.spec import CacheSpec, ModelSpec, MoESpec, QuantizedSpec, RopeSpec
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -366,7 +366,14 @@ def test_weight_bytes_of_a_known_model() -> None:
     assert memory.weight_bytes(spec, "bfloat16") == 2 * (8_030_261_248 - 266_240)
     assert block_bytes(spec.caches[0], 1, "bfloat16") == 131072
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + 2 * 2 * 128256 * 4096
+    embeddings = 2 * 2 * 128256 * 4096
+    assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + embeddings
+    assert memory.weight_bytes(spec, "bfloat16", "int4") == layers * 37 // 64 + embeddings
+    assert memory.weight_bytes(spec, "bfloat16", "fp8") == layers * 33 // 32 + embeddings
+    published = msgspec.structs.replace(spec, quantized=QuantizedSpec(method="awq", bits=5))
+    assert memory.weight_bytes(published, "bfloat16") == 2 * layers + embeddings
+    assert memory.weight_bytes(published, "bfloat16", packed=True) == layers * 5 // 8 + embeddings
+    assert memory.weight_bytes(published, "bfloat16", "int8", packed=True) == layers + embeddings
 
 
 def test_weight_bytes_count_experts_and_what_quantizes_them() -> None:

@@ -14,7 +14,9 @@ from weft.config.families import load_spec
 from weft.models.loader import build_model
 from weft.ops.registry import choose
 
-MATRICES = ("linear", "gated_linear", "linear_int8", "gated_linear_int8", "moe", "moe_int8")
+MATRICES = tuple(
+    f"{op}{form}" for op in ("linear", "gated_linear", "moe") for form in ("", "_int8", "_int4", "_fp8")
+)
 OTHERS = (
     "embedding",
     "rms_norm",

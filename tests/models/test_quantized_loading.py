@@ -272,8 +272,8 @@ def test_stacked_experts(plain: Path, tmp_path: Path) -> None:
     assert re.search(r"experts\.(gate_up|down)_proj .* make \d+ bytes", _message(packed))
 
 
-def test_gpt_oss(tmp_path: Path) -> None:
-    """Its experts as published: MXFP4 blocks of [experts, outputs, inputs], gate and up rows in turn."""
+def gpt_oss_folders(tmp_path: Path) -> None:
+    """``packed`` and ``exact``, the experts of the first as published."""
     config = transformers.GptOssConfig(
         vocab_size=128,
         hidden_size=64,
@@ -310,6 +310,11 @@ def test_gpt_oss(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps({**found, **more}))
         save_file(tensors, tmp_path / folder / "model.safetensors")
+
+
+def test_gpt_oss(tmp_path: Path) -> None:
+    """Its experts as published: MXFP4 blocks of [experts, outputs, inputs], gate and up rows in turn."""
+    gpt_oss_folders(tmp_path)
     ours, exact = _load(tmp_path / "packed"), _load(tmp_path / "exact")
     assert _same(ours, exact)
     for expert in (False, True):
@@ -322,8 +327,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert torch.equal(gate, experts[2, :, ::2].T)
 
 
-def test_deepseek_v4(tmp_path: Path) -> None:
-    """FP8 blocks with a ``scale`` of exponents, experts of two E2M1 values a byte, the rest plain."""
+def deepseek_v4_folders(tmp_path: Path) -> None:
+    """``packed`` and ``exact``, the first as published."""
     family, facts = SPARSE_CASES["deepseek-v4"]
     sizes = {"vocab_size": 131, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
     config = getattr(transformers, f"{family}Config")(**{**facts, **sizes, "intermediate_size": 32})
@@ -365,6 +370,11 @@ def test_deepseek_v4(tmp_path: Path) -> None:
         save_file(
             {name: t.contiguous() for name, t in tensors.items()}, tmp_path / folder / "model.safetensors"
         )
+
+
+def test_deepseek_v4(tmp_path: Path) -> None:
+    """FP8 blocks with a ``scale`` of exponents, experts of two E2M1 values a byte, the rest plain."""
+    deepseek_v4_folders(tmp_path)
     exact = _load(tmp_path / "exact")
     assert _same(_load(tmp_path / "packed"), exact)
     ranks = on_ranks(Layout(tensor=2), lambda mesh: _load(tmp_path / "packed", mesh=mesh))
@@ -475,5 +485,7 @@ def test_the_log_says_what_was_read(
     line = next(record.getMessage() for record in caplog.records if "quantized weights" in record.message)
     assert "10 FP8 per tensor" in line
     assert "5 FP8 blocks of 32 x 64" in line
-    assert re.search(r"[\d.]+ MB in the files, held as bfloat16 in [\d.]+ MB", line)
+    assert re.search(
+        r"[\d.]+ MB in the files, held in [\d.]+ MB, of which [\d.]+ MB are dequantized to bf", line
+    )
     assert "activations are not quantized" in line

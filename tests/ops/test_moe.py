@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.test_coded import FORMS, codes_of
 from tests.support.routed import KINDS, VOCAB, chosen, doubled, routed, tokens
 from weft.ops import moe, torch_ops
+from weft.ops.coded import dequantize
 from weft.ops.cpu import moe as ops
 from weft.ops.moe import Routed
 
@@ -274,3 +276,73 @@ def test_wrong_inputs_are_refused(extension: None) -> None:
         ops.pack(replace(grouped, rule=grouped.rule._replace(top_groups=5)))
     with pytest.raises(KeyError):
         ops.pack(replace(grouped, gate=grouped.gate._replace(activation="tanh")))
+
+
+# --- codes ---
+
+
+def coded_block(kind: str, dtype: torch.dtype, form: str) -> tuple[Routed, Routed]:
+    """(a block of codes, the matrices that they mean in float64). The shared expert is of another form."""
+    plain = routed(kind, dtype)
+    names = {"gate_up": form, "down": form, "shared_gate_up": "int4 zeros", "shared_down": "fp8 blocks"}
+    codes, meant = {}, {}
+    for seed, (name, of) in enumerate(names.items()):
+        matrix = getattr(plain, name)
+        if matrix is not None:
+            codes[name] = codes_of(of, tuple(matrix.shape), seed)
+            meant[name] = dequantize(codes[name], torch.float64)
+    return replace(plain, **codes, dtype=dtype), replace(plain, **meant)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("kind", ["corrected", "biased", "gated_shared"])
+def test_codes_are_the_matrices_that_they_mean(
+    kind: str, form: str, dtype: torch.dtype, extension: None
+) -> None:
+    before = torch.ops.weft_cpu.set_brgemm.default(False)  # rounds them: tests/ops/test_coded.py
+    codes, meant = coded_block(kind, dtype, form)
+    packed = ops.pack(codes)
+    for count in (1, 37):
+        x, ids = tokens(count, dtype)
+        assert_block(ops.moe(x, ids, packed), x, ids, meant)
+        wanted = moe.moe(x.double(), ids, doubled(meant))
+        for run in (moe.moe, moe.moe_tiled):
+            made = run(x.double(), ids, replace(doubled(codes), dtype=torch.float64))
+            assert (made - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    torch.ops.weft_cpu.set_brgemm.default(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["int4 zeros", "nvfp4", "fp8"])
+def test_bits_of_a_row_of_codes_are_its_own(
+    form: str, dtype: torch.dtype, kernel: str, threads: None
+) -> None:
+    packed = ops.pack(coded_block("corrected", dtype, form)[0])
+    x, ids = tokens(500, dtype)
+    whole = ops.moe(x, ids, packed)
+    assert torch.isfinite(whole).all()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        for rows in ROWS:
+            part = slice(rows % 7, rows % 7 + rows)
+            assert torch.equal(ops.moe(x[part], ids[part], packed), whole[part]), (count, rows)
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_experts_are_rounded(form: str, extension: None) -> None:
+    """Under --quantization the block is that of its rounded matrices, in C++ and on torch."""
+    weights = routed("gated_shared", torch.bfloat16)
+    rounded = {"int4": moe.in_int4, "fp8": moe.in_fp8}[form](weights)
+    meant = replace(
+        weights,
+        **{
+            name: dequantize(getattr(rounded, name), torch.float64)
+            for name in ("gate_up", "down", "shared_gate_up", "shared_down")
+        },
+    )
+    x, ids = tokens(9, torch.bfloat16)
+    pack = {"int4": ops.pack_int4, "fp8": ops.pack_fp8}[form]
+    wanted = moe.moe(x.double(), ids, doubled(meant))
+    for made in (ops.moe(x, ids, pack(weights)), moe.moe(x, ids, rounded)):
+        assert (made.double() - wanted).abs().max() <= 0.04 * wanted.abs().max()

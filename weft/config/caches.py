@@ -114,7 +114,10 @@ def cache_bytes(
         assert asked is not None, "checked when the flag was parsed"
         _check_asked(asked, device, ranks_on_device(parallel, device, host))
         return asked
-    weights = weight_bytes(spec, dtype, model.quantization, parallel.layout, parallel.redundant_experts)
+    kind = model.quantization
+    layout = parallel.layout
+    extra = parallel.redundant_experts
+    weights = weight_bytes(spec, dtype, kind, layout, extra, packed=device == "cpu")
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)

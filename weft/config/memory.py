@@ -276,14 +276,20 @@ def longest_that_fits(
 
 
 def weight_bytes(
-    spec: ModelSpec, dtype: str, quantization: str = "none", layout: Layout = ALONE, redundant: int = 0
+    spec: ModelSpec,
+    dtype: str,
+    quantization: str = "none",
+    layout: Layout = ALONE,
+    redundant: int = 0,
+    *,
+    packed: bool = False,
 ) -> int:
     """Bytes of a rank's share of the parameters (an estimate: norms, biases and scales are left out).
 
     ``redundant``: further copies of experts that ranks have between them.
 
-    With ``int8`` the matrices of layers, experts' included, take a byte an element; embedding, head and
-    routers do not change.
+    ``quantization`` is of the matrices of layers, experts' included; embedding, head and routers do not
+    change. ``packed``: matrices that are published quantized stay so.
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
@@ -303,7 +309,14 @@ def weight_bytes(
         routers = routing * moe.experts * spec.hidden * max(4, size)
     embeddings = -(-spec.vocab_size // layout.tensor) * spec.hidden * (1 if spec.tied else 2)
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
-    return matrices * (1 if quantization == "int8" else size) + routers + embeddings * size + tower
+    bits = _BITS.get(quantization, 8.0 * size)
+    if packed and quantization == "none" and spec.quantized is not None and spec.quantized.bits:
+        bits = spec.quantized.bits
+    return int(matrices * bits / 8) + routers + embeddings * size + tower
+
+
+#: Of an element, with its share of scales.
+_BITS = {"int8": 8.0, "int4": 4 + 40 / 64, "fp8": 8 + 32 / 128}
 
 
 def tower_bytes(vision: VisionSpec, dtype: str) -> int:

@@ -63,8 +63,11 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Meta(description="Keep only the first N layers (for tests and benchmarks)."),
     ] = None
     quantization: Annotated[
-        Literal["none", "int8"],
-        Meta(description="int8: keep the matrices of linear layers in 8 bits, one scale an output channel."),
+        Literal["none", "int8", "int4", "fp8"],
+        Meta(
+            description="Round the matrices of linear layers and keep them so. int8: one scale an output "
+            "channel; int4: a scale and a zero point for 64 inputs; fp8 (E4M3): a scale for 128 inputs."
+        ),
     ] = "none"
     language_model_only: Annotated[
         bool, Meta(description="Load no vision tower: the model reads text alone, images are refused.")

@@ -203,6 +203,9 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Rows and columns that share one scale, where it says so."""
     zero_offset: int = 0
     """What is added to a stored zero point."""
+    bits: float | None = None
+    """Of an element of a matrix that stays packed, scales included: about, for the plan of memory. None where
+    the configuration does not say, or says several."""
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from torch import nn
 
 from weft.config import sharding
 from weft.config.spec import ModelSpec
+from weft.layers.held import allow_codes, take_codes
 from weft.layers.shard import Shard, keep_largest, largest_of, mark
 from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
@@ -47,7 +48,7 @@ class Build:
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     quantization: str = "none"
-    """``int8``: the matrices of linear layers are kept in 8 bits; not the embedding and the head."""
+    """Other than ``none``: matrices of linear layers are rounded to it; not embedding and head."""
     invariant: bool = False
     """Demand ops whose bits do not depend on the other rows."""
     experts: ExpertOptions = ExpertOptions()
@@ -103,9 +104,16 @@ class Build:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
             mark(parameter, shard)
-            if self.quantization != "none" and not wide and 0 < shard.dim == len(shape) - 1:
+            if self.quantization == "int8" and not wide and 0 < shard.dim == len(shape) - 1:
                 keep_largest(parameter, self.wide)
         return parameter
+
+    def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
+        """``weight`` for a matrix, or a stack of them, that may be loaded as codes: ``Packs._give`` takes
+        it.
+        """
+        parameter = self.weight(*shape, shard=shard, wide=wide)
+        return parameter if wide else allow_codes(parameter)
 
 
 class Layer(nn.Module):
@@ -146,6 +154,10 @@ class Packs(Layer, ABC):
     def _give(self, weight: str, op: Implementation) -> object:
         """What ``op`` takes for the parameter called ``weight``, which is dropped if it is not that."""
         plain = getattr(self, weight)
+        codes = take_codes(plain, op.pack_codes is not None)
+        if codes is not None and op.pack_codes is not None:
+            setattr(self, weight, None)
+            return op.pack_codes(codes)
         if op.pack is None:
             return plain
         largest = largest_of(plain)

@@ -27,7 +27,7 @@ class Linear(Packs):
     ) -> None:
         super().__init__()
         shard = whole(outputs) if isinstance(outputs, int) else outputs
-        self.weight = build.weight(shard.count, inputs, shard=shard, wide=wide)
+        self.weight = build.matrix(shard.count, inputs, shard=shard, wide=wide)
         self.bias = build.weight(shard.count, shard=shard, wide=wide) if bias else None
         self._op = build.matrix_op("linear", wide=wide)
         self._packed: object = None
@@ -48,7 +48,7 @@ class RowLinear(Packs):
 
     def __init__(self, inputs: Shard, outputs: int, build: Build, *, bias: bool = False) -> None:
         super().__init__()
-        self.weight = build.weight(outputs, inputs.count, shard=inputs.at(1))
+        self.weight = build.matrix(outputs, inputs.count, shard=inputs.at(1))
         self.bias = build.weight(outputs) if bias else None
         self._op = build.matrix_op("linear")
         self._packed: object = None

@@ -22,7 +22,7 @@ class GateUp(Packs):
     ) -> None:
         super().__init__()
         both = joined(intermediate, intermediate)
-        self.weight = build.weight(both.count, hidden, shard=both)
+        self.weight = build.matrix(both.count, hidden, shard=both)
         self.bias = build.weight(both.count, shard=both) if bias else None
         self._activation = activation
         self._op = build.matrix_op("gated_linear")

@@ -38,6 +38,9 @@ from weft.parallel.mesh import Mesh
 
 __all__ = ["Model", "build_model", "load_model"]
 
+CPU_ONLY = ("int4", "fp8")
+"""What ``quantization`` can be on a CPU alone."""
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
 
@@ -56,6 +59,11 @@ def build_model(
 
     Raises ConfigError for a family that does not exist, or an op that nothing here can compute as asked.
     """
+    if quantization in CPU_ONLY and device.type != "cpu":
+        raise ConfigError(
+            f"--quantization {quantization} runs on CPUs; on a GPU there are: none, int8",
+            param="--quantization",
+        )
     build = Build(
         dtype=dtype,
         device=device,
@@ -83,6 +91,7 @@ def load_model(
     experts: ExpertOptions | None = None,
     placements: Sequence[ExpertPlacement] | None = None,
     pack: bool = True,
+    packed: bool = True,
 ) -> Model:
     """The model of ``folder`` with its weights, converted to ``dtype`` and packed: ready to compute.
 
@@ -90,7 +99,8 @@ def load_model(
     "dummy" reads nothing and makes random weights from ``seed``, "partial" does so in layers that the
     checkpoint has no tensor of. ``progress`` shows a bar on stderr.
     Without ``pack`` the weights stay plain parameters, to be looked at. ``placements``: where experts are
-    that ranks divide, for each layer that has some; by default in order.
+    that ranks divide, for each layer that has some; by default in order. ``packed``: quantized matrices stay
+    so on a CPU, where they need not be rounded again; else they are dequantized.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
     model = build_model(
@@ -108,12 +118,19 @@ def load_model(
         partial = load_format == "partial"
         if partial:
             fill_randomly(model, seed)
-        fill(model, WEIGHTS.get(spec.family)(spec), files, _saved_layers(path, spec), progress, partial)
+        held = pack and packed and quantization == "none" and device.type == "cpu"
+        saved = _saved_layers(path, spec)
+        fill(model, WEIGHTS.get(spec.family)(spec), files, saved, progress, partial, packed=held)
     if pack:
         model.pack()
     if model.experts is not None and mesh is not None:
         apart = replace(mesh, formed=[])  # what is loaded only to be looked at agrees on nothing
-        given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
+        given: dict[str, Any] = {
+            "quantization": quantization,
+            "invariant": invariant,
+            "experts": experts,
+            "packed": packed,
+        }
         where = (folder, spec, dtype, device, load_format, seed, False, apart)
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
@@ -150,16 +167,20 @@ def fill(
     saved_layers: int,
     progress: bool,
     partial: bool = False,
+    *,
+    packed: bool = False,
 ) -> None:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
     ``partial``: layers may be missing whole; what is in them stays.
 
-    Quantized weights are dequantized one by one (``weft.models.quantized``).
+    Quantized weights are dequantized one by one (``weft.models.quantized``); ``packed``: where layers can
+    compute with codes, those are left for them.
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
     sources = _check_names(weights, files, cut, quantized is not None, partial)
-    target = Target(weights, dict(model.named_parameters()), quantized, torch_ops.wide(model.dtype))
+    parameters = dict(model.named_parameters())
+    target = Target(weights, parameters, quantized, torch_ops.wide(model.dtype), packed=packed)
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
             with WeightFile(path) as file:

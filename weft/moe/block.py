@@ -14,13 +14,14 @@ from torch import nn
 
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
+from weft.layers.held import take_codes
 from weft.layers.shard import Shard, joined, largest_of, mark, picked, whole
 from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
-from weft.ops.moe import Gate, Routed
+from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.registry import Implementation
 from weft.ops.routing import Rule
 from weft.parallel.comm import Comm, Pending
@@ -58,8 +59,8 @@ class Experts(nn.Module):
         count = spec.experts if mine is None else mine.count
         both = joined(inner, inner).at(1)
         up, down = (both, inner.at(2)) if mine is None else (mine, mine)
-        self.gate_up = build.weight(count, both.count, hidden, shard=up)
-        self.down = build.weight(count, hidden, inner.count, shard=down)
+        self.gate_up = build.matrix(count, both.count, hidden, shard=up)
+        self.down = build.matrix(count, hidden, inner.count, shard=down)
         self.gate_up_bias = build.weight(count, both.count, shard=up) if spec.bias else None
         self.down_bias = build.weight(count, hidden, shard=mine) if spec.bias else None
         self.adds_bias = mine is not None or build.comm.rank == 0
@@ -76,8 +77,8 @@ class Shared(nn.Module):
         super().__init__()
         inner = whole(spec.shared) if build.divides_experts else build.part(spec.shared)
         both = joined(inner, inner)
-        self.gate_up = build.weight(both.count, hidden, shard=both)
-        self.down = build.weight(hidden, inner.count, shard=inner.at(1))
+        self.gate_up = build.matrix(both.count, hidden, shard=both)
+        self.down = build.matrix(hidden, inner.count, shard=inner.at(1))
         self.gate = build.weight(1, hidden, wide=True) if spec.shared_gate else None
 
 
@@ -138,24 +139,31 @@ class RoutedMLP(FeedForward, Packs):
             router_bias=_data(router.bias),
             correction=_data(router.correction),
             table=_data(router.table),
-            gate_up=_data(experts.gate_up),
-            down=_data(experts.down),
+            dtype=self._build.dtype,
+            gate_up=self._matrices(experts.gate_up),
+            down=self._matrices(experts.down),
             gate_up_bias=_data(experts.gate_up_bias),
             down_bias=_data(experts.down_bias) if experts.adds_bias else None,
-            shared_gate_up=None if shared is None else _data(shared.gate_up),
-            shared_down=None if shared is None else _data(shared.down),
+            shared_gate_up=None if shared is None else self._matrices(shared.gate_up),
+            shared_down=None if shared is None else self._matrices(shared.down),
             shared_gate=None if shared is None else _data(shared.gate),
             down_largest=largest_of(experts.down),
             shared_down_largest=None if shared is None else largest_of(shared.down),
         )
-        self._packed = weights if self._op.pack is None else self._op.pack(weights)
+        pack = self._op.pack_codes if has_codes(weights) else self._op.pack
+        self._packed = weights if pack is None else pack(weights)
         if self._placement:
             self.divided = self._divide(self._packed)
-        if self._op.pack is None:
+        if self._op.pack is None and not has_codes(weights):
             return
         for held in (experts, shared):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
+
+    def _matrices(self, weight: nn.Parameter) -> Any:
+        """Plain, or as codes where they were loaded so and the op takes some."""
+        codes = take_codes(weight, self._op.pack_codes is not None)
+        return weight.data if codes is None else codes
 
     def _divide(self, weights: Any) -> DividedExperts:
         build = self._build

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.ops import moe_table, tiled, torch_ops
-from weft.ops.fixed_shapes import linear as fixed_linear
+from weft.ops.coded import Codes, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 from weft.ops.routing import Rule, route
 from weft.ops.torch_ops import Int8Weight, to_int8, wide
@@ -41,7 +41,7 @@ class Gate(NamedTuple):
 class Routed:
     """The weights of a routed block. E experts of n, a shared one of s; gate rows come before up rows.
 
-    The matrices of experts are tensors, or ``Int8Weight`` of the same leading shape.
+    The matrices of experts are tensors, or ``Int8Weight`` or ``Codes`` of the same leading shape.
     """
 
     rule: Rule
@@ -73,6 +73,8 @@ class Routed:
     them; for rounding to 8 bits."""
     shared_down_largest: Tensor | None = None
     """Wide [hidden, 1]: likewise."""
+    dtype: torch.dtype | None = None
+    """Of the activations, where the matrices don't say (codes)."""
 
     @property
     def experts(self) -> int:
@@ -176,7 +178,7 @@ def by_expert(
     ids: Tensor,
     weights: Routed,
     *,
-    matrix: Multiply = F.linear,
+    matrix: Multiply = torch_ops.linear,
     gated: Gated = torch_ops.gated,
 ) -> Tensor:
     """One product after another, each expert with all of its tokens.
@@ -286,6 +288,43 @@ def chosen_form(x: Tensor, ids: Tensor, weights: Routed, forms: tuple[str, ...])
 # --- implementations ---
 
 
+def has_codes(weights: Routed) -> bool:
+    """Whether any of its matrices are codes."""
+    each = (weights.gate_up, weights.down, weights.shared_gate_up, weights.shared_down)
+    return any(isinstance(matrices, Codes) for matrices in each)
+
+
+def rounded(weights: Routed, to: Callable[[Tensor], Codes]) -> Routed:
+    """Its plain matrices as codes: ``to`` of one, or of all of a stack."""
+
+    def made(matrices: Any) -> Any:
+        return to(matrices) if isinstance(matrices, Tensor) else matrices
+
+    return replace(
+        weights,
+        dtype=weights.dtype or weights.down.dtype,
+        gate_up=made(weights.gate_up),
+        down=made(weights.down),
+        shared_gate_up=made(weights.shared_gate_up),
+        shared_down=made(weights.shared_down),
+    )
+
+
+def in_int4(weights: Routed) -> Routed:
+    """As ``coded.to_int4`` rounds."""
+    return rounded(weights, to_int4)
+
+
+def in_fp8(weights: Routed) -> Routed:
+    """As ``coded.to_fp8`` rounds."""
+    return rounded(weights, to_fp8)
+
+
+def as_they_are(weights: Routed) -> Routed:
+    """What the torch implementations take for matrices of which some are codes."""
+    return weights
+
+
 def quantized(weights: Routed) -> Routed:
     """The matrices of all experts in 8 bits, one scale an output channel; router and gates stay."""
 
@@ -309,7 +348,7 @@ def quantized(weights: Routed) -> Routed:
 
 def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
     """The experts in the form that the table has for so many tokens."""
-    if not count_of(weights):
+    if not count_of(weights) or has_codes(weights):
         return by_expert(x, ids, weights)
     return FORMS[chosen_form(x, ids, weights, usable(weights))](x, ids, weights)
 
@@ -321,11 +360,11 @@ def _by_expert(matrix: Multiply, gated: Gated) -> Experts:
 _gated = torch_ops.gated
 _int8 = torch_ops.linear_int8
 _tiled_int8 = tiled.linear_int8
-PLAIN = Pieces(F.linear, F.linear, _gated, by_table)
+PLAIN = Pieces(F.linear, torch_ops.linear, _gated, by_table)
 INT8 = Pieces(F.linear, _int8, _gated, _by_expert(_int8, _gated))
 #: Products and activations whose rows don't depend on each other.
-TILED = Pieces(fixed_linear, fixed_linear, tiled.gated, _by_expert(fixed_linear, tiled.gated))
-TILED_INT8 = Pieces(fixed_linear, _tiled_int8, tiled.gated, _by_expert(_tiled_int8, tiled.gated))
+TILED = Pieces(tiled.linear, tiled.linear, tiled.gated, _by_expert(tiled.linear, tiled.gated))
+TILED_INT8 = Pieces(tiled.linear, _tiled_int8, tiled.gated, _by_expert(_tiled_int8, tiled.gated))
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
@@ -353,23 +392,23 @@ def register_pieces(name: str, implementation: str, pieces: Pieces, **facts: Any
     register(name, Implementation(name=implementation, run=lambda: pieces, **facts))
 
 
-register_pieces("moe_pieces", "torch", PLAIN, asks=True)
-register_pieces("moe_pieces_int8", "torch", INT8, pack=quantized, asks=True)
-_invariant: dict[str, Any] = {"devices": ("cpu",), "invariant": True, "priority": -1, "asks": True}
-register_pieces("moe_pieces", "torch_tiled", TILED, **_invariant)
-register_pieces("moe_pieces_int8", "torch_tiled", TILED_INT8, pack=quantized, **_invariant)
-for _name, _run, _pack in (("moe", moe, None), ("moe_int8", moe_int8, quantized)):
-    register(_name, Implementation(name="torch", run=_run, pack=_pack, asks=True))
-for _name, _run, _pack in (("moe", moe_tiled, None), ("moe_int8", moe_tiled_int8, quantized)):
-    register(
-        _name,
-        Implementation(
-            name="torch_tiled",
-            run=_run,
-            pack=_pack,
-            devices=("cpu",),
-            invariant=True,
-            priority=-1,
-            asks=True,
-        ),
-    )
+_invariant: dict[str, Any] = {"devices": ("cpu",), "invariant": True, "priority": -1}
+_whole: Any
+for _name, _pieces, _whole, _more in (
+    ("torch", PLAIN, moe, {}),
+    ("torch_tiled", TILED, moe_tiled, _invariant),
+):
+    _facts: dict[str, Any] = {"pack_codes": as_they_are, "asks": True, **_more}
+    register_pieces("moe_pieces", _name, _pieces, **_facts)
+    register("moe", Implementation(name=_name, run=_whole, **_facts))
+    for _form, _to in (("int4", in_int4), ("fp8", in_fp8)):
+        _facts = {"pack": _to, "asks": True, "devices": ("cpu",), **_more}
+        register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
+        register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))
+for _name, _pieces, _whole, _more in (
+    ("torch", INT8, moe_int8, {}),
+    ("torch_tiled", TILED_INT8, moe_tiled_int8, _invariant),
+):
+    _facts = {"pack": quantized, "asks": True, **_more}
+    register_pieces("moe_pieces_int8", _name, _pieces, **_facts)
+    register("moe_int8", Implementation(name=_name, run=_whole, **_facts))

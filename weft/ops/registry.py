@@ -35,6 +35,8 @@ class Implementation:
     pack: Callable[..., Any] | None = None
     """From a plain weight (or an op's own record of several) to what ``run`` takes instead; None: that. Of an
     op that rounds, also given the largest magnitude of each row where the weight's rows are parts of rows."""
+    pack_codes: Callable[[Any], Any] | None = None
+    """Likewise, from ``coded.Codes``; None: it wants plain weights."""
     asks: bool = False
     """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True

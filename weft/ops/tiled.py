@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import torch
 
-from weft.ops import torch_ops
-from weft.ops.fixed_shapes import aligned, linear, row_tiles
+from weft.ops import fixed_shapes, torch_ops
+from weft.ops.coded import Codes, to_fp8, to_int4
+from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, wide
 
@@ -66,7 +67,12 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
+    """``fixed_shapes.linear``; codes are dequantized each time."""
+    return fixed_shapes.linear(x, torch_ops.plain(weight, x.dtype), bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Tensor:
     """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
     return gated(linear(x, weight, bias), activation)
 
@@ -81,15 +87,19 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-for _op, _pack in (
-    (linear, pack),
-    (gated_linear, pack),
-    (linear_int8, to_int8),
-    (gated_linear_int8, to_int8),
-    (gated, None),
+for _name, _op, _pack in (
+    ("linear", linear, pack),
+    ("gated_linear", gated_linear, pack),
+    ("linear_int8", linear_int8, to_int8),
+    ("gated_linear_int8", gated_linear_int8, to_int8),
+    ("linear_int4", linear, to_int4),
+    ("gated_linear_int4", gated_linear, to_int4),
+    ("linear_fp8", linear, to_fp8),
+    ("gated_linear_fp8", gated_linear, to_fp8),
+    ("gated", gated, None),
 ):
     register(
-        _op.__name__,
+        _name,
         Implementation(
             name="torch_tiled",
             run=_op,
@@ -97,5 +107,6 @@ for _op, _pack in (
             devices=("cpu",),
             invariant=True,
             priority=-1,
+            pack_codes=torch_ops.as_they_are if _pack is pack else None,
         ),
     )

@@ -7,11 +7,13 @@ float32 where sums or exponentials are taken, and rounded once at the end. Impor
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from weft.ops.coded import Codes, dequantize, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -139,9 +141,19 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return (x.to(exact) / (1 + (-gate.to(exact)).exp())).to(x.dtype)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def plain(weight: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+    """The matrix itself, or what codes mean, in ``dtype``."""
+    return weight if isinstance(weight, Tensor) else dequantize(weight, wide(dtype)).to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time."""
+    return F.linear(x, plain(weight, x.dtype), bias)
+
+
+def gated_linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Tensor:
     """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
-    return gated(F.linear(x, weight, bias), activation)
+    return gated(linear(x, weight, bias), activation)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -191,8 +203,17 @@ def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activa
     return gated(linear_int8(x, weight, bias), activation)
 
 
-register("linear", Implementation(name="torch", run=F.linear))
-register("gated_linear", Implementation(name="torch", run=gated_linear))
+def as_they_are(codes: Codes) -> Codes:
+    """What the torch implementations take for codes."""
+    return codes
+
+
+register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are))
+register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are))
+for _name, _pack in (("int4", to_int4), ("fp8", to_fp8)):
+    _rounds = Implementation(name="torch", run=linear, pack=_pack, devices=("cpu",))
+    register(f"linear_{_name}", _rounds)
+    register(f"gated_linear_{_name}", replace(_rounds, run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
 register("gated", Implementation(name="torch", run=gated))
@@ -200,10 +221,10 @@ register("gated", Implementation(name="torch", run=gated))
 for _op in (embedding, sigmoid_gate):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
 # Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
-for _name, _run in (
+for _op_name, _run in (
     ("rms_norm", rms_norm),
     ("add_rms_norm", add_rms_norm),
     ("qkv_rope_cache", qkv_rope_cache),
 ):
-    register(_name, Implementation(name="torch", run=_run, invariant=True, devices=("cpu",)))
-    register(_name, Implementation(name="torch-cuda", run=_run, devices=("cuda",)))
+    register(_op_name, Implementation(name="torch", run=_run, invariant=True, devices=("cpu",)))
+    register(_op_name, Implementation(name="torch-cuda", run=_run, devices=("cuda",)))

@@ -41,6 +41,10 @@ _COMPRESSED_FORMATS = (
 )
 
 
+#: Bits of an element that is published in so many, with its scales; integers of 2 bits are held in 4.
+_ABOUT = {2: 5.0, 4: 5.0, 8: 8.5}
+
+
 class _Fields:
     """Typed access to one object of the configuration; errors name the field by its path."""
 
@@ -147,14 +151,15 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
-    fields.choice("expert_dtype", ("fp8", "fp4"))
+    experts = fields.choice("expert_dtype", ("fp8", "fp4"))
     fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"))
+    bits = _ABOUT[4 if experts == "fp4" else 8]  # experts are nearly all
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=bits)
 
 
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method)
+    return QuantizedSpec(method=method, bits=_ABOUT[4])
 
 
 def _awq(fields: _Fields, method: str) -> QuantizedSpec:
@@ -166,11 +171,11 @@ def _awq(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("backend", ("autoawq",))
     fields.group_size("group_size")
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method)
+    return QuantizedSpec(method=method, bits=_ABOUT[4])
 
 
 def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
-    fields.choice("bits", (2, 4, 8))
+    bits = fields.choice("bits", (2, 4, 8))
     fields.group_size("group_size")
     for flag in ("desc_act", "sym", "static_groups", "lm_head"):
         fields.choice(flag, (True, False))
@@ -179,7 +184,8 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     form = fields.choice("checkpoint_format", ("gptq", "gptq_v2", ""))
     form = form or fields.choice("format", ("gptq", "gptq_v2", ""))
     # The first form of the format stores zero points less one.
-    return QuantizedSpec(method=method, zero_offset=0 if form == "gptq_v2" else 1)
+    offset = 0 if form == "gptq_v2" else 1
+    return QuantizedSpec(method=method, zero_offset=offset, bits=_ABOUT.get(bits))
 
 
 def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
@@ -190,19 +196,20 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     if sparsity is not None:
         sparsity.choice("format", ("dense",))
     block = None
+    widths = set[int | None]()
     for group in fields.each("config_groups"):
         group.choice("format", _COMPRESSED_FORMATS)
         weights = group.inner("weights")
         if weights is None:
             continue
-        weights.choice("num_bits", (4, 8))
+        widths.add(weights.choice("num_bits", (4, 8)))
         kind = weights.choice("type", ("float", "int"))
         weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"))
         if kind == "float":
             weights.choice("symmetric", (True,))
         weights.choice("dynamic", (False,))
         block = weights.pair("block_structure") or block
-    return QuantizedSpec(method=method, block=block)
+    return QuantizedSpec(method=method, block=block, bits=_ABOUT.get(max(w or 16 for w in widths or {16})))
 
 
 def _modelopt(fields: _Fields, method: str) -> QuantizedSpec:
@@ -219,7 +226,8 @@ def _modelopt(fields: _Fields, method: str) -> QuantizedSpec:
     fields.refuse("weight_scale_encoding")
     fields.choice("has_zero_point", (False,))
     fields.refuse("pre_quant_scale", False)
-    return QuantizedSpec(method="modelopt")
+    bits = _ABOUT[8 if "FP8" in upper else 4] if not fields.each("quantized_layers") else None
+    return QuantizedSpec(method="modelopt", bits=bits)
 
 
 _METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec]] = {

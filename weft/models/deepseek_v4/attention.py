@@ -21,6 +21,7 @@ from weft.attention.compress import Completed, Compressor
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
+from weft.layers.held import take_codes
 from weft.layers.linear import Linear, RowLinear
 from weft.layers.norm import RMSNorm
 from weft.layers.shard import Shard, joined, whole
@@ -71,6 +72,7 @@ class DownLinear(Linear):
         self._overlap = overlap
 
     def pack(self) -> None:
+        take_codes(self.weight, allowed=False)
         if self._overlap > 1:
             rows = list[Tensor]()
             end = self._before

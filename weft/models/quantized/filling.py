@@ -15,14 +15,17 @@ from torch import nn
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
+from weft.layers.held import allows_codes, hold_codes
 from weft.layers.shard import largest_of
 from weft.models.files import WeightFile
+from weft.models.quantized.coding import CodedPiece, arranged, read_codes
 from weft.models.quantized.cuts import cut
 from weft.models.quantized.readers import Lacks, read
 from weft.models.quantized.scales import Misfit
 from weft.models.quantized.sources import PLAIN, Part, Source, names_of
 from weft.models.slices import Window, inside, note_largest, part_shape, whole_groups, windows
 from weft.models.weights import Placement, WeightMap
+from weft.ops.coded import Codes
 
 Tensor = torch.Tensor
 R = TypeVar("R")
@@ -62,6 +65,12 @@ class Target:
     """Bytes of them in the files."""
     held: int = 0
     """Bytes that they take in memory."""
+    packed: bool = False
+    """Whether matrices stay packed where their layers can compute with codes."""
+    wide_held: int = 0
+    """Of ``held``, what was dequantized."""
+    cut_groups: int = 0
+    """Weights that were dequantized because ranks cut their groups."""
 
     def fill(self, source: Source, file: WeightFile) -> None:
         """Copies of ``source`` what this rank holds. ``file``: the open file at ``source.path``.
@@ -79,6 +88,8 @@ class Target:
             cut_parts = self._cut(source, file, taken) if divided else None
             if cut_parts is not None:
                 parts, spec = cut_parts
+                if self._hold(parts, spec, source, parameter, taken):
+                    return
                 form, (piece,) = read(parts, spec, self.wide)
                 target = parameter.data[taken[0].target]
                 if piece.values.shape != target.shape:
@@ -87,6 +98,8 @@ class Target:
                 size = target.nbytes
             else:
                 parts = {role: _read(part, source, file) for role, part in source.parts.items()}
+                if self._hold(parts, self.quantized, source, parameter):
+                    return
                 form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, parameter))
                 size = sum(copy(source.name, p.values, placement, parameter, p.index) for p in pieces)
             expected = sum(parameter.data[window.target].nbytes for window in taken)
@@ -108,6 +121,62 @@ class Target:
             self.counts[form] += 1
             self.published += sum(part.nbytes for part in parts.values())
             self.held += size
+            self.wide_held += size
+
+    def _hold(
+        self,
+        parts: dict[str, Tensor],
+        spec: QuantizedSpec | None,
+        source: Source,
+        parameter: nn.Parameter,
+        cut_to: list[Window] | None = None,
+    ) -> bool:
+        """Leaves ``parts`` packed on ``parameter``. False, where they are to be dequantized.
+
+        cut_to: the one window that ``parts`` were cut to already. Raises Misfit.
+        """
+        if not self.packed or spec is None or not allows_codes(parameter):
+            return False
+        placement = self.weights.placements[source.name]
+        found = read_codes(parts, spec, _wanted(placement, parameter))
+        if found is None:
+            return False
+        form, pieces = found
+        held = 0
+        for piece in pieces:
+            size = self._hold_piece(piece, placement, parameter, cut_to)
+            if size is None:
+                return False
+            held += size
+        self.counts[form] += 1
+        self.published += sum(part.nbytes for part in parts.values())
+        self.held += held
+        return True
+
+    def _hold_piece(
+        self, piece: CodedPiece, placement: Placement, parameter: nn.Parameter, cut_to: list[Window] | None
+    ) -> int | None:
+        """Bytes that are held; None for what codes cannot be."""
+        codes = piece.codes if cut_to else piece.codes and arranged(piece.codes, placement, piece)
+        if codes is None:
+            return None
+        where = inside(placement.index, *piece.index) if piece.index else placement.index
+        if not cut_to and codes.shape != part_shape(parameter, where):
+            return None  # the error is that of dequantizing it
+        places = list[tuple[int, int, Codes]]()
+        for window in cut_to or windows(parameter, where):
+            part: Codes | None = codes
+            if not cut_to:
+                rows, columns = (*window.source, slice(None), slice(None))[:2]
+                part = codes[rows].columns(*columns.indices(codes.inputs)[:2])
+                self.cut_groups += part is None
+            place = _place(parameter, window)
+            if part is None or place is None:
+                return None
+            places.append((*place, part))
+        for matrix, row, part in places:
+            hold_codes(parameter, matrix, row, part)
+        return sum(part.nbytes for _, _, part in places)
 
     def _cut(
         self, source: Source, file: WeightFile, taken: list[Window]
@@ -153,13 +222,34 @@ class Target:
             return
         formats = ", ".join(f"{count} {form}" for form, count in self.counts.items())
         _log.info(
-            "quantized weights: %s; %.1f MB in the files, held as %s in %.1f MB (nothing here computes with "
-            "them packed); activations are not quantized",
+            "quantized weights: %s; %.1f MB in the files, held in %.1f MB, of which %.1f MB are dequantized "
+            "to %s; activations are not quantized",
             formats,
             self.published / 1e6,
-            str(dtype).removeprefix("torch."),
             self.held / 1e6,
+            self.wide_held / 1e6,
+            str(dtype).removeprefix("torch."),
         )
+        if self.cut_groups:
+            _log.warning(
+                "%d matrices are dequantized, as --tp cuts groups of inputs that have a scale in common; "
+                "a smaller --tp keeps them packed",
+                self.cut_groups,
+            )
+
+
+def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
+    """(matrix, first row) of ``window`` in the local parameter; None for some of the columns alone."""
+    entries = (*window.target, *(slice(None),) * (parameter.dim() - len(window.target)))
+    *stack, rows, columns = entries
+    if not isinstance(rows, slice) or not isinstance(columns, slice):
+        return None
+    if columns.indices(parameter.shape[-1])[:2] != (0, parameter.shape[-1]):
+        return None
+    matrix = stack[0] if stack else 0
+    if not isinstance(matrix, int):
+        return None
+    return matrix, rows.indices(parameter.shape[-2])[0]
 
 
 def _read(part: Part, source: Source, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers on weights packed for the CPU extension (csrc/gemm.cpp), in bf16, float32 and int8.
+"""Linear layers on weights packed for the CPU extension (csrc/gemm.cpp): bf16, float32, int8, and ``Codes``.
 
 Sums are float32, in one order for every number of rows, and rounded once, after scale, bias and activation.
 Importing registers the ops; they are chosen where the extension is built and the CPU has AVX2 or AVX-512.
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.ops import cpu
+from weft.ops import coded, cpu
+from weft.ops.coded import Codes
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.torch_ops import to_int8
 
@@ -22,11 +23,15 @@ class PackedMatrix:
     """A weight [rows, inputs] in the extension's layout, which is private to csrc/gemm.cpp."""
 
     data: Tensor
-    """bf16, float32, or bytes of int8."""
+    """bf16, float32, or bytes of int8 or of codes."""
     rows: int
     inputs: int
     scales: Tensor | None = None
-    """float32 [rows] of an int8 matrix."""
+    """float32 [rows] of an int8 matrix; the factors of codes."""
+    coding: list[int] | None = None
+    """Of codes: see csrc/coded.h."""
+    order: Tensor | None = None
+    """int64 [inputs], of codes: which input each column takes."""
 
 
 def pack(weight: Tensor) -> PackedMatrix:
@@ -49,6 +54,61 @@ def pack_gated_int8(weight: Tensor) -> PackedMatrix:
     return _packed_int8(weight, gated=True)
 
 
+def pack_codes(codes: Codes) -> PackedMatrix:
+    """For ``linear``: a matrix [N, K]."""
+    return _packed_codes(codes, gated=False)
+
+
+def pack_gated_codes(codes: Codes) -> PackedMatrix:
+    """For ``gated_linear``: [2 n, K], gate rows first."""
+    return _packed_codes(codes, gated=True)
+
+
+def pack_int4(weight: Tensor) -> PackedMatrix:
+    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_int4`` does."""
+    return pack_codes(coded.to_int4(weight.detach()))
+
+
+def pack_gated_int4(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear``: likewise, [2 n, K]."""
+    return pack_gated_codes(coded.to_int4(weight.detach()))
+
+
+def pack_fp8(weight: Tensor) -> PackedMatrix:
+    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_fp8`` does."""
+    return pack_codes(coded.to_fp8(weight.detach()))
+
+
+def pack_gated_fp8(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear``: likewise, [2 n, K]."""
+    return pack_gated_codes(coded.to_fp8(weight.detach()))
+
+
+def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
+    """(bytes [blocks, bytes of a block] in the extension's layout, its coding), of a matrix."""
+    codes = coded.storable(codes)
+    scales = codes.scales.contiguous()
+    if scales.dtype != torch.float32:
+        scales = scales.view(torch.uint8)
+    zeros = None if codes.zeros is None else codes.zeros.contiguous()
+    values = codes.values.contiguous()
+    data = torch.ops.weft_cpu.pack_coded.default(values, scales, zeros, codes.inputs, gated, codes.coding)
+    return data, codes.coding
+
+
+def _packed_codes(codes: Codes, *, gated: bool) -> PackedMatrix:
+    data, coding = code_blocks(codes, gated=gated)
+    factors = None if codes.factors is None else codes.factors.float()
+    return PackedMatrix(
+        data=data,
+        rows=len(codes),
+        inputs=codes.inputs,
+        scales=factors,
+        coding=coding,
+        order=codes.order,
+    )
+
+
 def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
     data = torch.ops.weft_cpu.pack.default(weight.detach(), gated)
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1])
@@ -62,19 +122,28 @@ def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) 
 
 
 def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 matrices."""
-    result: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, 0)
-    return result
+    """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also of int8 and of codes."""
+    return _run(x, weight, bias, 0)
 
 
 def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activation: str) -> Tensor:
-    """``activation(gate) * up`` of x [T, K] through both halves: [T, n]. Also for int8 matrices.
+    """``activation(gate) * up`` of x [T, K] through both halves: [T, n]. Also of int8 and of codes.
 
     bias: [2 n] in x's dtype. Raises KeyError for an activation that is none of silu, gelu, gelu_pytorch_tanh
     and relu.
     """
-    code = ACTIVATIONS[activation]
-    result: Tensor = torch.ops.weft_cpu.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
+    return _run(x, weight, bias, ACTIVATIONS[activation])
+
+
+def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Tensor:
+    ops = torch.ops.weft_cpu
+    result: Tensor
+    if weight.coding is None:
+        result = ops.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
+        return result
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, weight.coding)
     return result
 
 
@@ -89,11 +158,15 @@ def available() -> bool:
     return cpu.load() and "avx2" in cpu.capabilities()
 
 
-for _op, _run, _pack in (
-    ("linear", linear, pack),
-    ("gated_linear", gated_linear, pack_gated),
-    ("linear_int8", linear, pack_int8),
-    ("gated_linear_int8", gated_linear, pack_gated_int8),
-    ("embedding", embedding, pack),
+for _op, _product, _pack, _pack_codes in (
+    ("linear", linear, pack, pack_codes),
+    ("gated_linear", gated_linear, pack_gated, pack_gated_codes),
+    ("linear_int8", linear, pack_int8, None),
+    ("gated_linear_int8", gated_linear, pack_gated_int8, None),
+    ("linear_int4", linear, pack_int4, None),
+    ("gated_linear_int4", gated_linear, pack_gated_int4, None),
+    ("linear_fp8", linear, pack_fp8, None),
+    ("gated_linear_fp8", gated_linear, pack_gated_fp8, None),
+    ("embedding", embedding, pack, None),
 ):
-    serve(_op, _run, _pack, available)
+    serve(_op, _product, _pack, available, _pack_codes)

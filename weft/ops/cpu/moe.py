@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from weft.ops.coded import Codes
 from weft.ops.cpu import linear
 from weft.ops.cpu.served import ACTIVATIONS, serve
-from weft.ops.moe import Routed
+from weft.ops.moe import Routed, in_fp8, in_int4
 from weft.ops.routing import SCORINGS
 from weft.ops.torch_ops import to_int8
 
@@ -23,6 +24,10 @@ Tensor = torch.Tensor
 
 SWIGLU = 5
 """The code of csrc/gemm_tile.h for ``gate * sigmoid(alpha * gate) * (up + 1)``."""
+
+
+_PLAIN = [0, 0, 0, 0]
+"""The coding of what is not coded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +46,23 @@ class Packed:
 
 
 def pack(weights: Routed) -> Any:
-    """The weights in the extension's layout: an object that ``moe`` takes. bf16 or float32."""
+    """The weights in the extension's layout: an object that ``moe`` takes. bf16 or float32, or codes."""
     return _packed(weights, quantize=False).block
 
 
 def pack_int8(weights: Routed) -> Any:
     """Likewise, with the experts' matrices quantized as ``torch_ops.to_int8`` does."""
     return _packed(weights, quantize=True).block
+
+
+def pack_int4(weights: Routed) -> Any:
+    """Likewise, rounded as ``coded.to_int4`` does."""
+    return pack(in_int4(weights))
+
+
+def pack_fp8(weights: Routed) -> Any:
+    """Likewise, rounded as ``coded.to_fp8`` does."""
+    return pack(in_fp8(weights))
 
 
 def pack_part(weights: Routed) -> Packed:
@@ -60,16 +75,33 @@ def pack_part_int8(weights: Routed) -> Packed:
     return _packed(weights, quantize=True)
 
 
+def pack_part_int4(weights: Routed) -> Packed:
+    """Likewise, rounded as ``coded.to_int4`` does."""
+    return pack_part(in_int4(weights))
+
+
+def pack_part_fp8(weights: Routed) -> Packed:
+    """Likewise, rounded as ``coded.to_fp8`` does."""
+    return pack_part(in_fp8(weights))
+
+
 def _packed(weights: Routed, *, quantize: bool) -> Packed:
     rule = weights.rule
     gate = weights.gate
     router, bias = _router(weights)
     shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
+    down = weights.down.shape[1:]
+    matrices = {
+        "up": _matrix(weights.gate_up, True, quantize),
+        "down": _matrix(weights.down, False, quantize, weights.down_largest),
+        "shared_up": _matrix(weights.shared_gate_up, True, quantize),
+        "shared_down": _matrix(weights.shared_down, False, quantize, weights.shared_down_largest),
+    }
     sizes = [
-        weights.down.shape[1],
+        down[0],
         weights.router.shape[0],
         rule.top_k,
-        weights.down.shape[2],
+        down[1],
         shared,
         int(weights.shared_gate is not None),
         SWIGLU if gate.alpha > 0 else ACTIVATIONS[gate.activation],
@@ -81,9 +113,9 @@ def _packed(weights: Routed, *, quantize: bool) -> Packed:
         len(weights.down),
     ]
     experts = (
-        *_matrix(weights.gate_up, True, quantize),
+        *matrices["up"][:2],
         _plain(weights.gate_up_bias),
-        *_matrix(weights.down, False, quantize, weights.down_largest),
+        *matrices["down"][:2],
         _plain(weights.down_bias),
     )
     block = torch.classes.weft_cpu.Moe(
@@ -92,10 +124,11 @@ def _packed(weights: Routed, *, quantize: bool) -> Packed:
         _plain(weights.correction),
         _plain(weights.table),
         *experts,
-        *_matrix(weights.shared_gate_up, True, quantize),
-        *_matrix(weights.shared_down, False, quantize, weights.shared_down_largest),
+        *matrices["shared_up"][:2],
+        *matrices["shared_down"][:2],
         sizes,
         [rule.scale, gate.limit, gate.alpha],
+        [number for _, _, coding in matrices.values() for number in coding],
     )
     return Packed(
         block=block,
@@ -111,19 +144,24 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 
 
 def _matrix(
-    weight: Tensor | None, gated: bool, quantize: bool, largest: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None]:
-    """(packed, scales) of [rows, inputs], or of as many as there are experts. ``largest``: as ``to_int8``."""
+    weight: Tensor | Codes | None, gated: bool, quantize: bool, largest: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, list[int]]:
+    """(packed, scales or factors, coding) of [rows, inputs], or of as many as there are experts.
+
+    ``largest``: as ``to_int8``.
+    """
     if weight is None:
-        return None, None
+        return None, None, _PLAIN
+    if isinstance(weight, Codes):
+        return _coded(weight, gated)
     if not quantize:
-        return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None
+        return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
     if not len(each):
         none = torch.ops.weft_cpu.pack_int8.default(
             each.to(torch.int8), gated, weight.dtype == torch.bfloat16
         )
-        return none, torch.zeros(0, each.shape[1])
+        return none, torch.zeros(0, each.shape[1]), _PLAIN
     packed = []
     scales = []
     of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
@@ -132,7 +170,28 @@ def _matrix(
         bf16 = weight.dtype == torch.bfloat16
         packed.append(torch.ops.weft_cpu.pack_int8.default(made.values, gated, bf16))
         scales.append(made.scales.float().flatten())
-    return torch.stack(packed), torch.stack(scales)
+    return torch.stack(packed), torch.stack(scales), _PLAIN
+
+
+def _coded(codes: Codes, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Likewise, one matrix after another."""
+    if codes.values.dim() == 2:
+        data, coding = linear.code_blocks(codes, gated=gated)
+        return data, _floats(codes.factors), coding
+    packed: Tensor | None = None
+    coding = linear.coded.storable(codes[:0]).coding
+    for place in range(len(codes)):
+        data, coding = linear.code_blocks(codes[place], gated=gated)
+        if packed is None:
+            packed = data.new_empty(len(codes), *data.shape)
+        packed[place] = data
+    if packed is None:
+        packed = torch.empty(0, 0, 0, dtype=torch.uint8)
+    return packed, _floats(codes.factors), coding
+
+
+def _floats(factors: Tensor | None) -> Tensor | None:
+    return None if factors is None else factors.float()
 
 
 def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
@@ -146,7 +205,8 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
         rows = torch.cat((rows, weights.shared_gate.detach()))
         bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(1)))
     bias = _plain(bias)
-    if weights.down.dtype == torch.bfloat16:
+    dtype = weights.dtype or weights.down.dtype
+    if dtype == torch.bfloat16:
         narrow = rows.bfloat16()
         narrow_bias = None if bias is None else bias.bfloat16()
         same = bias is None or narrow_bias is None or torch.equal(narrow_bias.float(), bias)
@@ -198,7 +258,10 @@ class Parts:
 
 PARTS = Parts()
 
-serve("moe_pieces", lambda: PARTS, pack_part, linear.available)
+serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part)
 serve("moe_pieces_int8", lambda: PARTS, pack_part_int8, linear.available)
-serve("moe", moe, pack, linear.available)
+serve("moe", moe, pack, linear.available, pack)
+for _name, _whole, _part in (("int4", pack_int4, pack_part_int4), ("fp8", pack_fp8, pack_part_fp8)):
+    serve(f"moe_{_name}", moe, _whole, linear.available)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)
 serve("moe_int8", moe, pack_int8, linear.available)

@@ -21,6 +21,7 @@ def serve(
     run: Callable[..., Any],
     pack: Callable[[Any], Any] | None = None,
     available: Callable[[], bool] = cpu.load,
+    pack_codes: Callable[[Any], Any] | None = None,
 ) -> None:
     """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
     implementation = Implementation(
@@ -32,5 +33,6 @@ def serve(
         invariant=True,
         priority=10,
         available=available,
+        pack_codes=pack_codes,
     )
     register(op, implementation)

@@ -1,4 +1,5 @@
-// Matrix products with weights packed once: linear, gated_linear, their int8 forms, and rows of a packed table.
+// Matrix products with weights packed once: linear, gated_linear, their int8 and coded forms, and rows of a packed
+// table.
 //
 //   out[m, n] = round(scale[n] * sum_k x[m, k] * w[n, k] + bias[n])            linear
 //   out[m, n] = round(activation(gate sum of n) * up sum of n)                 gated: w is [2 n, K], gate rows first
@@ -20,14 +21,14 @@ template <class F>
 void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t row_end, int64_t block_begin,
               int64_t block_end) {
   const Layout& layout = product.layout;
-  const int64_t block_bytes = divide_up(layout.inputs, F::depth) * F::bytes;
+  const int64_t bytes = block_bytes<F>(product.coding, layout.inputs);
   const int64_t row_bytes = std::max<int64_t>(1, layout.inputs) * int64_t(sizeof(typename F::X));
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
   Finish finish;
   for (int64_t row = row_begin; row < row_end; row += chunk) {
     for (int64_t block = block_begin; block < block_end; ++block) {
       prepare(product, block, finish);
-      run_block<F>(product, product.weights + block * block_bytes, finish, row, std::min(row + chunk, row_end),
+      run_block<F>(product, product.weights + block * bytes, finish, row, std::min(row + chunk, row_end),
                    block * layout.width());
     }
   }
@@ -65,7 +66,7 @@ void check_dtype(const Tensor& tensor, const char* what) {
 
 template <class Narrow, class Plain, class X>
 void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-            const std::optional<Tensor>& scales, Activation activation, Tensor& out) {
+            const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out) {
   const Product<X> product{layout,
                            x.const_data_ptr<X>(),
                            x.size(0),
@@ -75,22 +76,17 @@ void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const s
                            scales ? scales->const_data_ptr<float>() : nullptr,
                            activation,
                            out.mutable_data_ptr<X>(),
-                           out.stride(0)};
-  scales ? run<Narrow>(product) : run<Plain>(product);
+                           out.stride(0),
+                           0.0f,
+                           1.0f,
+                           coding};
+  scales && !coding ? run<Narrow>(product) : run<Plain>(product);
 }
 
-// x [M, K]; packed by `pack` or `pack_int8` from [rows, K]; bias [rows] in x's dtype; scales float32 [rows]
-// for int8; activation 0 for linear, else of the gated form.
-Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& scales, int64_t activation) {
-  check_dtype(x, "x");
-  TORCH_CHECK(x.dim() == 2, "x must be [rows, inputs]");
-  const Layout layout{x.size(1), rows, activation != 0};
-  const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
-  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps,
-              "x has ", layout.inputs, " inputs, and the packed weight is for others");
-  TORCH_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
-              ", and the packed weight is for another dtype");
+// Rows and scales (or factors) of the right sizes; what the products of both entries have in common.
+Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
+  const int64_t rows = layout.rows;
   TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
               "the bias must be [", rows, "] in x's dtype");
   TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
@@ -99,10 +95,41 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
   if (out.numel() == 0) return out;
   const Tensor rowwise = layout.inputs <= 1 || x.stride(1) == 1 ? x : x.contiguous();
   if (x.scalar_type() == at::kBFloat16)
-    run_as<Int8Bf16, Bf16, bf16>(layout, rowwise, packed, bias, scales, Activation(activation), out);
+    run_as<Int8Bf16, Bf16, bf16>(layout, rowwise, packed, bias, scales, Activation(activation), coding, out);
   else
-    run_as<Int8F32, F32, float>(layout, rowwise, packed, bias, scales, Activation(activation), out);
+    run_as<Int8F32, F32, float>(layout, rowwise, packed, bias, scales, Activation(activation), coding, out);
   return out;
+}
+
+void check_x(const Tensor& x) {
+  check_dtype(x, "x");
+  TORCH_CHECK(x.dim() == 2, "x must be [rows, inputs]");
+}
+
+// x [M, K]; packed by `pack` or `pack_int8` from [rows, K]; bias [rows] in x's dtype; scales float32 [rows]
+// for int8; activation 0 for linear, else of the gated form.
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& scales, int64_t activation) {
+  check_x(x);
+  const Layout layout{x.size(1), rows, activation != 0};
+  const int64_t steps = divide_up(layout.inputs, depth_of(x.scalar_type()));
+  TORCH_CHECK(packed.dim() == 4 && packed.size(0) == layout.blocks() && packed.size(1) == steps,
+              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  TORCH_CHECK(packed.scalar_type() == (scales ? at::kByte : x.scalar_type()), "x is ", x.scalar_type(),
+              ", and the packed weight is for another dtype");
+  return multiply(x, packed, layout, bias, scales, activation, {});
+}
+
+// The same of weights of few bits (coded.h), packed by `pack_coded`; factors: float32 [rows] or none.
+Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given) {
+  check_x(x);
+  const Layout layout{x.size(1), rows, activation != 0};
+  const Coding coding = Coding::of(given);
+  TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs),
+              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  return multiply(x, packed, layout, bias, factors, activation, coding);
 }
 
 template <class X>
@@ -217,11 +244,14 @@ bool set_brgemm(bool value) {
 
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
+  m.def("linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
+        " -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
   m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
   m.def("set_brgemm(bool value) -> bool", &set_brgemm);
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  m.impl("linear_coded", c10::DispatchKey::CPU, TORCH_FN(linear_coded));
   m.impl("pack", c10::DispatchKey::CPU, TORCH_FN(pack));
   m.impl("pack_int8", c10::DispatchKey::CPU, TORCH_FN(pack_int8));
   m.impl("embedding", c10::DispatchKey::CPU, TORCH_FN(embedding));

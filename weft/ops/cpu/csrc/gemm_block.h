@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "coded.h"
 #include "gemm_tile.h"
 
 namespace weft {
@@ -29,6 +30,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
+constexpr int64_t kCodedRows = 16 * kRows;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -64,7 +66,14 @@ struct Product {
   Out* out;
   int64_t out_stride;
   float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
+  Coding coding = {};                // of weights of few bits; `scales` are then the rows' factors
 };
+
+// Bytes of a block of weights in F's format, or coded.
+template <class F>
+int64_t block_bytes(const Coding& coding, int64_t inputs) {
+  return coding ? coding.offset(inputs) : divide_up(inputs, F::depth) * F::bytes;
+}
 
 template <class X, class Out>
 void prepare(const Product<X, Out>& product, int64_t block, Finish& finish) {
@@ -181,9 +190,28 @@ inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
   return memory.data();
 }
 
+template <class X, class Out>
+void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
+               int64_t column) {
+  const int64_t inputs = product.layout.inputs;
+  if constexpr (std::is_same_v<X, bf16>)
+    if (use_brgemm)
+      return run_brgemm(product, coded_as_bf16(product.coding, w, inputs), finish, begin, end, column);
+  static thread_local std::vector<float> memory;
+  memory.resize(size_t(kCodedRows * kBlock));
+  for (int64_t row = begin; row < end; row += kCodedRows) {
+    const int64_t rows = std::min(kCodedRows, end - row);
+    float* sums = memory.data();
+    coded_sums(product.coding, w, inputs, product.x + row * product.x_stride, product.x_stride, rows, sums);
+    for (int64_t r = 0; r < rows; ++r, sums += kBlock)
+      finish_row(load(sums), load(sums + kLanes), finish, product.out + (row + r) * product.out_stride + column);
+  }
+}
+
 template <class F, class Out>
 void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                int64_t end, int64_t column) {
+  if (product.coding) return run_coded(product, w, finish, begin, end, column);
   if constexpr (std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
       if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, divide_up(product.layout.inputs, F::depth));

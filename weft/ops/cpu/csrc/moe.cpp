@@ -49,9 +49,13 @@ using Optional = std::optional<Tensor>;
 
 // Matrices of one shape, packed one after another: those of all experts, or one.
 struct Matrix {
-  Optional packed, scales, bias;  // [matrices, blocks, steps, 32, depth]; float32 [matrices, rows]; x's [matrices, rows]
+  // [matrices, blocks, steps, 32, depth], or coded [matrices, blocks, bytes]; float32 [matrices, rows]: scales of int8,
+  // factors of codes; x's [matrices, rows]
+  Optional packed, scales, bias;
   Layout layout{0, 0, false};
   int64_t matrices = 0;
+  Coding coding = {};
+  bool int8() const { return scales && !coding; }
   int64_t bytes() const { return packed->numel() / matrices * packed->element_size(); }
 };
 
@@ -97,13 +101,17 @@ class Moe : public torch::CustomClassHolder {
  public:
   // Weights as packed by `pack` and `pack_int8`; the router's rows are the experts and, with a gated shared expert,
   // its gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring,
-  // renormalize, groups, top groups, top2, experts whose matrices are here. numbers: scale, limit, alpha.
+  // renormalize, groups, top groups, top2, experts whose matrices are here. numbers: scale, limit, alpha. codings: four
+  // numbers (Coding::of) for each of gate_up, down and the shared expert's, zeros where a matrix is not coded.
   Moe(Tensor router, Optional router_bias, Optional correction, Optional table, Tensor gate_up, Optional gate_up_scales,
       Optional gate_up_bias, Tensor down, Optional down_scales, Optional down_bias, Optional shared_gate_up,
       Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales, std::vector<int64_t> sizes,
-      std::vector<double> numbers)
+      std::vector<double> numbers, std::vector<int64_t> codings)
       : correction(std::move(correction)), table(std::move(table)) {
-    TORCH_CHECK(sizes.size() == 13 && numbers.size() == 3, "moe: sizes");
+    TORCH_CHECK(sizes.size() == 13 && numbers.size() == 3 && codings.size() == 16, "moe: sizes");
+    const auto coding = [&](int at) -> Coding {
+      return codings[4 * at] == 0 ? Coding{} : Coding::of({codings.begin() + 4 * at, codings.begin() + 4 * at + 4});
+    };
     hidden = sizes[0], intermediate = sizes[3], shared = sizes[4], gated_shared = sizes[5];
     activation = Activation(sizes[6]), limit = float(numbers[1]), alpha = float(numbers[2]);
     rule = {sizes[1], sizes[2], Scoring(sizes[7]), sizes[8] != 0, sizes[9], sizes[10], sizes[11] != 0,
@@ -114,14 +122,14 @@ class Moe : public torch::CustomClassHolder {
                     rule.top_groups <= std::min(rule.groups, kMostChosen) &&
                     experts / rule.groups * rule.top_groups >= k,
                 "moe: groups");
-    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, here};
-    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, here};
+    up = {gate_up, gate_up_scales, gate_up_bias, {hidden, 2 * intermediate, true}, here, coding(0)};
+    this->down = {down, down_scales, down_bias, {intermediate, hidden, false}, here, coding(1)};
     const int64_t rows = experts + (gated_shared ? 1 : 0);
     this->router = {router, std::nullopt, router_bias, {hidden, rows, false}, 1};
     check(this->router, "router"), check(up, "gate_up"), check(this->down, "down");
     if (shared) {
-      shared_up = {shared_gate_up, shared_gate_up_scales, std::nullopt, {hidden, 2 * shared, true}, 1};
-      this->shared_down = {shared_down, shared_down_scales, std::nullopt, {shared, hidden, false}, 1};
+      shared_up = {shared_gate_up, shared_gate_up_scales, std::nullopt, {hidden, 2 * shared, true}, 1, coding(2)};
+      this->shared_down = {shared_down, shared_down_scales, std::nullopt, {shared, hidden, false}, 1, coding(3)};
       check(shared_up, "shared gate_up"), check(this->shared_down, "shared down");
     }
     TORCH_CHECK(!gated_shared || shared, "moe: a gate of no shared expert");
@@ -140,6 +148,15 @@ class Moe : public torch::CustomClassHolder {
     }
   }
 
+  // Of all weights.
+  int64_t nbytes() const {
+    int64_t sum = 0;
+    for (const Matrix* matrix : {&router, &up, &down, &shared_up, &shared_down})
+      for (const Optional* part : {&matrix->packed, &matrix->scales, &matrix->bias})
+        if (*part) sum += int64_t((*part)->nbytes());
+    return sum;
+  }
+
   Matrix router, up, down, shared_up, shared_down;
   Optional correction, table;
   Rule rule;
@@ -153,16 +170,19 @@ class Moe : public torch::CustomClassHolder {
     TORCH_CHECK(matrix.packed && matrix.packed->is_contiguous(), "moe: ", what);
     const Tensor& packed = *matrix.packed;
     const int64_t dims = packed.dim(), depth = dims >= 4 ? packed.size(-1) : 0;
-    TORCH_CHECK(dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
-                    packed.numel() == matrix.matrices * matrix.layout.blocks() *
-                                          divide_up(matrix.layout.inputs, depth) * kBlock * depth,
+    const int64_t blocks = matrix.matrices * matrix.layout.blocks();
+    TORCH_CHECK(!matrix.coding || (packed.scalar_type() == at::kByte &&
+                                   packed.numel() == blocks * matrix.coding.offset(matrix.layout.inputs)),
+                "moe: ", what, " is packed for another shape");
+    TORCH_CHECK(matrix.coding || (dims >= 4 && depth > 0 && packed.size(-2) == kBlock &&
+                    packed.numel() == blocks * divide_up(matrix.layout.inputs, depth) * kBlock * depth),
                 "moe: ", what, " is packed for another shape");
     const int64_t rows = matrix.matrices * matrix.layout.rows;
     TORCH_CHECK(!matrix.scales || (matrix.scales->scalar_type() == at::kFloat && matrix.scales->numel() == rows &&
                                    matrix.scales->is_contiguous()), "moe: scales of ", what);
-    TORCH_CHECK((packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ", what);
+    TORCH_CHECK(matrix.coding || (packed.scalar_type() == at::kByte) == matrix.scales.has_value(), "moe: scales of ", what);
     TORCH_CHECK(!matrix.bias || (matrix.bias->numel() == rows && matrix.bias->is_contiguous() &&
-                                 (matrix.scales || matrix.bias->scalar_type() == packed.scalar_type())),
+                                 (matrix.scales || matrix.coding || matrix.bias->scalar_type() == packed.scalar_type())),
                 "moe: bias of ", what);
   }
 };
@@ -364,12 +384,13 @@ class Pass {
                                       out,
                                       out_stride,
                                       moe_.limit,
-                                      moe_.alpha};
-    const int64_t block_bytes = divide_up(matrix.layout.inputs, Format::depth) * Format::bytes;
+                                      moe_.alpha,
+                                      matrix.coding};
+    const int64_t bytes = block_bytes<Format>(matrix.coding, matrix.layout.inputs);
     Finish finish;
     for (int64_t block = item.block_begin; block < item.block_end; ++block) {
       prepare(product, block, finish);
-      run_block<Format>(product, weights + block * block_bytes, finish, 0, rows, block * matrix.layout.width());
+      run_block<Format>(product, weights + block * bytes, finish, 0, rows, block * matrix.layout.width());
     }
   }
 
@@ -530,7 +551,7 @@ void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X
 // `run` as above, of x in the format of the experts' weights.
 template <class Run>
 void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out, Run run) {
-  const bool int8 = moe.up.scales.has_value();
+  const bool int8 = moe.up.int8();
   const auto as = [&]<class F>(F) {
     in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
   };
@@ -543,10 +564,12 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
 // x [T, hidden] in bf16 or float32, as the weights; a row's elements are made neighbours.
 Tensor checked(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
-  const bool narrow = given.scalar_type() == at::kBFloat16, int8 = moe.up.scales.has_value();
+  const bool narrow = given.scalar_type() == at::kBFloat16;
   TORCH_CHECK(narrow || given.scalar_type() == at::kFloat, "moe: x must be bfloat16 or float32");
-  TORCH_CHECK(int8 || moe.up.packed->scalar_type() == given.scalar_type(), "moe: x is ", given.scalar_type(),
-              ", and the packed weights are for another dtype");
+  for (const Matrix* matrix : {&moe.up, &moe.down, &moe.shared_up, &moe.shared_down})
+    TORCH_CHECK(!matrix->packed || matrix->packed->scalar_type() == at::kByte ||
+                    matrix->packed->scalar_type() == given.scalar_type(),
+                "moe: x is ", given.scalar_type(), ", and the packed weights are for another dtype");
   TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
   for (const Matrix* matrix : {&moe.up, &moe.down})
     TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
@@ -691,9 +714,10 @@ Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& s
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.class_<Moe>("Moe").def(
+  m.class_<Moe>("Moe").def("nbytes", &Moe::nbytes).def(
       torch::init<Tensor, Optional, Optional, Optional, Tensor, Optional, Optional, Tensor, Optional, Optional, Optional,
-                  Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>>());
+                  Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>,
+                  std::vector<int64_t>>());
   m.def("moe(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
   m.def("moe_route(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> (Tensor, Tensor, Tensor)");
   m.def("moe_part(Tensor x, Tensor places, Tensor? scales, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");

@@ -1,0 +1,250 @@
+"""Matrices of few bits: the CPU extension computes what codes mean, and every row's bits are its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, ROWS, assert_gated, assert_linear, case, exact
+from tests.support.pairwise import sampled
+from weft.ops import coded, implementations, torch_ops
+from weft.ops.coded import Codes
+from weft.ops.cpu import linear as ops
+from weft.ops.registry import choose
+
+Tensor = torch.Tensor
+assert implementations  # registers every one
+
+#: (outputs, inputs): whole blocks, tails of both, odd inputs, one of each.
+SHAPES = ((1280, 768), (768, 2304), (70, 33), (34, 64), (6, 1), (2, 130))
+#: (numbers, scales, zeros, factors, group): every form, and groups that end within, at and behind the inputs.
+FORMS = {
+    "int4": ("int4", torch.float32, False, False, 128),
+    "int4 zeros": ("int4", torch.float32, True, False, 32),
+    "int8": ("int8", torch.float32, False, False, 4096),
+    "int8 zeros": ("int8", torch.float32, True, False, 128),
+    "mxfp4": ("e2m1", torch.float8_e8m0fnu, False, False, 32),
+    "nvfp4": ("e2m1", torch.float8_e4m3fn, False, True, 16),
+    "fp8": ("e4m3", torch.float32, False, False, 4096),
+    "fp8 blocks": ("e4m3", torch.float32, False, True, 128),
+    "mxfp8": ("e4m3", torch.float8_e8m0fnu, False, False, 32),
+}
+
+
+def codes_of(form: str, shape: tuple[int, ...], seed: int = 0) -> Codes:
+    """Random codes; a sum of theirs is of order 1."""
+    numbers, scales, zeros, factors, group = FORMS[form]
+    made = torch.Generator().manual_seed(seed)
+    inputs = shape[-1]
+    count = -(-inputs // group)
+    four = numbers in ("int4", "e2m1")
+    values = torch.randint(0, 16 if four else 256, shape, generator=made, dtype=torch.uint8)
+    if numbers == "e4m3":
+        values[(values & 127) == 127] = 56
+    largest = {"int4": 8, "int8": 128, "e2m1": 6, "e4m3": 448}[numbers] * inputs**0.5
+    size = (0.5 + torch.rand(*shape[:-1], count, generator=made)) / largest
+    if scales == torch.float8_e8m0fnu:
+        powers = (size.log2().round() + 127).to(torch.uint8)
+        kept = powers.view(torch.float8_e8m0fnu)
+    else:
+        kept = (size * (largest if factors else 1)).to(scales)
+    return Codes(
+        numbers=numbers,
+        values=coded.nibbles(values) if four else values,
+        inputs=inputs,
+        group=group,
+        scales=kept,
+        zeros=torch.randint(0, 16 if four else 256, kept.shape, generator=made, dtype=torch.uint8)
+        if zeros
+        else None,
+        factors=((0.5 + torch.rand(shape[:-1], generator=made)) / largest).double() if factors else None,
+    )
+
+
+def meaning(codes: Codes) -> Tensor:
+    return coded.dequantize(codes, torch.float64)
+
+
+def test_what_codes_mean() -> None:
+    """By the definition, one number at a time."""
+    for form, (numbers, _, _, _, group) in FORMS.items():
+        codes = codes_of(form, (4, 70))
+        whole = meaning(codes)
+        for n, k in ((0, 0), (1, 33), (3, 69), (2, 64)):
+            code = int(codes.values[n, k // 2 if codes.four else k])
+            if codes.four:
+                code = code >> 4 if k % 2 else code & 15
+            g = k // group
+            number = float(code)
+            if numbers == "e2m1":
+                number = coded.E2M1[code]
+            elif numbers == "e4m3":
+                number = torch.tensor(code, dtype=torch.uint8).view(torch.float8_e4m3fn).double().item()
+            else:
+                middle = coded.MIDDLE[numbers]
+                number -= middle if codes.zeros is None else int(codes.zeros[n, g])
+            number *= codes.scales[n, g].double().item()
+            if codes.factors is not None:
+                number *= codes.factors[n].double().item()
+            assert whole[n, k].item() == pytest.approx(number, rel=1e-12), (form, n, k)
+
+
+def assert_close(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None, rounded: bool) -> None:
+    """``rounded``: the weights are, to bf16 (brgemm)."""
+    weight = meaning(codes)
+    if not rounded:
+        return assert_linear(made, x, weight, bias)
+    product, slack = exact(x, weight, bias)
+    slack = slack + 2.0**-8 * (x.double().abs() @ weight.abs().T)
+    assert ((made.double() - product).abs() <= slack + 1.01 * HALF_ULP[x.dtype] * product.abs()).all()
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", list(FORMS))
+def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
+    """Rounded once: as the matrix that the codes mean, in float64."""
+    rounded = kernel == "brgemm" and dtype == torch.bfloat16
+    for shape in SHAPES:
+        codes = codes_of(form, shape)
+        packed = ops.pack_codes(codes)
+        for rows in (1, 3, 45):
+            x, _, bias = case(rows, shape, dtype)
+            assert_close(ops.linear(x, packed, bias), x, codes, bias, rounded)
+        if not rounded:
+            gated = ops.gated_linear(x, ops.pack_gated_codes(codes), bias, "silu")
+            assert_gated(gated, x, meaning(codes), bias, "silu")
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_code_is_exact(form: str) -> None:
+    """A row of x that picks one input, scales of 1: the number itself."""
+    numbers = FORMS[form][0]
+    count = 16 if numbers in ("int4", "e2m1") else 256
+    values = torch.arange(count, dtype=torch.uint8).repeat(3, 1)
+    if numbers == "e4m3":
+        values[(values & 127) == 127] = 0
+    zeros = None
+    if FORMS[form][2]:
+        zeros = torch.tensor([[0], [count - 1], [7]], dtype=torch.uint8)
+    scales = torch.ones(3, 1)
+    made = coded.nibbles(values) if count == 16 else values
+    codes = Codes(numbers=numbers, values=made, inputs=count, group=count, scales=scales, zeros=zeros)
+    for dtype in DTYPES:
+        picked = ops.linear(torch.eye(count, dtype=dtype), ops.pack_codes(codes))
+        assert torch.equal(picked.double(), meaning(codes).T.contiguous())
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_every_scale_is_exact(kind: torch.dtype) -> None:
+    """Of scales that are bytes, the smallest included."""
+    scales = torch.arange(255, dtype=torch.uint8).view(kind).unsqueeze(1)
+    scales = scales[torch.arange(255) != 127] if kind == torch.float8_e4m3fn else scales
+    ones = torch.full((len(scales), 1), 2, dtype=torch.uint8)  # 1.0 in E2M1
+    codes = Codes(numbers="e2m1", values=ones, inputs=1, group=32, scales=scales)
+    made = ops.linear(torch.ones(1, 1), ops.pack_codes(codes))[0]
+    assert torch.equal(made, scales[:, 0].float())
+
+
+@pytest.mark.usefixtures("extension")
+@sampled(
+    {
+        "dtype": list(DTYPES),
+        "shape": [(1280, 768), (768, 2304), (70, 33)],
+        "form": list(FORMS),
+        "gated": [False, True],
+    }
+)
+def test_bits_of_a_row_are_its_own(
+    dtype: torch.dtype, shape: tuple[int, int], form: str, gated: bool, kernel: str, threads: None
+) -> None:
+    """Whatever the number of rows, its place, the other rows, and the number of threads."""
+    codes = codes_of(form, shape)
+    x, _, bias = case(1024, shape, dtype)
+    packed = ops.pack_gated_codes(codes) if gated else ops.pack_codes(codes)
+
+    def run(rows: Tensor) -> Tensor:
+        return ops.gated_linear(rows, packed, bias, "silu") if gated else ops.linear(rows, packed, bias)
+
+    whole = run(x)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert torch.equal(run(x), whole)
+        for rows in ROWS if count == 1 else (1, 8, 9, 15, 64):
+            begin = rows % 7
+            assert torch.equal(run(x[begin : begin + rows]), whole[begin : begin + rows]), (count, rows)
+    spoiled = x[:64].clone()
+    spoiled[1::2] = float("nan")
+    assert torch.equal(run(spoiled)[::2], whole[:64:2])
+
+
+@pytest.mark.usefixtures("extension")
+def test_inputs_in_another_order() -> None:
+    codes = replace(codes_of("int4", (70, 256)), order=torch.randperm(256))
+    x, _, _ = case(9, (70, 256), torch.bfloat16)
+    assert_linear(ops.linear(x, ops.pack_codes(codes)), x, meaning(codes), None)
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
+    codes = codes_of(form, (12, 384))
+    whole = meaning(codes)
+    order = torch.tensor([3, 1, 11])
+    assert torch.equal(meaning(codes[2:7]), whole[2:7])
+    assert torch.equal(meaning(codes[order]), whole[order])
+    part = codes.columns(128, 384)
+    assert part is not None
+    assert torch.equal(meaning(part), whole[:, 128:])
+    cut = codes.columns(8, 384)
+    assert (cut is None) == (codes.group < 384)
+    assert torch.equal(meaning(coded.storable(codes)), whole)
+    again = coded.joined([codes[:5], codes[5:]])
+    assert again is not None
+    assert torch.equal(meaning(again), whole)
+    stack = coded.stacked([codes[:6], codes[6:]])
+    assert stack is not None
+    assert stack.shape == (2, 6, 384)
+    assert torch.equal(meaning(stack).flatten(0, 1), whole)
+
+
+def test_rows_of_different_groups_are_joined() -> None:
+    """One scale a row beside scales of groups: the smaller groups for all. Other kinds are not joined."""
+    first, second = codes_of("fp8", (6, 384)), replace(codes_of("fp8 blocks", (4, 384)), factors=None)
+    both = coded.joined([first, second])
+    assert both is not None
+    assert both.group == 128
+    assert torch.equal(meaning(both), torch.cat([meaning(first), meaning(second)]))
+    assert coded.joined([first, codes_of("int8", (4, 384))]) is None
+    assert coded.joined([first, replace(first, order=torch.randperm(384))]) is None
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+@pytest.mark.parametrize("op", ["linear", "gated_linear"])
+def test_rounded_weights(name: str, op: str, extension: None) -> None:
+    """What --quantization packs: within half a step, and the same matrix on torch as in C++."""
+    x, weight, bias = case(5, (70, 200), torch.bfloat16)
+    codes = coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
+    error = (meaning(codes) - weight.double()).abs()
+    groups = torch.arange(200) // codes.group
+    scales = codes.scales.double()[:, groups]
+    if name == "int4":
+        assert (error <= 1.001 * scales).all()  # half a step, and the zero point's half
+        assert (error.mean() / weight.double().abs().mean()) < 0.1
+    else:
+        assert (error <= 2.0**-4 * weight.double().abs() + scales * 2.0**-10).all()
+    more = ("silu",) if op == "gated_linear" else ()
+    made = []
+    for invariant in (False, True):
+        found = choose(f"{op}_{name}", torch.float64, torch.device("cpu"), invariant=invariant)
+        made.append(found.run(x.double(), found.pack(weight), bias.double(), *more))
+    ours = choose(f"{op}_{name}", torch.bfloat16, torch.device("cpu"))
+    assert ours.name == "cpu"
+    made.append(ours.run(x, ours.pack(weight), bias, *more).double())
+    product = x.double() @ meaning(codes).T + bias.double()
+    wanted = torch_ops.gated(product, "silu") if more else product
+    for one, tolerance in zip(made, (1e-12, 1e-12, 2e-2), strict=True):
+        assert torch.allclose(one, wanted, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,299 @@
+"""Matrices of few bits, as loading leaves them: neutral between what was published and an op's own layout.
+
+    w[n, k] = (number(code[n, k]) - zero[n, group of k]) * scale[n, group of k] * factor[n]
+
+On a CPU the C++ extension packs these and multiplies by them (csrc/coded.h); without it torch dequantizes one
+matrix each time that it is read. Importing registers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+Tensor = torch.Tensor
+
+#: By code: sign in the highest bit, then two of exponent and one of mantissa. (E2M1 of the OCP MX formats.)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: The zero point of integers that come without.
+MIDDLE = {"int4": 8, "int8": 128}
+#: As csrc/coded.h numbers them.
+NUMBERS = ("none", "int4", "int8", "e2m1", "e4m3")
+SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+LARGEST_GROUP = 256
+"""Inputs. Scales of more are repeated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """A matrix [N, K], or a stack of E: then every tensor but ``order`` has E as its first dim."""
+
+    numbers: str
+    """``int4``, ``int8`` (both unsigned, less a zero point), ``e2m1``, ``e4m3``."""
+    values: Tensor
+    """uint8 [N, K]; of 4 bits [N, ceil(K / 2)], the first of a pair in the low half."""
+    inputs: int
+    """K."""
+    group: int
+    """Inputs that have a scale in common; the last group may have fewer. Even, or at least K."""
+    scales: Tensor
+    """[N, G] in one of ``SCALES``."""
+    zeros: Tensor | None = None
+    """uint8 [N, G], of integers; None: ``MIDDLE``."""
+    factors: Tensor | None = None
+    """float64 [N]."""
+    order: Tensor | None = None
+    """int64 [K]: column i here is input ``order[i]``; None: in order."""
+
+    @property
+    def four(self) -> bool:
+        """Whether a code has 4 bits."""
+        return self.numbers in ("int4", "e2m1")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, or of the stack."""
+        return (*self.values.shape[:-1], self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    @property
+    def coding(self) -> list[int]:
+        """What csrc/coded.h wants to know."""
+        numbers = NUMBERS.index(self.numbers)
+        return [numbers, SCALES.index(self.scales.dtype), int(self.zeros is not None), self.group]
+
+    def tensors(self) -> list[Tensor]:
+        """All but ``order``."""
+        each = (self.values, self.scales, self.zeros, self.factors)
+        return [tensor for tensor in each if tensor is not None]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int | slice | Tensor) -> Codes:
+        """One matrix of a stack, or some rows of a matrix."""
+        return replace(
+            self,
+            values=self.values[place],
+            scales=_bytes(self.scales)[place].view(self.scales.dtype),
+            zeros=None if self.zeros is None else self.zeros[place],
+            factors=None if self.factors is None else self.factors[place],
+        )
+
+    def columns(self, begin: int, end: int) -> Codes | None:
+        """Inputs begin .. end of a matrix; None where that cuts a group, or they are in another order."""
+        if (begin, end) == (0, self.inputs):
+            return self
+        whole = self.group >= self.inputs
+        if self.order is not None or begin % 2 or (not whole and begin % self.group):
+            return None
+        if not whole and end % self.group and end != self.inputs:
+            return None
+        per_byte = 2 if self.four else 1
+        groups = slice(None) if whole else slice(begin // self.group, -(-end // self.group))
+        return replace(
+            self,
+            values=self.values[:, begin // per_byte : -(-end // per_byte)],
+            inputs=end - begin,
+            group=max(end - begin, 2) if whole else self.group,
+            scales=_bytes(self.scales)[:, groups].view(self.scales.dtype),
+            zeros=None if self.zeros is None else self.zeros[:, groups],
+        )
+
+    def regrouped(self, group: int) -> Codes:
+        """The same with scales for fewer inputs each: ``group`` divides that of before, or there is one."""
+        if group == self.group:
+            return self
+        index = torch.arange(-(-self.inputs // group)) * group // self.group
+        return replace(
+            self,
+            group=group,
+            scales=_bytes(self.scales)[..., index].view(self.scales.dtype),
+            zeros=None if self.zeros is None else self.zeros[..., index],
+        )
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """uint8 [..., ceil(K / 2)] of codes 0 to 15, uint8 [..., K]."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def joined(parts: Sequence[Codes]) -> Codes | None:
+    """The rows of all ``parts``, one after another; None where they are of different kinds."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(_kind(part) != _kind(first) for part in parts):
+        return None
+    if any(not _same_order(part.order, first.order) for part in parts):
+        return None
+    group = min(part.group for part in parts)
+    if any(part.group % group and part.group < part.inputs for part in parts) or group % 2:
+        return None
+    parts = [part.regrouped(group) for part in parts]
+    return replace(
+        first,
+        group=group,
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([_bytes(part.scales) for part in parts]).view(first.scales.dtype),
+        zeros=_all_zeros(parts),
+        factors=_all_factors(parts),
+    )
+
+
+def stacked(parts: list[Codes]) -> Codes | None:
+    """Matrices of one shape as a stack; None where they are of different kinds. Empties ``parts``."""
+    group = min(part.group for part in parts)
+    fit = all(not part.group % group or part.group >= part.inputs for part in parts) and not group % 2
+    if not fit or any(_kind(part) != _kind(parts[0]) or part.order is not None for part in parts):
+        return None
+    count = len(parts)
+    zeros = any(part.zeros is not None for part in parts)
+    factors = any(part.factors is not None for part in parts)
+    made: Codes | None = None
+    for place in range(count):
+        part = parts[place].regrouped(group)
+        one = [part]
+        part = replace(
+            part,
+            zeros=_all_zeros(one, wanted=zeros),
+            factors=_all_factors(one, wanted=factors),
+        )
+        if made is None:
+            made = replace(
+                part,
+                values=part.values.new_empty(count, *part.values.shape),
+                scales=part.scales.new_empty(count, *part.scales.shape),
+                zeros=None if part.zeros is None else part.zeros.new_empty(count, *part.zeros.shape),
+                factors=None if part.factors is None else part.factors.new_empty(count, *part.factors.shape),
+            )
+        for to, tensor in zip(made.tensors(), part.tensors(), strict=True):
+            _bytes(to)[place] = _bytes(tensor)
+        parts[place] = part[:0]
+    return made
+
+
+def dequantize(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """The matrix [N, K] (or the stack) in ``dtype``, a wide one."""
+    values = codes.values
+    if codes.four:
+        values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)[..., : codes.inputs]
+    if codes.numbers == "e2m1":
+        made = torch.tensor(E2M1, dtype=dtype)[values.int()]
+    elif codes.numbers == "e4m3":
+        made = values.contiguous().view(torch.float8_e4m3fn).to(dtype)
+    else:
+        made = values.to(dtype)
+    groups = torch.arange(codes.inputs) // codes.group
+    if codes.numbers in MIDDLE:
+        zeros = codes.zeros
+        made = made - (MIDDLE[codes.numbers] if zeros is None else zeros.to(dtype)[..., groups])
+    made = made * codes.scales.to(dtype)[..., groups]
+    if codes.factors is not None:
+        made = made * codes.factors.to(dtype).unsqueeze(-1)
+    if codes.order is not None:
+        back = torch.empty_like(codes.order)
+        back[codes.order] = torch.arange(codes.inputs)
+        made = made[..., back]
+    return made
+
+
+def storable(codes: Codes) -> Codes:
+    """The same in groups that csrc/coded.h takes: even, and of at most ``LARGEST_GROUP`` inputs."""
+    if codes.group <= LARGEST_GROUP and codes.group % 2 == 0:
+        return codes
+    if codes.group >= codes.inputs:
+        return codes.regrouped(min(LARGEST_GROUP, codes.inputs + codes.inputs % 2))
+    fitting = [g for g in range(2, LARGEST_GROUP + 1, 2) if codes.group % g == 0]
+    return codes.regrouped(fitting[-1])
+
+
+def broken(codes: Codes) -> bool:
+    """Whether a code or a scale is no number."""
+    values = codes.values
+    if codes.numbers == "e4m3" and bool(((values & 127) == 127).any()):
+        return True
+    return not bool(codes.scales.float().isfinite().all())
+
+
+def _bytes(scales: Tensor) -> Tensor:
+    """Torch's indexing does not know types of 8 bits."""
+    return scales if scales.dtype.itemsize > 1 else scales.view(torch.uint8)
+
+
+def _kind(codes: Codes) -> tuple[object, ...]:
+    return codes.numbers, codes.inputs, codes.scales.dtype
+
+
+def _same_order(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+def _all_zeros(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None:
+    if not wanted and all(part.zeros is None for part in parts):
+        return None
+    middle = MIDDLE[parts[0].numbers]
+    full = [
+        torch.full(p.scales.shape, middle, dtype=torch.uint8) if p.zeros is None else p.zeros for p in parts
+    ]
+    return torch.cat(full)
+
+
+def _all_factors(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None:
+    if not wanted and all(part.factors is None for part in parts):
+        return None
+    return torch.cat(
+        [torch.ones(len(p), dtype=torch.float64) if p.factors is None else p.factors for p in parts]
+    )
+
+
+# --- rounding plain weights ---
+
+
+def to_int4(weight: Tensor) -> Codes:
+    """weight [N, K] (or a stack) in groups of 64 inputs, each with a scale and a zero point.
+
+    The scale spans a group's smallest and largest weight, and 0.
+    """
+    exact, inputs = _grouped(weight.float(), INT4_GROUP)
+    low = exact.amin(-1).clamp(max=0)
+    scales = ((exact.amax(-1).clamp(min=0) - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+    zeros = (-low / scales).round()
+    codes = (exact / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, 15)
+    values = codes.flatten(-2)[..., :inputs].to(torch.uint8)
+    return Codes(
+        numbers="int4",
+        values=nibbles(values),
+        inputs=inputs,
+        group=INT4_GROUP,
+        scales=scales,
+        zeros=zeros.to(torch.uint8),
+    )
+
+
+def to_fp8(weight: Tensor) -> Codes:
+    """weight [N, K] (or a stack) in E4M3, in groups of 128 inputs: a group's largest magnitude is 448."""
+    exact, inputs = _grouped(weight.float(), FP8_GROUP)
+    scales = (exact.abs().amax(-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (exact / scales.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    values = codes.view(torch.uint8).flatten(-2)[..., :inputs].contiguous()
+    return Codes(numbers="e4m3", values=values, inputs=inputs, group=FP8_GROUP, scales=scales)
+
+
+INT4_GROUP = 64
+FP8_GROUP = 128
+
+
+def _grouped(weight: Tensor, group: int) -> tuple[Tensor, int]:
+    """([..., N, G, group], filled up with zeros; K)."""
+    inputs = weight.shape[-1]
+    return torch.nn.functional.pad(weight, (0, -inputs % group)).unflatten(-1, (-1, group)), inputs

@@ -1,0 +1,504 @@
+// Weights of few bits: packing them, and the sums of a block (coded.h).
+//
+// bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind the
+// products. For float32 rows, and where AVX2 multiplies more than two, some groups are unpacked in memory as floats.
+#include "coded.h"
+
+#include "fp8.h"
+#include "gemm_block.h"
+
+namespace weft {
+namespace {
+
+constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
+constexpr uint32_t kHigh = 0xffff0000u;
+
+// Where a step keeps the 8 bits of (column, k of the pair).
+inline int eight_slot(Numbers numbers, int column, int k) {
+  return numbers == Numbers::e4m3 ? int8_slot(column, k) : column / 16 * 32 + k * 16 + column % 16;
+}
+
+// --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
+
+inline vf to_floats(Words x) {
+#if WEFT_AVX512
+  return _mm512_cvtepi32_ps(as<__m512i>(x));
+#elif WEFT_AVX2
+  return {_mm256_cvtepi32_ps(__m256i(x.a)), _mm256_cvtepi32_ps(__m256i(x.b))};
+#else
+  return as<vf>(__builtin_convertvector(as<Ints>(x), Floats));
+#endif
+}
+
+inline Pairs pairs_of(vf first, vf second) { return (recast<Pairs>(first) >> 16) | (recast<Pairs>(second) & kHigh); }
+
+// bf16 of a small integer, or of an E2M1 code.
+constexpr uint16_t small_bf16(int value) {
+  const int size = value < 0 ? -value : value;
+  if (size == 0) return 0;
+  int exponent = 0;
+  while (size >> (exponent + 1)) ++exponent;
+  return uint16_t((value < 0 ? 0x8000 : 0) | (127 + exponent) << 7 | (size << (7 - exponent) & 0x7f));
+}
+constexpr uint16_t e2m1_bf16(int code) {
+  constexpr uint16_t magnitude[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+  return uint16_t((code & 8) << 12 | magnitude[code & 7]);
+}
+
+struct Tables {
+  alignas(64) uint16_t integers[32], e2m1[32];          // of i - 16; of i & 15
+  alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first of 0 to 15
+  constexpr Tables() : integers(), e2m1(), size_low(), size_high(), e2m1_low(), e2m1_high() {
+    for (int i = 0; i < 32; ++i) integers[i] = small_bf16(i - 16), e2m1[i] = e2m1_bf16(i & 15);
+    for (int i = 0; i < 16; ++i) {
+      size_low[i] = uint8_t(small_bf16(i)), size_high[i] = uint8_t(small_bf16(i) >> 8);
+      e2m1_low[i] = uint8_t(e2m1_bf16(i)), e2m1_high[i] = uint8_t(e2m1_bf16(i) >> 8);
+    }
+  }
+};
+constexpr Tables kTables;
+
+#if WEFT_AVX2
+inline Half words_of(__m128i low, __m128i high) {
+  return Half(_mm256_set_m128i(_mm_unpackhi_epi8(low, high), _mm_unpacklo_epi8(low, high)));
+}
+#elif !WEFT_AVX512
+template <class F>
+inline Bf16::Step by_words(F f) {
+  uint16_t words[2][32];
+  for (int half = 0; half < 2; ++half)
+    for (int word = 0; word < 32; ++word) words[half][word] = f(half, word);
+  return {{load_as<Pairs>(words[0]), load_as<Pairs>(words[1])}};
+}
+#endif
+
+// Each is made at a group's beginning, of its zero points where it has some, and reads one step after another.
+template <bool zeros>
+struct Int4 {
+  static constexpr int64_t bytes = 32;
+#if WEFT_AVX512
+  __m512i shift[2];
+  explicit Int4(const uint8_t* zero) {
+    for (int half = 0; half < 2; ++half) {
+      shift[half] = _mm512_set1_epi16(8);
+      if (!zeros) continue;
+      const __m512i read = _mm512_cvtepu8_epi32(load_as<__m128i>(zero + 16 * half));
+      shift[half] = _mm512_sub_epi16(_mm512_set1_epi16(16), _mm512_or_si512(read, _mm512_slli_epi32(read, 16)));
+    }
+  }
+  Bf16::Step load(const uint8_t* w) const {
+    const __m512i table = load_as<__m512i>(kTables.integers);
+    const __m512i both = _mm512_cvtepu8_epi16(load_as<__m256i>(w));
+    const __m512i first = _mm512_add_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), shift[0]);
+    const __m512i second = _mm512_add_epi16(_mm512_srli_epi16(both, 4), shift[1]);
+    return {{recast<Pairs>(_mm512_permutexvar_epi16(first, table)),
+             recast<Pairs>(_mm512_permutexvar_epi16(second, table))}};
+  }
+#elif WEFT_AVX2
+  __m128i zero[4];
+  explicit Int4(const uint8_t* from) {
+    for (int half = 0; half < 2; ++half) {
+      const __m128i read = zeros ? four(from + 16 * half) : _mm_set1_epi8(8);
+      zero[2 * half] = _mm_unpacklo_epi8(read, read), zero[2 * half + 1] = _mm_unpackhi_epi8(read, read);
+    }
+  }
+  Half part(__m128i code, __m128i from) const {
+    const __m128i value = _mm_sub_epi8(code, from), size = _mm_abs_epi8(value);
+    const __m128i high = _mm_shuffle_epi8(four(kTables.size_high), size);
+    return words_of(_mm_shuffle_epi8(four(kTables.size_low), size),
+                    _mm_or_si128(high, _mm_and_si128(value, _mm_set1_epi8(char(0x80)))));
+  }
+  Bf16::Step load(const uint8_t* w) const {
+    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
+    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
+    return {{{part(_mm_and_si128(a, low), zero[0]), part(_mm_and_si128(b, low), zero[1])},
+             {part(upper(a), zero[2]), part(upper(b), zero[3])}}};
+  }
+#else
+  const uint8_t* zero;
+  explicit Int4(const uint8_t* from) : zero(from) {}
+  Bf16::Step load(const uint8_t* w) const {
+    return by_words([&](int half, int word) {
+      return small_bf16((w[word] >> (4 * half) & 15) - (zeros ? zero[16 * half + word / 2] : 8));
+    });
+  }
+#endif
+};
+
+struct E2M1 {
+  static constexpr int64_t bytes = 32;
+  explicit E2M1(const uint8_t*) {}
+#if WEFT_AVX512
+  Bf16::Step load(const uint8_t* w) const {
+    const __m512i table = load_as<__m512i>(kTables.e2m1);  // twice 16: the fifth bit of an index is any
+    const __m512i both = _mm512_cvtepu8_epi16(load_as<__m256i>(w));
+    return {{recast<Pairs>(_mm512_permutexvar_epi16(both, table)),
+             recast<Pairs>(_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table))}};
+  }
+#elif WEFT_AVX2
+  Bf16::Step load(const uint8_t* w) const {
+    const __m128i a = four(w), b = four(w + 16), low = _mm_set1_epi8(15);
+    const auto part = [&](__m128i code) {
+      return words_of(_mm_shuffle_epi8(four(kTables.e2m1_low), code), _mm_shuffle_epi8(four(kTables.e2m1_high), code));
+    };
+    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
+    return {{{part(_mm_and_si128(a, low)), part(_mm_and_si128(b, low))}, {part(upper(a)), part(upper(b))}}};
+  }
+#else
+  Bf16::Step load(const uint8_t* w) const {
+    return by_words([&](int half, int word) { return e2m1_bf16(w[word] >> (4 * half) & 15); });
+  }
+#endif
+};
+
+template <bool zeros>
+struct Int8 {
+  static constexpr int64_t bytes = 64;
+  vf zero[2];
+  explicit Int8(const uint8_t* from) {
+    for (int half = 0; half < 2; ++half) zero[half] = zeros ? to_floats(widen_codes(from + 16 * half)) : splat(128.0f);
+  }
+  Bf16::Step load(const uint8_t* w) const {
+    Bf16::Step step;
+    for (int half = 0; half < 2; ++half)
+      step.w[half] = pairs_of(to_floats(widen_codes(w + 32 * half)) - zero[half],
+                              to_floats(widen_codes(w + 32 * half + 16)) - zero[half]);
+    return step;
+  }
+};
+
+struct E4M3 {
+  static constexpr int64_t bytes = 64;
+  explicit E4M3(const uint8_t*) {}
+  Bf16::Step load(const uint8_t* w) const {
+#if WEFT_INT8_TABLE
+    const __m512i* tables = reinterpret_cast<const __m512i*>(&kCodeTable);
+    const __m512i code = _mm512_loadu_si512(w);
+    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi8(char(0x80)), 0xf8);
+    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+#else
+    Bf16::Step step;
+    for (int half = 0; half < 2; ++half) step.w[half] = pairs_of(from_codes(w + 32 * half), from_codes(w + 32 * half + 16));
+    return step;
+#endif
+  }
+};
+
+template <class F>
+auto by_numbers(const Coding& coding, F f) {
+  switch (coding.numbers) {
+    case Numbers::int4:
+      return coding.zeros ? f.template operator()<Int4<true>>() : f.template operator()<Int4<false>>();
+    case Numbers::int8:
+      return coding.zeros ? f.template operator()<Int8<true>>() : f.template operator()<Int8<false>>();
+    case Numbers::e2m1:
+      return f.template operator()<E2M1>();
+    default:
+      return f.template operator()<E4M3>();
+  }
+}
+
+// --- sums -----------------------------------------------------------------------------------------------------
+
+inline vf scales_of(const Coding& coding, const uint8_t* head, int half) {
+  switch (coding.scales) {
+    case Scales::floats:
+      return load_as<vf>(head + 64 * half);
+    case Scales::e4m3:
+      return from_codes(head + 16 * half);
+    default: {
+      const Words power = widen_codes(head + 16 * half);
+      return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 has no exponent
+    }
+  }
+}
+
+// Some whole groups of a block, from k `begin` to `end` of `inputs`.
+struct Range {
+  const Coding& coding;
+  const uint8_t* block;
+  int64_t inputs, begin, end;
+
+  template <class F>
+  void each(F f) const {
+    for (int64_t k = begin; k < end; k += coding.group) f(k, std::min(coding.group, end - k), block + coding.offset(k));
+  }
+};
+
+// What reads a group's steps, for add_groups: from codes, or from what `unpack` made.
+template <class C>
+struct Direct {
+  using F = Bf16;
+  static constexpr int64_t bytes = C::bytes;
+  C codes;
+  const uint8_t* at;
+  Direct(const Range& range, const uint8_t*, const uint8_t* head, int64_t)
+      : codes(head + range.coding.scale_bytes()), at(head + range.coding.head()) {}
+  Bf16::Step load(int64_t step) const { return codes.load(at + step * bytes); }
+};
+
+struct Unpacked {
+  using F = F32;
+  static constexpr int64_t bytes = F::bytes;
+  const uint8_t* at;
+  Unpacked(const Range& range, const uint8_t* made, const uint8_t*, int64_t k) : at(made + (k - range.begin) * bytes) {}
+  F::Step load(int64_t step) const { return F::load(at + step * bytes); }
+};
+
+// One group's sums: a chain over its k for each row and column.
+template <class Read, int rows>
+#if WEFT_AVX2
+__attribute__((noinline))
+#else
+inline __attribute__((always_inline))
+#endif
+void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride, int64_t count, vf (&to)[rows][2]) {
+  using F = typename Read::F;
+#if WEFT_AVX2
+  if constexpr (std::is_same_v<F, F32>)
+    return float_sums<rows>(x, x_stride, reinterpret_cast<const float*>(read.at), count, reinterpret_cast<float*>(to));
+#endif
+  vf sum[rows][2];
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
+  const int64_t steps = count / F::depth;
+  for (int64_t step = 0; step < steps; ++step) {
+    __builtin_prefetch(read.at + step * Read::bytes + kAhead);
+    const auto weights = read.load(step);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto value = F::x(x + row * x_stride + step * F::depth);
+      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    }
+  }
+  if (count % F::depth) {
+    const auto weights = read.load(steps);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto value = F::x_last(x + row * x_stride + count - 1);
+      sum[row][0] = F::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = F::dot(sum[row][1], value, weights.w[1]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row) to[row][0] = sum[row][0], to[row][1] = sum[row][1];
+}
+
+// Adds a range's sums, each group's times its scales, to float32 [rows, 32].
+template <class Read, int rows>
+void add_groups(const Range& range, const uint8_t* made, const typename Read::F::X* x, int64_t x_stride, float* sums) {
+  range.each([&](int64_t k, int64_t count, const uint8_t* head) {
+    const Read read(range, made, head, k);
+    vf sum[rows][2];
+    group_sums<Read, rows>(read, x + (k - range.begin), x_stride, count, sum);
+    for (int half = 0; half < 2; ++half) {
+      const vf scale = scales_of(range.coding, head, half);
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        float* to = sums + row * kBlock + half * kLanes;
+        store(to, fma(sum[row][half], scale, load(to)));
+      }
+    }
+  });
+}
+
+template <class Read>
+using Adds = void (*)(const Range&, const uint8_t*, const typename Read::F::X*, int64_t, float*);
+
+template <class Read, int... rows>
+constexpr std::array<Adds<Read>, sizeof...(rows)> make_adds(std::integer_sequence<int, rows...>) {
+  return {add_groups<Read, rows + 1>...};
+}
+
+template <class Read, int most>
+constexpr auto adds = make_adds<Read>(std::make_integer_sequence<int, most>{});
+
+// All rows, in tiles of like size.
+template <class Read, int most>
+void add_rows(const Range& range, const uint8_t* made, const typename Read::F::X* x, int64_t x_stride, int64_t rows,
+              float* sums) {
+  for (int64_t row = 0; row < rows;) {
+    const int64_t left = rows - row, tile = divide_up(left, divide_up(left, most));
+    adds<Read, most>[tile - 1](range, made, x + row * x_stride, x_stride, sums + row * kBlock);
+    row += tile;
+  }
+}
+
+// --- in memory ------------------------------------------------------------------------------------------------
+
+// The numbers of a range without their scales: steps of bf16's format, or of float32's.
+template <class Form>
+void unpack(const Range& range, uint8_t* to) {
+  by_numbers(range.coding, [&]<class C>() {
+    range.each([&](int64_t, int64_t count, const uint8_t* head) {
+      const C codes(head + range.coding.scale_bytes());
+      const uint8_t* from = head + range.coding.head();
+      for (int64_t step = 0; step < divide_up(count, 2); ++step, to += 2 / Form::depth * Form::bytes) {
+        const Bf16::Step read = codes.load(from + step * C::bytes);
+        if constexpr (std::is_same_v<Form, Bf16>) {
+          std::memcpy(to, &read, sizeof(read));
+        } else {
+          float* floats = reinterpret_cast<float*>(to);
+          for (int half = 0; half < 2; ++half) {
+            store(floats + half * kLanes, recast<vf>(read.w[half] << 16));
+            store(floats + kBlock + half * kLanes, recast<vf>(read.w[half] & kHigh));
+          }
+        }
+      }
+    });
+  });
+}
+
+uint8_t* memory_of(int64_t bytes) {
+  static thread_local std::vector<uint8_t> memory;
+  if (memory.size() < size_t(bytes)) memory.resize(size_t(bytes));
+  return memory.data();
+}
+
+// `run(range, what was unpacked of it)` of some groups after others.
+template <class Run>
+void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) {
+  const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
+  uint8_t* made = memory_of((most + 2) * F32::bytes);
+  for (int64_t k = 0; k < inputs; k += most) {
+    const Range range{coding, w, inputs, k, std::min(inputs, k + most)};
+    unpack<F32>(range, made);
+    run(range, made);
+  }
+}
+
+}  // namespace
+
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows,
+                float* sums) {
+  std::fill(sums, sums + rows * kBlock, 0.0f);
+#if WEFT_AVX2
+  if (rows > kDirectRows) {
+    static thread_local std::vector<float> memory;
+    return in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
+      const int64_t count = range.end - range.begin;
+      if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x[row * x_stride + range.begin + k]);
+      add_rows<Unpacked, kRows>(range, made, memory.data(), count, rows, sums);
+    });
+  }
+#endif
+  by_numbers(coding, [&]<class C>() {
+    add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, x_stride, rows, sums);
+  });
+}
+
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const float* x, int64_t x_stride, int64_t rows,
+                float* sums) {
+  std::fill(sums, sums + rows * kBlock, 0.0f);
+  in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
+    add_rows<Unpacked, kRows>(range, made, x + range.begin, x_stride, rows, sums);
+  });
+}
+
+const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs) {
+  uint8_t* made = memory_of(divide_up(inputs, 2) * Bf16::bytes);
+  const Range range{coding, w, inputs, 0, inputs};
+  unpack<Bf16>(range, made);
+  range.each([&](int64_t k, int64_t count, const uint8_t* head) {
+    for (int half = 0; half < 2; ++half) {
+      const vf scale = scales_of(coding, head, half);
+      for (int64_t step = 0; step < divide_up(count, 2); ++step) {
+        uint8_t* at = made + (k / 2 + step) * Bf16::bytes + 64 * half;
+        const Pairs read = load_as<Pairs>(at);
+        bf16 rounded[2][kLanes];
+        store(rounded[0], recast<vf>(read << 16) * scale);
+        store(rounded[1], recast<vf>(read & kHigh) * scale);
+        const Pairs scaled = pairs_of(load(rounded[0]), load(rounded[1]));
+        std::memcpy(at, &scaled, sizeof(scaled));
+      }
+    }
+  });
+  return made;
+}
+
+namespace {
+
+// --- packing --------------------------------------------------------------------------------------------------
+
+struct Published {
+  const uint8_t *values, *zeros, *scales;  // zeros: null where there are none
+  int64_t line, groups;                    // bytes a row of values, scales a row
+
+  int code(bool four, int64_t row, int64_t k) const {
+    if (!four) return values[row * line + k];
+    return values[row * line + k / 2] >> (k % 2 * 4) & 15;
+  }
+};
+
+// The code of 0.
+int nothing(const Coding& coding) {
+  return coding.numbers == Numbers::int4 ? 8 : coding.numbers == Numbers::int8 ? 128 : 0;
+}
+
+void pack_block(const Coding& coding, const Published& from, const Layout& layout, int64_t block, uint8_t* to) {
+  const int64_t inputs = layout.inputs, wide = coding.scales == Scales::floats ? 4 : 1;
+  for (int64_t group = 0; group < coding.groups(inputs); ++group) {
+    const int64_t begin = group * coding.group, end = std::min(inputs, begin + coding.group);
+    uint8_t* head = to + coding.offset(begin);
+    uint8_t* steps = head + coding.head();
+    std::memset(head, 0, size_t(coding.head() + divide_up(end - begin, 2) * coding.step()));
+    for (int column = 0; column < kBlock; ++column) {
+      const int64_t row = layout.row(block, column);
+      int zero = nothing(coding);
+      if (row >= 0) std::memcpy(head + column * wide, from.scales + (row * from.groups + group) * wide, size_t(wide));
+      if (row >= 0 && coding.zeros) zero = from.zeros[row * from.groups + group];
+      if (coding.zeros) head[coding.scale_bytes() + column] = uint8_t(zero);
+      for (int64_t k = begin; k < begin + divide_up(end - begin, 2) * 2; ++k) {
+        const int code = row >= 0 && k < end ? from.code(coding.four(), row, k) : zero, j = int((k - begin) % 2);
+        uint8_t* step = steps + (k - begin) / 2 * coding.step();
+        if (coding.four())
+          step[2 * (column % 16) + j] = uint8_t(step[2 * (column % 16) + j] | code << (column / 16 * 4));
+        else
+          step[eight_slot(coding.numbers, column, j)] = uint8_t(code);
+      }
+    }
+  }
+}
+
+// values: bytes [rows, inputs], or [rows, inputs / 2 rounded up] of 4 bits, the first of a pair in the low half; scales
+// [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
+Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
+                  bool gated, std::vector<int64_t> given) {
+  const Coding coding = Coding::of(given);
+  TORCH_CHECK(bool(coding) && coding.zeros == zeros.has_value(), "pack_coded: zero points as the coding says");
+  TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
+  const int64_t rows = values.size(0), groups = coding.groups(inputs);
+  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
+  TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
+  const auto fits = [&](const Tensor& part, at::ScalarType type) {
+    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
+           part.size(1) == groups;
+  };
+  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte), "pack_coded: scales");
+  TORCH_CHECK(!zeros || fits(*zeros, at::kByte), "pack_coded: zeros");
+  const Layout layout{inputs, rows, gated};
+  const int64_t block_bytes = coding.offset(inputs);
+  Tensor packed = at::empty({layout.blocks(), block_bytes}, values.options());
+  const Published from{values.const_data_ptr<uint8_t>(), zeros ? zeros->const_data_ptr<uint8_t>() : nullptr,
+                       static_cast<const uint8_t*>(scales.const_data_ptr()), values.size(1), groups};
+  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) pack_block(coding, from, layout, block, to + block * block_bytes);
+  });
+  return packed;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
+  m.impl("pack_coded", c10::DispatchKey::CPU, TORCH_FN(pack_coded));
+}
+
+}  // namespace weft
