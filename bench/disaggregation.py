@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,12 @@ from weft.common.cores import usable_cores
 
 VARIANTS = {
     "unified": "--threads {cores}",
+    "unified-x1": "--threads 1",
     "unified-target": "--threads {cores} --itl-target-ms {target}",
     "unified-x2": "--threads 1 --data-parallel-size 2",
     "1p1d": "--threads 1 --prefill 1 --decode 1",
     "unified-x3": "--threads 1 --data-parallel-size 3",
+    "unified-x3-target": "--threads 1 --data-parallel-size 3 --itl-target-ms {target}",
     "1p2d": "--threads 1 --prefill 1 --decode 2",
     "1e1u": "--threads 1 --encode 1",
     "1e1u-host": "--threads 1 --encode 1 --mm-cache-bytes 32M --mm-host-cache-bytes 1G",
@@ -168,15 +170,23 @@ def pin(root: int, cores: Sequence[int]) -> None:
                 os.sched_setaffinity(int(task.name), {cores[number % len(cores)]})
 
 
-def once(flags: str, model: str, vocabulary: int, args: argparse.Namespace, seed: int, log: Path) -> Load:
-    """One server under the load. Raises RuntimeError or WeftError."""
+@contextlib.contextmanager
+def serving(flags: str, model: str, dtype: str, deadline: float, log: Path) -> Iterator[ServerProcess]:
+    """A server that answers. Raises WeftError."""
     program = "from weft.launch.main import main; main()"
-    longest = max(args.prompt_tokens + args.output_tokens, args.decode_context + args.tokens)
     command = [sys.executable, "-c", program, "serve", model, "--port", "{port}", "--device", "cpu"]
-    command += ["--max-model-len", str(longest + 64), "--dtype", args.dtype, *flags.split()]
+    command += ["--dtype", dtype, *flags.split()]
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     with ServerProcess(command, environment=environment, log_file=log) as server:
-        server.wait_ready(args.deadline)
+        server.wait_ready(deadline)
+        yield server
+
+
+def once(flags: str, model: str, vocabulary: int, args: argparse.Namespace, seed: int, log: Path) -> Load:
+    """One server under the load. Raises RuntimeError or WeftError."""
+    longest = max(args.prompt_tokens + args.output_tokens, args.decode_context + args.tokens)
+    flags = f"--max-model-len {longest + 64} {flags}"
+    with serving(flags, model, args.dtype, args.deadline, log) as server:
         assert server.pid is not None
         pin(server.pid, sorted(os.sched_getaffinity(0)))
         return asyncio.run(asyncio.wait_for(Clients(server, args, vocabulary, seed).run(), args.deadline))

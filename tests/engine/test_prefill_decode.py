@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.engine.pair_rig import EnginePair, pair_of, submit, unified
+from tests.engine.pair_rig import SECONDS, EnginePair, pair_of, submit, unified
 from tests.runner.rooms_rig import config_of
 from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
@@ -283,3 +284,33 @@ def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(
     pair.submit(submit(1, prompts(3)[2], GREEDY))
     pair.run()
     assert in_flight == [1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_layers_leave_while_the_step_computes_that_makes_them(
+    pairs: Callable[..., EnginePair], monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """The head hears that the room is bound although its only step has not ended: so the transfer of a prompt
+    of one chunk lies under its prefill, too."""
+    pair = pairs("llama", steps_in_flight=depth)
+    assert pair.prefill.runner.rooms is not None
+    transfer: Any = pair.prefill.runner.rooms._own
+    begun = threading.Event()
+    begin, computed = transfer.begin, transfer.computed
+    waited: list[bool] = []
+
+    def begins(*told: Any) -> None:
+        begin(*told)
+        begun.set()
+
+    def computes(*told: Any) -> None:
+        waited.append(begun.wait(SECONDS / 2))
+        computed(*told)
+
+    monkeypatch.setattr(transfer, "begin", begins)
+    monkeypatch.setattr(transfer, "computed", computes)
+    pair.submit(submit(1, prompts(3)[2], GREEDY))
+    pair.run()
+    assert waited
+    assert all(waited)
+    pair.check_given_back()

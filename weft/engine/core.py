@@ -47,10 +47,11 @@ from weft.engine.step_scheduler import make_scheduler
 from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
+from weft.runner.doorbell import Doorbell
 from weft.runner.runner import StepHandle
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
-from weft.types.plan import StepPlan
+from weft.types.plan import StepPlan, TokenMasks
 
 log = get_logger(__name__)
 
@@ -105,7 +106,10 @@ class EngineCore:
             self._spans.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
-        self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self.runner.bell)
+        rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
+        self._bell = self.runner.bell or (Doorbell() if rings else None)
+        """Rung at the end of a step. Who prefills hears of rooms until then: layers leave once made."""
+        self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
@@ -299,7 +303,7 @@ class EngineCore:
         self._stalled = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
             # Where somebody rings at the end of a step, the loop does not wait for it in here.
-            self._stalled = self.runner.bell is not None and not self.runner.done(self._in_flight[0][0])
+            self._stalled = self._bell is not None and not self.runner.done(self._in_flight[0][0])
             if self._stalled:
                 self.runner.check()
             else:
@@ -328,7 +332,7 @@ class EngineCore:
         self.balance.launched(plan)
         handle = self.runner.forward(plan)
         if not plan.constrained:
-            self.runner.sample(handle)
+            self._sample(handle)
         self._in_flight.append((handle, began))
         self._mask()
 
@@ -347,8 +351,13 @@ class EngineCore:
         began = self._clock.now()
         masks = self.scheduler.masks(handle.plan)
         self._mask_seconds += self._clock.now() - began
-        self.runner.sample(handle, masks)
+        self._sample(handle, masks)
         self._launching = launching
+
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
+        self.runner.sample(handle, masks)
+        if (bell := self._bell) is not None and handle.sampled is not None:
+            handle.sampled.add_done_callback(lambda _: bell.ring())
 
     def _commit(self, events: list[TokenEvent]) -> None:
         """Waits for the oldest step, and commits it. Its events are in ``events`` before masks are sent, as
@@ -430,6 +439,8 @@ class EngineCore:
             except Exception as error:
                 log.warning("a step in flight failed while closing: %s", error)
         self.runner.close(leave=failed)
+        if self._bell is not None:
+            self._bell.close()
         if self.domain is not None:
             self.domain.close()
         if self._spans is not None:

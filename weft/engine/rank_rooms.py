@@ -153,6 +153,7 @@ def _opened(
             reports=reports,
             endpoint=transport.endpoint,
             memory=memory,
+            heard=number == 0 and config.transfer.role == "prefill",
             close=resources.pop_all().close,
         )
 

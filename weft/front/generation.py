@@ -16,7 +16,7 @@ from weft.front.misses import shown
 from weft.front.reading import Job, Prompt
 from weft.front.request_times import RequestTimes
 from weft.front.sessions import session_of
-from weft.front.streaming import within
+from weft.front.streaming import late
 from weft.front.thinking import ThoughtBudget, after, single
 from weft.links.flow import Flow
 from weft.routing.policy import PromptHashes
@@ -56,6 +56,7 @@ class Generation:
         self._front = front
         self._times = times
         self._deadline = deadline
+        self._timer: asyncio.TimerHandle | None = None
         self._seed = seed
         self._ids: list[int] = []
         self._submits: list[Submit] = []
@@ -169,8 +170,14 @@ class Generation:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
         self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
+        # One timer for all waits: a timeout around each would cost every token two of them.
+        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
         if self._early:
             self._flow.wake()
+
+    def _late(self) -> None:
+        if self.flow.open:  # else all has come, and a client that reads slowly gets the rest
+            self.flow.fail(late())
 
     @property
     def flow(self) -> Flow:
@@ -193,8 +200,7 @@ class Generation:
 
     async def next(self) -> list[TextDelta]:
         """What came since the last call; may be empty. Raises WeftError when the request has failed."""
-        async with within(self._deadline):
-            events = await self.flow.next()
+        events = await self.flow.next()
         deltas = self._early + [delta for event in events for delta in self._take(event)]
         self._early = []
         if self._aborted:
@@ -316,6 +322,8 @@ class Generation:
             if not self._open:
                 return
             self._open = False
+        if self._timer is not None:
+            self._timer.cancel()
         if self._flow is not None:
             self._front.links.release(self._flow)
             self._front.retry_after.ended(asyncio.get_running_loop().time())

@@ -151,7 +151,12 @@ async def within(deadline: float) -> AsyncIterator[None]:
         async with asyncio.timeout_at(deadline):
             yield
     except TimeoutError:
-        raise DeadlineExceeded("the request took longer than this server allows") from None
+        raise late() from None
+
+
+def late() -> DeadlineExceeded:
+    """What a request fails with at its deadline."""
+    return DeadlineExceeded("the request took longer than this server allows")
 
 
 @contextlib.asynccontextmanager

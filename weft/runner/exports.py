@@ -77,8 +77,15 @@ class RankRooms:
     """Where peers reach this rank."""
     memory: Sequence[Sequence[torch.Tensor]]
     """For each cache kind the tensors that peers read or write: blocks, or the snapshots of a state."""
+    heard: bool = False
+    """Whether a head is on this rank that must hear of rooms while a step computes."""
     close: Callable[[], None]
     """Ends all of it."""
+
+
+def is_heard(rooms: RankRooms | None) -> bool:
+    """``RankRooms.heard``, of a rank that may have none."""
+    return rooms is not None and rooms.heard
 
 
 class Exports:

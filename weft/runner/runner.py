@@ -29,7 +29,7 @@ from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.device_queue import DeviceQueue, result_of
-from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer
+from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
 from weft.runner.graphs import (
     MOST_EXACT,
     MOST_KEPT,
@@ -140,7 +140,7 @@ class Runner:
             self._launcher,
             StagingRing(device, 2 * depth, poison=poison),
         )
-        self._queue = DeviceQueue(threaded=device.type == "cpu" and depth > 1)
+        self._queue = DeviceQueue(threaded=device.type == "cpu" and (depth > 1 or is_heard(rooms)))
         self._trace, self._timeout, self._next_step = trace, step_timeout, -1  # any
         self._failed = False
         """Whether a step failed; until ``reset``."""
