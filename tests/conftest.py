@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import forked
 from tests.support.slowness import deadline
 
 if not torch.cuda.is_available():
@@ -24,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-composition", action="store_true", help="write docs/composition.md from tests/composition"
     )
+    parser.addoption(
+        "--real-processes", action="store_true", help="processes of Weft import everything anew, each"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("real_processes") and not torch.cuda.is_available():
+        forked.install()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,11 +49,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """The time-out of a test, its marker's or the default, is one of a fast machine."""
+    """The time-out of a test, its marker's or the default, is one of a fast machine.
+
+    A test with the marker ``real_processes`` starts processes that are no copies (``tests.support.forked``).
+    """
     marker = item.get_closest_marker("timeout")
     given = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
     item.add_marker(pytest.mark.timeout(deadline(float(given))), append=False)
-    return (yield)
+    if item.get_closest_marker("real_processes") is None:
+        return (yield)
+    with forked.real():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

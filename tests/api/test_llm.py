@@ -371,3 +371,10 @@ def test_importing_weft_imports_no_torch() -> None:
     assert weft.__version__
     with pytest.raises(AttributeError):
         weft.nothing  # noqa: B018
+
+
+def test_sampling_imports_no_part_of_a_compiler() -> None:
+    """That would take a third of a second of a server's first step."""
+    command = [sys.executable, "-m", "tests.api.sampled_once"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.canary import Canary, Memory, beside
 from bench.hostile import ATTACKS
+from tests.support.processes import commands
 
 SLOTS = 8
 SCALE = {"bad_words": 1.0, "nested": 0.2, "long_prompts": 0.5}
@@ -58,9 +58,7 @@ def test_a_canary_beside(server: Any, attack: str) -> None:
 
 def test_large_bodies_are_read_in_another_process(server: Any) -> None:
     def readers() -> int:
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
-        return sum(b"weft.front.read_worker" in command for command in commands)
+        return sum("weft.front.read_worker" in words for words in commands(server.process.pid).values())
 
     body = {"model": server.model, "prompt": [5] * 20, "max_tokens": 1, "temperature": 0}
     small = server.http.post("/v1/completions", json=body)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import with_role
 from tests.support.slowness import deadline
 from weft.cluster.owner import HeadOwner
 from weft.common.errors import EngineDead
@@ -32,8 +33,7 @@ def by_head(server: Any, name: str) -> dict[str, float]:
 
 
 def children(server: Any) -> list[int]:
-    pid = server.process.pid
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return with_role(server.process.pid, "head")
 
 
 def test_requests_spread_by_load_and_metrics_tell_the_heads_apart(start_fake: Any, script: Any) -> None:

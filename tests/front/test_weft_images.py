@@ -24,6 +24,7 @@ from weft.types.sampling import SamplingParams
 
 A, B = image_file((40, 28), seed=1), image_file((40, 28), seed=2)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+pytestmark = pytest.mark.real_processes  # a process that decodes images among them
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         server.close()
 
 
+@pytest.mark.real_processes
 def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any, tmp_path: Path) -> None:
     config = tmp_path / "weft.yaml"
     config.write_text("served-model-name: tiny\nmax-num-seqs: 4\n")
@@ -155,6 +156,7 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.real_processes
 @pytest.mark.parametrize(
     ("tensor", "names"),
     [
@@ -246,6 +248,7 @@ def test_an_address_in_use_gives_status_2_and_leaves_no_head(checkpoint: str, st
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.real_processes
 def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
     until = time.monotonic() + deadline(60)
@@ -257,6 +260,7 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
     assert os.listdir(server.temporary) == []
 
 
+@pytest.mark.real_processes
 @pytest.mark.parametrize("number", signals.STOPS)
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
     """It comes when the head has just begun, and imports; the status is 128 and the signal's number."""
@@ -288,6 +292,7 @@ socket.socketpair = first
 """
 
 
+@pytest.mark.real_processes
 def test_a_signal_as_the_event_loop_begins_ends_in_order(checkpoint: str, start: Any, tmp_path: Path) -> None:
     """It is raised where uvloop makes its sockets: what a handler raised there would leave the loop half
     begun, which no longer can be closed.
@@ -325,6 +330,7 @@ def stopped_head(server: Server) -> int:
     return head
 
 
+@pytest.mark.real_processes
 def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> None:
     server = start(checkpoint, "--port", "0")
     head = stopped_head(server)

@@ -11,6 +11,7 @@ from bench.soak import Answer, soak
 from tests.support.slowness import deadline
 
 
+@pytest.mark.real_processes
 @pytest.mark.timeout(400)
 def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
     run = soak(60, tmp_path / "log", seed=7, clients=10, every=deadline(0.7), deadline=deadline(250.0))

@@ -162,6 +162,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
     ],
     ids=["a worker", "workers", "two fronts"],
 )
+@pytest.mark.real_processes  # a copy of a head begins before the worker of the one before it has ended
 def test_a_rolling_restart_loses_no_request(
     fronts: int, ranks: tuple[int, int], start: Any, tmp_path: Path
 ) -> None:
@@ -207,7 +208,7 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("here", "there"),
     [
-        ("name: here", "name: there, count: 2"),
+        pytest.param("name: here", "name: there, count: 2", marks=pytest.mark.real_processes),
         ("role: prefill", "role: decode, count: 2"),
         pytest.param("role: decode", "role: prefill, count: 2", marks=pytest.mark.grid),
     ],
@@ -263,7 +264,7 @@ def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_
 
 def children_of(parent: int) -> list[int]:
     """The processes of groups on another host, whatever they are called."""
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return list(support.commands(parent))
 
 
 def free_ports(count: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -202,6 +203,20 @@ def test_what_goes_is_kept_by_the_host_and_comes_back_for_who_wants_it() -> None
     assert [held.on_host for held in book_of(rig).cache] == [True, False, False]
     moves = [op for plan in rig.plans for op in ops(plan, MoveMedia)]
     assert [op.up for op in moves] == [False, False, True, False, False, True, False, True, True]  # type: ignore[attr-defined]
+
+
+def test_the_host_keeps_what_somebody_waits_for() -> None:
+    book = MediaBook(limits(cache_bytes=3, host_bytes=6, block_rows=3))
+    keys = [bytes([number]) * 16 for number in range(5)]
+    waits: Any = SimpleNamespace(id=1, key=(0, 0, 0))
+    for number, name in enumerate(keys):
+        assert book.cache.add(name, 3) is not None
+        if number == 0:
+            book.want(waits, name)
+    assert [held.key for held in book.cache if held.on_host] == [keys[0], keys[3]]
+    book.leave(waits)
+    assert book.cache.add(bytes(15) + b"x", 3) is not None
+    assert [held.key for held in book.cache if held.on_host] == [keys[3], keys[4]]
 
 
 def test_who_comes_first_gets_room_that_later_ones_use() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 
+from tests.support.forked import NURSERY
 from weft.bench import process
 
 
@@ -14,17 +16,25 @@ def role_of(words: list[str]) -> str | None:
     return "head" if fake else process.role_of(words)
 
 
-def children(parent: int) -> dict[int, str]:
-    """The children of a process that have a role and have not ended, whichever thread started them."""
-    found: dict[int, str] = {}
+def commands(parent: int) -> dict[int, list[str]]:
+    """The children of a process that have not ended, whichever thread started them, with their commands."""
+    found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{parent}/task").iterdir():
             with contextlib.suppress(OSError):
                 for pid in map(int, (task / "children").read_text().split()):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-                    if (role := role_of(words)) is not None:
-                        found[pid] = role
+                    if words[0].startswith(sys.executable + " "):  # a copy's title (tests.support.forked)
+                        words = words[0].split()
+                    if not words[0].startswith(NURSERY):
+                        found[pid] = words
     return dict(sorted(found.items()))
+
+
+def children(parent: int) -> dict[int, str]:
+    """The children of a process that have a role and have not ended."""
+    roles = {pid: role_of(words) for pid, words in commands(parent).items()}
+    return {pid: role for pid, role in roles.items() if role is not None}
 
 
 def with_role(parent: int, role: str) -> list[int]:

@@ -1,0 +1,12 @@
+"""Samples a token, then names the costly parts of torch that it has: ``python -m tests.api.sampled_once``."""
+
+from __future__ import annotations
+
+import sys
+
+from weft import LLM, SamplingParams
+
+if __name__ == "__main__":
+    with LLM("spool-text", kv_cache_memory="64M") as llm:
+        llm.generate("a", SamplingParams(max_tokens=2, temperature=1.0, top_k=5, seed=1), use_tqdm=False)
+    print(sorted({"sympy", "torch._dynamo", "torch._inductor"} & set(sys.modules)))
