@@ -184,7 +184,7 @@ def test_a_cut_group_is_named(
     mesh = make_mesh(Layout(tensor=2), 1)  # not connected: loading needs no other rank
     with caplog.at_level(logging.INFO, "weft"):
         model = load(packed, torch.bfloat16, mesh=mesh)
-    (text,) = [record.getMessage() for record in caplog.records if "--tp" in record.getMessage()]
+    (text,) = {record.getMessage() for record in caplog.records if "--tp" in record.getMessage()}
     assert "cuts groups" in text
     down = model.blocks[1].feed_forward.down._packed
     assert getattr(down, "coding", None) is None
