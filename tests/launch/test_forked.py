@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.test_serve import signals_are_heeded
 from tests.support import forked
 from tests.support.slowness import deadline
 from weft.common import signals
@@ -71,7 +72,8 @@ def test_a_copy_has_what_a_real_process_has(tmp_path: Path, session: bool) -> No
     ("words", "status"), [(["0"], 0), ([f"-{int(signal.SIGTERM)}"], -15), (["-2"], -2), (["x"], 1), ([], 1)]
 )
 def test_a_copy_ends_as_a_real_process(words: Sequence[str], status: int) -> None:
-    copy, real = both(*words)
+    with signals_are_heeded():
+        copy, real = both(*words)
     assert copy[0] == real[0] == status
     assert copy[2].splitlines()[-1:] == real[2].splitlines()[-1:]
 

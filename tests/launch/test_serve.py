@@ -47,7 +47,7 @@ class Server:
         if omp_threads is not None:
             environment["OMP_NUM_THREADS"] = omp_threads
         self.log = folder / "serve.log"
-        with self.log.open("wb") as log, _signals_are_heeded():
+        with self.log.open("wb") as log, signals_are_heeded():
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "weft", command, *arguments],
                 stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def _signals_are_heeded() -> Iterator[None]:
+def signals_are_heeded() -> Iterator[None]:
     """Whoever runs the tests may have had signals ignored, and what is ignored is inherited.
 
     Not by ``preexec_fn``, for which all the memory of the tests' process is copied to a child first.
