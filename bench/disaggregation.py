@@ -246,11 +246,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds of one run")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    args.variants = args.variants.split(",")
-    for variant in args.variants:
+    args.variants = chosen(parser, args.variants)
+    return args
+
+
+def chosen(parser: argparse.ArgumentParser, variants: str) -> list[str]:
+    """The names in ``--variants``, each of ``VARIANTS``."""
+    names = variants.split(",")
+    for variant in names:
         if variant not in VARIANTS:
             parser.error(f"--variants {variant}: of {', '.join(VARIANTS)}")
-    return args
+    return names
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench import record
 from bench.compare import default_folder, model_folder
-from bench.disaggregation import VARIANTS, serving
+from bench.disaggregation import VARIANTS, chosen, serving
 from bench.rounds import say
 from weft.bench.client import ServerTarget, base_url, http_client, prepare
 from weft.bench.load import Limits, run_load
@@ -105,12 +105,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds until a server answers")
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    args.variants, args.tpot = args.variants.split(","), [float(one) for one in args.tpot.split(",")]
+    args.variants = chosen(parser, args.variants)
+    args.tpot = [float(one) for one in args.tpot.split(",")]
     args.input_len = parse_lengths(args.input_len, "--input-len")
     args.output_len = parse_lengths(args.output_len, "--output-len")
-    for variant in args.variants:
-        if variant not in VARIANTS:
-            parser.error(f"--variants {variant}: of {', '.join(VARIANTS)}")
     return args
 
 

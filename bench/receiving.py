@@ -32,8 +32,7 @@ import torch
 import zmq
 
 from bench import record
-from bench.sending import CHUNK, config_of
-from weft.bench.checkpoints import make
+from bench.sending import CHUNK, config_of, random_model
 from weft.common.clock import SystemClock
 from weft.config.resolved import EngineConfig
 from weft.engine.engine_server import run_head
@@ -327,10 +326,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        model = args.model
-        if model is None:
-            model = os.path.join(folder, "model")
-            make("qwen3-dense-s", model, 0)
+        model = args.model or random_model(folder)
         shape = model, max(args.length, args.context + args.most), 2 * MOST_OPEN
         endpoint = f"ipc://{folder}/head"
         context = multiprocessing.get_context("spawn")

@@ -177,6 +177,13 @@ class Sender:
         self.runner.read(handle)
 
 
+def random_model(folder: str) -> str:
+    """Where ``qwen3-dense-s`` is, made in ``folder`` with random weights."""
+    model = os.path.join(folder, "model")
+    make("qwen3-dense-s", model, 0)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,10 +197,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        model = args.model
-        if model is None:
-            model = os.path.join(folder, "model")
-            make("qwen3-dense-s", model, 0)
+        model = args.model or random_model(folder)
         shape = model, args.length, args.prompts
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()

@@ -46,10 +46,14 @@ def reference(made: Any, prompt: list[int]) -> dict[int, float]:
     return {top["id"]: top["logprob"] for top in token["top_logprobs"]}
 
 
-def text_model() -> tuple[Any, dict[str, Any]]:
-    folder = bundled_models()["spool-text"]
+def bundled(name: str) -> tuple[Any, dict[str, Any]]:
+    folder = bundled_models()[name]
     texts = gguf_files.texts_of(Path(folder), "qwen2") | {"eos_token_id": 2}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), texts
+
+
+def text_model() -> tuple[Any, dict[str, Any]]:
+    return bundled("spool-text")
 
 
 def llama() -> tuple[Any, dict[str, Any]]:
@@ -71,9 +75,7 @@ def llama() -> tuple[Any, dict[str, Any]]:
 
 def latent_model() -> tuple[Any, dict[str, Any]]:
     """DeepSeek V3: latent attention, experts chosen in groups by sigmoid and bias."""
-    folder = bundled_models()["spool-mla"]
-    texts = gguf_files.texts_of(Path(folder), "qwen2") | {"eos_token_id": 2}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), texts
+    return bundled("spool-mla")
 
 
 def gpt_oss() -> tuple[Any, dict[str, Any]]:

@@ -16,6 +16,7 @@ from tests.models.test_quantized_loading import (
     deepseek_v4_folders,
     gpt_oss_folders,
     plain,
+    save_moe,
 )
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
@@ -121,24 +122,16 @@ def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint of which matrices are nearly all; their sizes are multiples of the tiles'."""
-    import transformers
-
     folder = tmp_path_factory.mktemp("large")
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+    save_moe(
+        folder,
         vocab_size=64,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=2,
         num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
         num_experts=4,
-        num_experts_per_tok=2,
         moe_intermediate_size=128,
-        mlp_only_layers=[1],
     )
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
 
 

@@ -44,22 +44,30 @@ MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NV
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random MoE checkpoint of sizes that every format can pack."""
     folder = tmp_path_factory.mktemp("plain")
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
+    save_moe(
+        folder,
         vocab_size=128,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=4,
+        num_experts=3,
+        moe_intermediate_size=32,
+    )
+    return folder
+
+
+def save_moe(folder: Path, **sizes: int) -> None:
+    """A random MoE checkpoint of two layers, one of them dense."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=2,
         num_key_value_heads=2,
         head_dim=32,
-        num_experts=3,
         num_experts_per_tok=2,
-        moe_intermediate_size=32,
         mlp_only_layers=[1],
+        **sizes,
     )
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def _folders(

@@ -356,7 +356,8 @@ class EngineCore:
 
     def _sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
         self.runner.sample(handle, masks)
-        if (bell := self._bell) is not None and handle.sampled is not None:
+        bell = self._bell
+        if bell is not None and bell is not self.runner.bell and handle.sampled is not None:
             handle.sampled.add_done_callback(lambda _: bell.ring())
 
     def _commit(self, events: list[TokenEvent]) -> None:

@@ -34,9 +34,23 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """Numbers in each dimension, the slowest first."""
     kind: str
     """The name of its GGML type."""
-    data: Any
-    """The mapped bytes: an array of the shape where ``kind`` is F32, F16 or F64, otherwise of bytes, with
-    the blocks of a row in the last dimension."""
+    path: str
+    """The file that it is in."""
+    offset: int
+    """Where it begins there."""
+    dtype: str
+    """Of ``data``, as numpy writes types."""
+    dims: tuple[int, ...]
+    """Of ``data``."""
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The bytes, mapped: numbers [shape] where ``kind`` is F32, F16 or F64, otherwise uint8, with the
+        blocks of a row in the last dimension.
+        """
+        import numpy as np
+
+        return np.memmap(self.path, self.dtype, "r", self.offset, self.dims)
 
 
 def shards(path: Path) -> list[Path]:
@@ -85,8 +99,15 @@ class Container:
     def tensors(self) -> Iterator[StoredTensor]:
         """All tensors, in the file's order."""
         for stored in self._reader.tensors:
-            shape = tuple(int(size) for size in reversed(stored.shape))
-            yield StoredTensor(stored.name, shape, stored.tensor_type.name, stored.data)
+            yield StoredTensor(
+                name=stored.name,
+                shape=tuple(int(size) for size in reversed(stored.shape)),
+                kind=stored.tensor_type.name,
+                path=str(self.path),
+                offset=int(stored.data_offset),
+                dtype=stored.data.dtype.str,
+                dims=stored.data.shape,
+            )
 
 
 def dequantized(kind: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:

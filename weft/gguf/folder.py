@@ -21,7 +21,7 @@ from weft.gguf.tokenizer import tokenizer_files
 
 log = get_logger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Of what is made: folders of another are not used."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
@@ -87,7 +87,8 @@ def weights_of(path: Path) -> dict[str, Published]:
         raise ConfigError(
             f"{path.name} has no {_LAYOUT} beside it; name the .gguf file itself", param="--model"
         ) from error
-    return {weight.name: weight for weight in published(Container(path).tensors(), layout)}
+    here = str(path.resolve())
+    return {weight.name: weight for weight in published(layout) if weight.parts[0].path == here}
 
 
 def _cache() -> Path:
@@ -110,7 +111,7 @@ def _write(folder: Path, parts: list[Path]) -> None:
     tensors = [tensor for container in containers for tensor in container.tensors()]
     facts = ModelFacts(metadata)
     config = config_of(metadata, tensors, _rope_factors(tensors))
-    layout = Layout(facts.family, config["num_hidden_layers"], facts.heads, facts.kv_heads)
+    layout = Layout(facts.family, config["num_hidden_layers"], facts.heads, facts.kv_heads, tuple(tensors))
     (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))
     try:
         texts = tokenizer_files(metadata)

@@ -9,7 +9,7 @@ turn. ``Form`` says what makes the published tensor of the stored ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
@@ -71,13 +71,15 @@ class Form(Enum):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What decides where weights are in a file."""
+    """Where weights are in a model's files."""
 
     family: str
     """Of ``weft.gguf.config``: ``FAMILIES``."""
     layers: int
     heads: int
     kv_heads: int
+    tensors: tuple[StoredTensor, ...]
+    """Of all files. Kept, as looking through a file takes seconds where the vocabulary is large."""
 
 
 class Published(NamedTuple):
@@ -109,14 +111,14 @@ class Published(NamedTuple):
         return shape
 
 
-def published(tensors: Iterable[StoredTensor], layout: Layout) -> list[Published]:
-    """The weights that ``tensors`` are, experts one by one where they are published so.
+def published(layout: Layout) -> list[Published]:
+    """The weights that the tensors are, experts one by one where they are published so.
 
     Raises ConfigError for a tensor that no served model has, and for one whose other part is missing.
     """
     found: list[Published] = []
     stacks: dict[str, dict[str, StoredTensor]] = {}
-    for stored in tensors:
+    for stored in layout.tensors:
         if stored.name in WITHOUT_EFFECT:
             continue
         parts = _NAME.fullmatch(stored.name)

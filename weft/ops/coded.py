@@ -80,7 +80,7 @@ class Codes:
         return replace(
             self,
             values=self.values[place],
-            scales=_bytes(self.scales)[place].view(self.scales.dtype),
+            scales=as_bytes(self.scales)[place].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[place],
             factors=None if self.factors is None else self.factors[place],
         )
@@ -101,7 +101,7 @@ class Codes:
             values=self.values[:, begin // per_byte : -(-end // per_byte)],
             inputs=end - begin,
             group=max(end - begin, 2) if whole else self.group,
-            scales=_bytes(self.scales)[:, groups].view(self.scales.dtype),
+            scales=as_bytes(self.scales)[:, groups].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
 
@@ -113,7 +113,7 @@ class Codes:
         return replace(
             self,
             group=group,
-            scales=_bytes(self.scales)[..., index].view(self.scales.dtype),
+            scales=as_bytes(self.scales)[..., index].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[..., index],
         )
 
@@ -142,7 +142,7 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
         first,
         group=group,
         values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([_bytes(part.scales) for part in parts]).view(first.scales.dtype),
+        scales=torch.cat([as_bytes(part.scales) for part in parts]).view(first.scales.dtype),
         zeros=_all_zeros(parts),
         factors=_all_factors(parts),
     )
@@ -175,7 +175,7 @@ def stacked(parts: list[Codes]) -> Codes | None:
                 factors=None if part.factors is None else part.factors.new_empty(count, *part.factors.shape),
             )
         for to, tensor in zip(made.tensors(), part.tensors(), strict=True):
-            _bytes(to)[place] = _bytes(tensor)
+            as_bytes(to)[place] = as_bytes(tensor)
         parts[place] = part[:0]
     return made
 
@@ -223,7 +223,7 @@ def broken(codes: Codes) -> bool:
     return not bool(codes.scales.float().isfinite().all())
 
 
-def _bytes(scales: Tensor) -> Tensor:
+def as_bytes(scales: Tensor) -> Tensor:
     """Torch's indexing does not know types of 8 bits."""
     return scales if scales.dtype.itemsize > 1 else scales.view(torch.uint8)
 

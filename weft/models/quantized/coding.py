@@ -17,11 +17,9 @@ from weft.models.quantized.scales import Misfit, block_of
 from weft.models.quantized.sources import PLAIN
 from weft.models.quantized.words import bits_of, unpack
 from weft.models.weights import Placement
-from weft.ops.coded import Codes, broken, nibbles
+from weft.ops.coded import Codes, as_bytes, broken, nibbles
 
 Tensor = torch.Tensor
-
-_BYTES = (torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +203,7 @@ def _of(scale: Tensor | None, i: int, count: int) -> Tensor | None:
         return scale
     if scale.shape[0] != count:
         raise Misfit(f"scales of {list(scale.shape)} do not fit {count} matrices")
-    return _codes(scale)[i].view(scale.dtype)
-
-
-def _codes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return as_bytes(scale)[i].view(scale.dtype)
 
 
 def _eights(values: Tensor, scale: Tensor | None, block: tuple[int, int] | None) -> Codes | None:
