@@ -13,9 +13,9 @@ import pytest
 
 from tests.composition.groups import Seen, run
 from tests.composition.references import References
-from tests.composition.rig import Answer, make_checkpoint
+from tests.composition.rig import SEEING, Answer, distinct_images, make_checkpoint
 from tests.composition.table import GroupTable
-from tests.composition.test_pairs import NAMES, OWN
+from tests.composition.test_pairs import NAMES, OWN, ROOM, in_turn
 from tests.support.pairwise import covering, name
 
 #: Feature -> its values. The first one of each is that of the reference, alone.
@@ -35,9 +35,31 @@ FEATURES: dict[str, list[Any]] = {
 RANKS = {"ranks": [(1, 1), (2, 1), (1, 2)]}
 
 
+ENCODERS: dict[str, list[Any]] = {"encoders": [0, 1, 2]}
+"""Of families whose prompts have images: groups that encode them for the one that computes prompts."""
+
+
 def of_family(family: str) -> dict[str, list[Any]]:
     own = {feature: values for feature, values in OWN.get(family, {}).items() if feature in FEATURES}
-    return {**FEATURES, **RANKS, **own}
+    return {**FEATURES, **RANKS, **({**ROOM, **ENCODERS} if family in SEEING else {}), **own}
+
+
+def shown(family: str) -> list[str]:
+    """Features of a family in the table: those that cases set, and those that come with others."""
+    brought = ["images", "hits", "overlap"] if family in SEEING else []
+    return brought + [feature for feature, values in of_family(family).items() if len(values) > 1]
+
+
+def due(family: str, case: dict[str, Any]) -> list[str]:
+    """What must be seen at work in ``case``. With several ranks that compute prompts with images, steps are
+    divided."""
+    own = of_family(family)
+    wanted = [feature for feature, value in case.items() if feature in own and value != own[feature][0]]
+    return wanted + ["images"] * (family in SEEING) + ["overlap"] * overlaps(family, case)
+
+
+def overlaps(family: str, case: dict[str, Any]) -> bool:
+    return family in SEEING and case["ranks"][0] > 1
 
 
 def by_default() -> list[tuple[str, dict[str, Any]]]:
@@ -48,7 +70,7 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
         known = {
             feature: value if value in own[feature] else own[feature][0] for feature, value in case.items()
         }
-        made.append((family, {**known, "ranks": (1, 1)}))
+        made.append((family, {**known, "ranks": (1, 1), **in_turn(own, ["room", "encoders"], len(made))}))
     return made
 
 
@@ -65,7 +87,8 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, group_table: GroupTable
 ) -> None:
     expected, stop = references.of(family, case)
-    made, seen = run(make_checkpoint(references.root, family), case, stop)
+    folder = make_checkpoint(references.root, family)
+    made, seen = run(folder, {**case, "overlap": overlaps(family, case)}, stop)
     assert made.keys() == expected.keys()
     for key, answer in made.items():
         assert answer.tokens == expected[key].tokens, key
@@ -76,11 +99,8 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
             assert abs(value - alone) < 1e-5
     # One whose first token has its stop string in it ends where its prompt was computed.
     _check_moved(seen, sum(len(answer.tokens) > 1 for answer in made.values()))
-    engaged = _engaged(case, made, seen)
-    first = {feature: values[0] for feature, values in of_family(family).items()}
-    missing = [
-        feature for feature, value in case.items() if value != first[feature] and feature not in engaged
-    ]
+    engaged = _engaged(case, made, seen, distinct_images(folder))
+    missing = [feature for feature in due(family, case) if feature not in engaged]
     assert not missing, f"did not engage: {missing}"
     group_table.ran(family, engaged)
 
@@ -95,9 +115,11 @@ def _check_moved(seen: Seen, sequences: int) -> None:
     assert got.corrupt == 0
 
 
-def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen) -> set[str]:
-    """The features that were seen to be at work."""
+def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen, distinct: int) -> set[str]:
+    """The features that were seen to be at work; the prompts have ``distinct`` images."""
     moved = seen.decode.transfers
+    here, there = seen.prefill.images_encoded, sum(seen.encoded)
+    again = here + there > distinct
     found = {
         "blocks": case["blocks"] != "same",
         "prefix": case["prefix"] and seen.prefill.prefix_hits > 0 and seen.decode.prefix_hits > 0,
@@ -111,5 +133,10 @@ def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen) -> set[s
         "chunk": seen.unfinished > 0 and case["chunk"] > 0,
         "depth": seen.deepest == 2,
         "ranks": case["ranks"] != (1, 1),
+        "images": here + there > 0 and not seen.decode.images_encoded,
+        "hits": seen.prefill.image_hits > 0,
+        "encoders": there > 0 and not here,
+        "overlap": seen.halved > 0,
+        "room": case.get("room", "ample") != "ample" and (again or seen.lifted > 0),
     }
     return {feature for feature, there in found.items() if there}
