@@ -2,7 +2,8 @@
 tokens, text and logprobs of each sequence alone.
 
 By default the forms of attention are one more feature, and the cases cover every pair; ``-m grid`` covers the
-pairs for each form, also with two ranks on one side. ``docs/composition.md`` has what a run of all found.
+pairs for each form, also with two ranks on one side. Of models that see images there are fewer by default.
+``docs/composition.md`` has what a run of all found.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import pytest
 
 from tests.composition.groups import Seen, run
 from tests.composition.references import References
-from tests.composition.rig import SEEING, Answer, distinct_images, make_checkpoint
+from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint
 from tests.composition.table import GroupTable
-from tests.composition.test_pairs import NAMES, OWN, ROOM, in_turn
-from tests.support.pairwise import covering, name
+from tests.composition.test_pairs import NAMES, OWN, ROOM
+from tests.support.pairwise import covering, few_of, name
 
 #: Feature -> its values. The first one of each is that of the reference, alone.
 FEATURES: dict[str, list[Any]] = {
@@ -62,23 +63,27 @@ def overlaps(family: str, case: dict[str, Any]) -> bool:
     return family in SEEING and case["ranks"][0] > 1
 
 
+OF_FAMILIES = [
+    (family, case) for family in NAMES for case in covering(of_family(family), cheap={"ranks": (1, 1)})
+]
+
+
 def by_default() -> list[tuple[str, dict[str, Any]]]:
     made = []
-    for case in covering({"family": NAMES, **FEATURES}):
+    for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
         family = case.pop("family")
         own = of_family(family)
         known = {
             feature: value if value in own[feature] else own[feature][0] for feature, value in case.items()
         }
-        made.append((family, {**known, "ranks": (1, 1), **in_turn(own, ["room", "encoders"], len(made))}))
-    return made
+        made.append((family, {**known, "ranks": (1, 1)}))
+    return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING and one[1]["ranks"] == (1, 1)])
 
 
 CASES = [pytest.param(*case, id=f"{case[0]}-{name(case[1])}") for case in by_default()]
 CASES += [
     pytest.param(family, case, marks=pytest.mark.grid, id=f"{family}-{name(case)}")
-    for family in NAMES
-    for case in covering(of_family(family), cheap={"ranks": (1, 1)})
+    for family, case in OF_FAMILIES
 ]
 
 

@@ -2,7 +2,8 @@
 
 A case sets every feature to one of its values, and asserts that its features engaged. By default the forms of
 attention are one more feature, and the cases cover every pair of values of every two; ``-m grid`` covers the
-pairs for each form. ``docs/composition.md`` is what a run of all of that found.
+pairs for each form. Of models that see images there are fewer by default. ``docs/composition.md`` is what a
+run of all of that found.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from tests.composition.references import References
 from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint, run
 from tests.composition.table import Table
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, few_of, name
 
 #: Feature -> its values. The first one of each is that of the reference, alone.
 FEATURES: dict[str, list[Any]] = {
@@ -46,11 +47,6 @@ def of_family(family: str) -> dict[str, list[Any]]:
     return {**FEATURES, **(ROOM if family in SEEING else {}), **OWN.get(family, {})}
 
 
-def in_turn(own: dict[str, list[Any]], features: list[str], number: int) -> dict[str, Any]:
-    """The values of ``features`` of case ``number``, of those that a family has."""
-    return {feature: own[feature][number % len(own[feature])] for feature in features if feature in own}
-
-
 def shown(family: str) -> list[str]:
     """Features of a family in the table: those that cases set, and those that its prompts bring."""
     brought = ["images", "hits"] if family in SEEING else []
@@ -61,13 +57,14 @@ OF_FAMILIES = [(family, case) for family in NAMES for case in covering(of_family
 
 
 def by_default() -> list[tuple[str, dict[str, Any]]]:
+    """Families without images; and of those with some as few cases as have each value once."""
     made = []
-    for case in covering({"family": NAMES, **FEATURES}):
+    for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
         family = case.pop("family")
         own = of_family(family)
-        known = {f: value if value in own[f] else own[f][0] for f, value in case.items()}
-        made.append((family, known | in_turn(own, ["room"], len(made))))
-    return [*made, next(one for one in OF_FAMILIES if one[1]["draft"] == "mtp")]
+        made.append((family, {f: value if value in own[f] else own[f][0] for f, value in case.items()}))
+    made.append(next(one for one in OF_FAMILIES if one[1]["draft"] == "mtp"))
+    return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING])
 
 
 CASES = [pytest.param(*one, id=f"{one[0]}-{name(one[1])}") for one in by_default()]
