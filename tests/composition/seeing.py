@@ -88,9 +88,9 @@ def prompts(folder: Path) -> list[dict[str, Any]]:
     def seen(parts: list[int | tuple[int, int] | Clip], seed: int) -> Seen:
         return Seen(make_prompt(parts, spec, seed))
 
-    first = seen([5, (2, 3), 14], 1)
-    other = first.with_images_of(seen([5, (2, 3), 14], 11))
-    turn = seen([13, (3, 3), 12, (1, 5), 16], 2)
+    first = seen([21, (2, 3), 14], 1)
+    other = first.with_images_of(seen([21, (2, 3), 14], 11))
+    turn = seen([30, (3, 3), 8, (1, 5), 6], 2)
     second = turn.then([7, 8, 9], seen([2, (2, 3), 3], 1))
     rng = random.Random(7)
     words = [[rng.randrange(256) for _ in range(3)], [4, 4, 8] * 7]
@@ -98,12 +98,12 @@ def prompts(folder: Path) -> list[dict[str, Any]]:
     shown = [
         first,
         other,
-        seen([(5, 7), 23], 3),
-        seen([1, (1, 1), 31, (4, 1), (1, 7), 2], 6),
+        seen([(5, 7), 33], 3),
+        seen([1, (1, 1), 31, (4, 1), (1, 7), 12], 6),
         seen([9, (2, 3), 1], 1),
         turn,
         second,
-        second.then([1, 2], seen([4, (3, 2), 5], 8)),
+        second.then([1, 2], seen([4, (3, 2), 4], 8)),
     ]
     assert all(len(one.ids) <= 96 for one in shown), [len(one.ids) for one in shown]
     return made + [{"prompt_token_ids": one.ids, "media": list(one.media)} for one in shown]
