@@ -88,7 +88,7 @@ def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
     if case.get("encoders"):
         settings |= {"language_model_only": True, "take_embeddings": not decodes}
     if not decodes:
-        settings |= room_for_images(folder, case.get("room"), MOST_IMAGES)
+        settings |= room_for_images(folder, case.get("room"), MOST_IMAGES if case.get("encoders") else 1)
     return resolve(from_keywords(settings))
 
 
