@@ -102,7 +102,9 @@ CASES = [
 ]
 
 PREEMPTED = {0, 2, 3, 6, 7, 9, 12, 13, 15}
-"""Cases that run with preemption by default; the others run without. Both have each form, dtype, drafter, depth and sampling."""
+"""Cases that run with preemption by default; the others run without. Both have each form, dtype, drafter,
+depth and sampling.
+"""
 
 
 @pytest.mark.parametrize(
