@@ -1,7 +1,9 @@
 // Weights of few bits: the sums of a block (coded.h).
 //
-// bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind the
-// products. For float32 rows, and where AVX2 multiplies more than two, some groups are unpacked in memory as floats.
+// Few bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind
+// the products. With AVX-512 some groups at a time are unpacked in memory for many rows, whose tiles are half as high:
+// so they keep what groups add up to in registers. For float32 rows, and where AVX2 multiplies more than two, some
+// groups are unpacked in memory as floats.
 #include "coded.h"
 
 #include "fp8.h"
@@ -12,6 +14,8 @@ namespace {
 
 constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
+constexpr int64_t kManyRows = 32, kManyRowsOfMany = 20;  // for which codes are unpacked in memory; where groups cost more
+constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -263,9 +267,10 @@ auto by_numbers(const Coding& coding, F f) {
 
 // --- sums -----------------------------------------------------------------------------------------------------
 
-// A group's head, and its upper level of scales.
+// A group's head, its upper level of scales, and which group it is.
 struct Head {
   const uint8_t *at, *upper;
+  int64_t number;
 };
 
 // 16 float16, exactly.
@@ -312,8 +317,16 @@ struct Range {
 
   template <class F>
   void each(F f) const {
-    for (int64_t k = begin; k < end; k += coding.group)
-      f(k, std::min(coding.group, end - k), Head{block + coding.head_at(k), block + coding.upper_at(k)});
+    if (begin >= end) return;
+    const int64_t upper = coding.upper(), group = coding.group, head = coding.head(), step = coding.step();
+    Head now{block + coding.head_at(begin), block + coding.upper_at(begin), begin / group};
+    for (int64_t k = begin;;) {
+      const int64_t count = std::min(group, end - k);
+      f(k, count, now);
+      if ((k += group) >= end) return;
+      now.at += head + group / 2 * step, ++now.number;
+      if (upper && k % Coding::kSpan == 0) now.upper = now.at, now.at += upper;
+    }
   }
 };
 
@@ -393,7 +406,7 @@ void add_groups(const Range& range, const uint8_t* made, const Rows<typename Rea
       }
       if (!range.coding.minimums()) continue;
       const vf minimum = minimums_of(head, half);
-      const float* of_x = x.sums + k / range.coding.group;
+      const float* of_x = x.sums + head.number;
 #pragma GCC unroll 16
       for (int row = 0; row < rows; ++row) {
         float* to = sums + row * kBlock + half * kLanes;
@@ -428,15 +441,17 @@ void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read:
 
 // The numbers of a range without their scales: steps of bf16's format, or of float32's.
 template <class Form>
-void unpack(const Range& range, uint8_t* to) {
+void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
-    range.each([&](int64_t, int64_t count, const Head& head) {
+    range.each([&](int64_t k, int64_t count, const Head& head) {
       const C codes(head.at + range.coding.scale_bytes());
       const uint8_t* from = head.at + range.coding.head();
-      for (int64_t step = 0; step < divide_up(count, 2); ++step, to += 2 / Form::depth * Form::bytes) {
+      uint8_t* to = made + (k - range.begin) / Form::depth * Form::bytes;
+      const int64_t steps = divide_up(count, 2);
+      for (int64_t step = 0; step < steps; ++step, to += 2 / Form::depth * Form::bytes) {
         const Bf16::Step read = codes.load(from + step * C::bytes);
         if constexpr (std::is_same_v<Form, Bf16>) {
-          std::memcpy(to, &read, sizeof(read));
+          for (int half = 0; half < 2; ++half) std::memcpy(to + 64 * half, &read.w[half], 64);
         } else {
           float* floats = reinterpret_cast<float*>(to);
           for (int half = 0; half < 2; ++half) {
@@ -449,10 +464,11 @@ void unpack(const Range& range, uint8_t* to) {
   });
 }
 
+// Begins a line of the cache: registers of 64 bytes do not cross one.
 uint8_t* memory_of(int64_t bytes) {
   static thread_local std::vector<uint8_t> memory;
-  if (memory.size() < size_t(bytes)) memory.resize(size_t(bytes));
-  return memory.data();
+  if (memory.size() < size_t(bytes) + 64) memory.resize(size_t(bytes) + 64);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
 }
 
 // `run(range, what was unpacked of it)` of some groups after others.
@@ -467,11 +483,117 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
   }
 }
 
+#if WEFT_AVX512
+
+// A range in memory: steps of bf16's format, and for each group its scales (and minimums) of 32 columns.
+struct Whole {
+  const uint8_t* steps;
+  const float *scales, *minimums;
+};
+
+Whole unpack_whole(const Range& range) {
+  const int64_t groups = range.coding.groups(range.end - range.begin), steps = (range.end - range.begin) / 2 + groups;
+  uint8_t* made = memory_of(steps * Bf16::bytes + 2 * groups * kBlock * int64_t(sizeof(float)));
+  float* scales = reinterpret_cast<float*>(made + steps * Bf16::bytes);
+  float* minimums = scales + groups * kBlock;
+  unpack<Bf16>(range, made);
+  const int64_t first = range.begin / range.coding.group;
+  range.each([&](int64_t, int64_t, const Head& head) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = (head.number - first) * kBlock + half * kLanes;
+      store(scales + at, scales_of(range.coding, head, half));
+      if (range.coding.minimums()) store(minimums + at, minimums_of(head, half));
+    }
+  });
+  return {made, scales, minimums};
+}
+
+// `add_groups` by the same sequence of operations, with the totals in registers.
+template <int rows, int steps>
+void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
+  const int64_t group = range.coding.group;
+  vf total[rows][2];
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
+  const uint8_t* w = whole.steps;
+  const int64_t first = range.begin / group;  // of all groups
+  for (int64_t k = range.begin, at = 0; k < range.end; k += group, ++at) {
+    const int64_t count = std::min(group, range.end - k);
+    vf sum[rows][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
+    const bf16* from = x.x + k;
+    const int64_t whole_steps = steps ? steps : count / 2;
+#pragma GCC unroll 8
+    for (int64_t step = 0; step < whole_steps; ++step, w += Bf16::bytes, from += 2) {
+      const auto weights = Bf16::load(w);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const auto value = Bf16::x(from + row * x.x_stride);
+        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
+        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+      }
+    }
+    if (!steps && count % 2) {
+      const auto weights = Bf16::load(w);
+      w += Bf16::bytes;
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const auto value = Bf16::x_last(from + row * x.x_stride);
+        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
+        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const vf scale = load(whole.scales + at * kBlock + half * kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) total[row][half] = fma(sum[row][half], scale, total[row][half]);
+      if (!range.coding.minimums()) continue;
+      const vf minimum = load(whole.minimums + at * kBlock + half * kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row)
+        total[row][half] = fma(splat(-x.sums[row * x.sums_stride + first + at]), minimum, total[row][half]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) store(sums + row * kBlock + half * kLanes, total[row][half]);
+}
+
+template <int steps, int... rows>
+constexpr auto make_wholes(std::integer_sequence<int, rows...>) {
+  return std::array{add_whole<rows + 1, steps>...};
+}
+
+void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums) {
+  constexpr std::make_integer_sequence<int, kTotalRows> tiles_of;
+  constexpr auto any = make_wholes<0>(tiles_of), eights = make_wholes<8>(tiles_of), sixteens = make_wholes<16>(tiles_of);
+  const auto& adds_whole = inputs % coding.group ? any : coding.group == 16 ? eights : coding.group == 32 ? sixteens : any;
+  const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
+  for (int64_t k = 0; k < inputs; k += most) {
+    const Range range{coding, w, inputs, k, std::min(inputs, k + most)};
+    const Whole whole = unpack_whole(range);
+    for (int64_t row = 0; row < rows;) {
+      const int64_t left = rows - row, tile = divide_up(left, divide_up(left, kTotalRows));
+      adds_whole[size_t(tile - 1)](range, whole, x.from(row), sums + row * kBlock);
+      row += tile;
+    }
+  }
+}
+
+#endif
+
 }  // namespace
 
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
+#if WEFT_AVX512
+  if (rows >= (coding.group < 32 || coding.minimums() ? kManyRowsOfMany : kManyRows))
+    return add_many(coding, w, inputs, x, rows, sums);
+#endif
 #if WEFT_AVX2
   if (rows > kDirectRows) {
     static thread_local std::vector<float> memory;
