@@ -68,9 +68,10 @@ class GGUFTensor:
         parts = [self._maps.bytes_of(part) for part in weight.parts]
         match weight.form:
             case Form.STORED if parts[0].dim() == 2:
-                return kind, iter([CodedPiece((), of_blocks(kind, parts[0]))])
+                return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=True))])
             case Form.EXPERT:
-                return kind, iter([CodedPiece((), of_blocks(kind, parts[0][weight.number]))])
+                one = of_blocks(kind, parts[0][weight.number], mapped=True)
+                return kind, iter([CodedPiece((), one)])
             case Form.HALVES if parts[0].dim() == 2:
                 pairs = parts[0].unflatten(0, (weight.number, -1, 2))
                 return kind, iter([CodedPiece((), of_blocks(kind, pairs.transpose(1, 2).flatten(0, 2)))])

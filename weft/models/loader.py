@@ -122,8 +122,7 @@ def load_model(
             fill_randomly(model, seed)
         held = pack and packed and quantization == "none" and device.type == "cpu"
         saved = _saved_layers(path, spec)
-        weights = WEIGHTS.get(spec.family)(spec)
-        filled = fill(model, weights, files, saved, progress, partial, packed=held)
+        filled = fill(model, WEIGHTS.get(spec.family)(spec), files, saved, progress, partial, packed=held)
     if pack:
         model.pack()
     if filled is not None:

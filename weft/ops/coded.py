@@ -50,6 +50,8 @@ class Codes:
     """float64 [N]."""
     order: Tensor | None = None
     """int64 [K]: column i here is input ``order[i]``; None: in order."""
+    mapped: bool = False
+    """Whether ``values`` are a file that is mapped, and written by nobody: packing drops its pages."""
 
     @property
     def four(self) -> bool:
@@ -91,6 +93,7 @@ class Codes:
         return replace(
             self,
             values=self.values[place],
+            mapped=self.mapped and not isinstance(place, Tensor),
             scales=as_bytes(self.scales)[place].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[place],
             factors=None if self.factors is None else self.factors[place],
@@ -149,8 +152,8 @@ class MixedCodes:
         return sum(len(part) for part in self.parts)
 
 
-def of_blocks(kind: str, values: Tensor) -> Codes:
-    """uint8 [N, bytes of a row] (or a stack) of blocks of GGML's type ``kind``."""
+def of_blocks(kind: str, values: Tensor, *, mapped: bool = False) -> Codes:
+    """uint8 [N, bytes of a row] (or a stack) of blocks of GGML's type ``kind``. mapped: as of ``Codes``."""
     block = ggml.BLOCKS[kind]
     return Codes(
         numbers=kind,
@@ -158,6 +161,7 @@ def of_blocks(kind: str, values: Tensor) -> Codes:
         inputs=values.shape[-1] // block.bytes * block.numbers,
         group=block.numbers,
         scales=torch.empty(*values.shape[:-1], 0),
+        mapped=mapped,
     )
 
 
@@ -184,6 +188,7 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
     return replace(
         first,
         group=group,
+        mapped=False,
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([as_bytes(part.scales) for part in parts]).view(first.scales.dtype),
         zeros=_all_zeros(parts),
@@ -223,6 +228,7 @@ def stacked(parts: list[Codes]) -> Codes | None:
         if made is None:
             made = replace(
                 part,
+                mapped=False,
                 values=part.values.new_empty(count, *part.values.shape),
                 scales=part.scales.new_empty(count, *part.scales.shape),
                 zeros=None if part.zeros is None else part.zeros.new_empty(count, *part.zeros.shape),

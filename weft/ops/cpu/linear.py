@@ -112,7 +112,8 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
     """(bytes [blocks, bytes of a block] in the extension's layout, its coding), of a matrix."""
     if codes.block is not None:
         number = codes.block.number
-        blocks = torch.ops.weft_cpu.pack_ggml.default(codes.values, codes.inputs, gated, number)
+        pack_ggml = torch.ops.weft_cpu.pack_ggml.default
+        blocks = pack_ggml(codes.values, codes.inputs, gated, number, codes.mapped)
         return blocks, codes.coding
     codes = coded.storable(codes)
     scales = codes.scales.contiguous()

@@ -1,6 +1,9 @@
 // Packing weights of few bits (coded.h): from codes and scales apart, and from GGML's blocks; rows of what was packed.
 #include "gemm_block.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 namespace weft {
 namespace {
 
@@ -114,6 +117,8 @@ enum class Kind : int64_t { q8_0 = 0, q4_0 = 1, q4_k = 2, q6_k = 3 };
 int64_t numbers_of(Kind kind) { return kind == Kind::q8_0 || kind == Kind::q4_0 ? 32 : 256; }
 int64_t bytes_of(Kind kind) { return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210; }
 
+constexpr int64_t kDropBytes = 1 << 20;  // of a mapped file, at a time
+
 Coding coding_of(Kind kind) {
   switch (kind) {
     case Kind::q8_0:
@@ -172,8 +177,16 @@ void pack_ggml_column(Kind kind, const uint8_t* row, int64_t inputs, int column,
   }
 }
 
-// blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]
-Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given) {
+// Takes whole pages of a mapped file, which nobody wrote to, from this process: they are read again if they are needed.
+void drop_pages(const uint8_t* begin, const uint8_t* end) {
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (uintptr_t(begin) + page - 1) / page * page;
+  const uintptr_t last = uintptr_t(end) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
+// blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
+// private mapping of a file that nobody wrote to; its pages are dropped behind what is read.
+Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
   TORCH_CHECK(given >= 0 && given <= 3, "pack_ggml: kind");
   const Kind kind = Kind(given);
   const Coding coding = coding_of(kind);
@@ -187,12 +200,18 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
   const uint8_t* from = blocks.const_data_ptr<uint8_t>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    int64_t dropped = begin * kBlock;  // rows before that
     for (int64_t block = begin; block < end; ++block) {
       uint8_t* to = made + block * block_bytes;
       std::memset(to, 0, size_t(block_bytes));
       for (int column = 0; column < kBlock; ++column) {
         const int64_t row = layout.row(block, column);
         if (row >= 0) pack_ggml_column(kind, from + row * line, inputs, column, to);
+      }
+      const int64_t read = std::min((block + 1) * kBlock, layout.rows);
+      if (mapped && !gated && ((read - dropped) * line > kDropBytes || block + 1 == end)) {
+        drop_pages(from + dropped * line, from + (read - 1) * line + blocks.size(1));
+        dropped = read;
       }
     }
   });
@@ -239,7 +258,7 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
 
 TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
-  m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind) -> Tensor");
+  m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
   m.def("embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
         " ScalarType dtype) -> Tensor");
   m.impl("pack_coded", c10::DispatchKey::CPU, TORCH_FN(pack_coded));
