@@ -76,6 +76,7 @@ class IndexedAttention(LatentAttention):
         assert spec.mla is not None
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
+        self._product = build.op("head_product").run
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
@@ -108,11 +109,12 @@ class IndexedAttention(LatentAttention):
         nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
-        q = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
+        absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
+        q = torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1)
         latents = self._attend(q, index, shared, caches)
         if logits_indices is not None:
             latents = latents[logits_indices]
-        return self.out(torch.einsum("thl,hvl->thv", latents, up.values).flatten(1))
+        return self.out(self._product(latents, up.values, values).flatten(1))
 
     def _attend(
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache
