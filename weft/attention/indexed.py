@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.latent import Form
 from weft.attention.mla import LatentAttention
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
@@ -80,6 +81,11 @@ class IndexedAttention(LatentAttention):
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
+
+    @staticmethod
+    def _choose_forms(build: Build) -> tuple[Form, Form]:
+        """The entries that a token chose are never made into keys and values."""
+        return ("absorbed", "absorbed")
 
     def forward(
         self,
