@@ -13,7 +13,9 @@ TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTH
 serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
 
-test: lint types imports unit  ## lint, types, import contracts and the default tests
+# Two at a time: the tests, and beside the first ones the others by turn, whose words stand among the dots.
+test: setup ops  ## lint, types, import contracts and the default tests
+	$(MAKE) -j 2 unit lint types imports
 
 # What starts no server and no ranks: most of the code, in a fraction of the time.
 QUICK := common types config kv scheduler routing text sampling layers attention moe speculation runner sim docs \
@@ -52,8 +54,9 @@ types: setup
 imports: setup
 	$(BIN)/lint-imports
 
+# Three processes for two cores: a quarter of the time one of them waits.
 unit: setup ops
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)

@@ -5,8 +5,9 @@ run.
 
 One room moves a cache of one kind (16 layers, 8 KV heads of 64, blocks of 64, bfloat16) from a sending
 process to a receiving one, digests included, through everything but the heads: spans, digests, frames,
-copies, answers. The plain copy is one thread's of the same bytes; the plain socket is two processes', in
-calls of 1 MiB. Medians of rounds, the first one left out.
+copies, answers; once more with caches that are staged at both ends, as on a GPU. The plain copy is one
+thread's of the same bytes; the plain socket is two processes', in calls of 1 MiB. Medians of rounds, the
+first one left out.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from weft.ops import cpu
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.pushes import WRITE_BYTES
 from weft.transfer.words import RankReport, RankStopped
+from weft.transports.copies import HostCopies
 from weft.transports.copying import copy_spans, digest_spans
+from weft.transports.memory import Sizes, Staged
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
@@ -42,6 +45,8 @@ LAYERS, HEADS, WIDTH, BLOCK = 16, 8, 64, 64
 CACHE = CacheSpec(kind="full", layers=tuple(range(LAYERS)), kv_heads=HEADS, head_dim=WIDTH)
 BLOCK_BYTES = LAYERS * 2 * HEADS * BLOCK * WIDTH * 2
 SECRET = b"of the benchmark alone"
+STAGED = ", staged"
+"""Behind the name of a transport: caches at both ends pass through host memory, as a GPU's do."""
 
 
 def dims(blocks: int) -> r.GroupDims:
@@ -66,10 +71,15 @@ class Rank:
         self.dims, self.blocks = dims(blocks), blocks
         self.memory = SharedMemory((1 + blocks) * BLOCK_BYTES)
         self.memory.tensor.fill_(value)  # every page is there
+        shm = kind.startswith("shm")
         self.transport: Any = (
-            ShmTransport(folder, 0, number) if kind == "shm" else TcpTransport("127.0.0.1", 0, number, SECRET)
+            ShmTransport(folder, 0, number) if shm else TcpTransport("127.0.0.1", 0, number, SECRET)
         )
-        if kind == "shm":
+        if kind.endswith(STAGED):
+            sizes = Sizes(slot=self.transport.slot_bytes)
+            memory = Staged([self.memory.tensor], HostCopies(), sizes, sends=True, takes=True)
+            self.transport.stage(memory)
+        elif shm:
             self.transport.share([self.memory])
         else:
             self.transport.register([self.memory.tensor])
@@ -202,9 +212,11 @@ def main() -> None:
     blocks = max(1, (args.megabytes << 20) // BLOCK_BYTES)
     total = blocks * BLOCK_BYTES
     rates = in_one_thread(total, args.rounds)
-    rates["shm"] = transfers("shm", blocks, args.rounds)
+    for kind in ("shm", "shm" + STAGED):
+        rates[kind] = transfers(kind, blocks, args.rounds)
     rates["plain socket"] = plain_socket(total, args.rounds)
-    rates["tcp"] = transfers("tcp", blocks, args.rounds)
+    for kind in ("tcp", "tcp" + STAGED):
+        rates[kind] = transfers(kind, blocks, args.rounds)
     again = in_one_thread(total, args.rounds)["plain copy"]
     median = {name: statistics.median(each[1:]) for name, each in rates.items()}
     print(f"{total / 1e6:.0f} MB a round, {args.rounds - 1} rounds\n")
@@ -214,6 +226,8 @@ def main() -> None:
     print(f"| plain copy, again | {statistics.median(again[1:]):.2f} | | |")
     print(f"\nshm: {median['shm'] / median['plain copy']:.0%} of a plain copy")
     print(f"tcp: {median['tcp'] / median['plain socket']:.0%} of a plain socket")
+    for kind in ("shm", "tcp"):
+        print(f"{kind}{STAGED}: {median[kind + STAGED] / median[kind]:.0%} of {kind}")
 
 
 if __name__ == "__main__":

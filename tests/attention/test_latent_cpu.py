@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.latent import NAN, SMALL, WIDE, Scene, Shape, bits
+from tests.support.pairwise import sampled
 from tests.support.specs import model_spec
 from weft.attention.latent import Form
 from weft.attention.latent_cpu import CpuLatent
@@ -112,13 +113,12 @@ def test_as_a_backend(form: Form, interleaved: bool) -> None:
     assert torch.equal(bits(out), bits(made))
 
 
-@pytest.mark.parametrize("window", [0, 600])
-@pytest.mark.parametrize("shape", [SMALL, WIDE])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
+@sampled({"engine": [None, *ENGINES], "form": list(FORMS), "shape": [SMALL, WIDE], "window": [0, 600]})
 def test_bits_do_not_depend_on_company_chunks_or_threads(
-    dtype: torch.dtype, engine: int, form: Form, shape: Shape, window: int
+    engine: int | None, form: Form, shape: Shape, window: int
 ) -> None:
+    """``engine`` None: in float32, which has one."""
+    dtype, engine = (torch.float32, 0) if engine is None else (torch.bfloat16, engine)
     scene = Scene(FEW_ROWS if shape is WIDE else ROWS, shape, window, dtype)
     torch.set_num_threads(1)
     whole = bits(run(scene, form, engine=engine))

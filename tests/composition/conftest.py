@@ -21,9 +21,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 @pytest.fixture(scope="session")
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Of pairs of features in one group."""
-    from tests.composition.test_pairs import NAMES, of_family
+    from tests.composition.test_pairs import NAMES, shown
 
-    made = Table({family: [f for f, v in of_family(family).items() if len(v) > 1] for family in NAMES})
+    made = Table({family: shown(family) for family in NAMES})
     yield made
     # Without the grid not every cell has a case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
@@ -33,9 +33,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
 @pytest.fixture(scope="session")
 def group_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
     """Of features with prefill and decode in groups of their own."""
-    from tests.composition.test_groups import NAMES, of_family
+    from tests.composition.test_groups import NAMES, shown
 
-    made = GroupTable({family: [f for f, v in of_family(family).items() if len(v) > 1] for family in NAMES})
+    made = GroupTable({family: shown(family) for family in NAMES})
     yield made
     # Without the grid not every cell has a case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":

@@ -1,8 +1,10 @@
-"""A group that prefills and one that decodes, with any set of features: see ``rig``."""
+"""A group that prefills and one that decodes, perhaps with some that encode images, and any set of features:
+see ``rig``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from tests.composition.rig import (
     BLOCK,
     LONGEST,
     MAX_LEN,
-    PROMPTS,
     SEQUENCES,
     answer_of,
+    asked_of,
     params,
+    room_for_images,
     tight,
 )
 from tests.e1.rig import force_preemptions
@@ -25,9 +28,12 @@ from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.types.messages import HeadStats
+from weft.types.plan import MoveMedia
 
 OTHER = {"same": BLOCK, "larger": 2 * BLOCK, "smaller": BLOCK // 2}
 """Block size of the group that decodes."""
+MOST_IMAGES = 4
+"""Of a prompt: who takes their embeddings has room for all of them."""
 
 
 @dataclass
@@ -40,11 +46,19 @@ class Seen:
     """Prompt rows that did not reach the end of their prompt, where prompts are computed."""
     deepest: int = 0
     """Steps in flight where outputs are made."""
+    halved: int = 0
+    """Steps in two micro-batches, where prompts are computed."""
+    lifted: int = 0
+    """Embeddings that came back from the host, where prompts are computed."""
+    encoded: list[int] = field(default_factory=list)
+    """Images of each group that encodes."""
 
 
 def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
     """The group of ``role`` with the features of ``case``."""
     decodes = role == "decode"
+    if role == "encode":
+        return _encoder(folder, case)
     settings: dict[str, Any] = {
         "model": str(folder),
         "role": role,
@@ -69,12 +83,25 @@ def group(folder: Path, case: dict[str, Any], role: str) -> EngineConfig:
         settings["max_model_len"] = LONGEST
         if decodes:
             settings["kv_cache_memory"] = str(tight(folder, case, OTHER[case["blocks"]]))
+    if not decodes:
+        settings["overlap"] = "all" if case.get("overlap") else "off"
+    if case.get("encoders"):
+        settings |= {"language_model_only": True, "take_embeddings": not decodes}
+    if not decodes:
+        settings |= room_for_images(folder, case.get("room"), MOST_IMAGES if case.get("encoders") else 1)
     return resolve(from_keywords(settings))
+
+
+def _encoder(folder: Path, case: dict[str, Any]) -> EngineConfig:
+    settings = {"model": str(folder), "role": "encode", "dtype": "float64", "device": "cpu", "threads": 1}
+    settings |= {"max_model_len": MAX_LEN, "steps_in_flight": case["depth"]}
+    return resolve(from_keywords({**settings, **room_for_images(folder, case.get("room"), 1)}))
 
 
 def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None) -> tuple[dict[Any, Any], Seen]:
     """(answers by (prompt, choice), what was seen). All caches were moved, and given back."""
-    groups = [group(folder, case, role) for role in ("prefill", "decode")]
+    roles = ["prefill", "decode", *["encode"] * case.get("encoders", 0)]
+    groups = [group(folder, case, role) for role in roles]
     length = groups[0].kv.max_model_len
     llm = start_llm(pytest.MonkeyPatch(), groups, str(folder), max_model_len=length, kv_cache_memory="64M")
     engine: Any = llm._core
@@ -84,13 +111,14 @@ def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None) -> tu
     if case["preempt"]:
         _evict_often(engine)
     try:
-        asked: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        asked: list[Any] = asked_of(folder)
         if case["prefix"]:
             llm.generate(asked[-3:], SamplingParams(max_tokens=2), use_tqdm=False)
-        outputs = llm.generate(asked, params(case, stop), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False)
         engine.settle()
         seen.prefill, seen.decode = (engine.cores(role)[0].stats() for role in ("prefill", "decode"))
         assert not engine.fleet.local_prefills
+        seen.encoded = [core.stats().images_encoded for core in engine.cores("encode")]
     finally:
         llm.shutdown()
     return {(i, c.index): answer_of(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
@@ -120,6 +148,8 @@ def _watch(engine: FleetEngine, seen: Seen) -> None:
 
     def computed(plan: Any) -> Any:
         seen.unfinished += int((plan.prefill.sample == 0).sum())
+        seen.halved += plan.micro_batches > 1
+        seen.lifted += sum(isinstance(op, MoveMedia) and op.up for op in plan.ops)
         return forward(plan)
 
     def launched(plan: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.composition.rig import PROMPTS, Answer, make_checkpoint, run
+from tests.composition.rig import Answer, asked_of, make_checkpoint, run
 
 PARAMETERS = ("n", "penalties", "stop", "kv")
 """Features that change what a sequence alone answers."""
@@ -35,7 +35,7 @@ class References:
             folder, stop = make_checkpoint(self.root, family), None
             if case["stop"]:
                 free = self.of(family, {**case, "stop": False})[0]
-                stop = [_stop_of(free[i, 0].text) for i in range(len(PROMPTS))]
+                stop = [_stop_of(free[i, 0].text) for i in range(len(asked_of(folder)))]
             self._known[key] = (run(folder, asked, stop, alone=True)[0], stop)
         return self._known[key]
 

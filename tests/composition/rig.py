@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from tests.composition import seeing
 from tests.support.checkpoints import SHAPES, spread
 from tests.support.mtp_models import make_mtp_checkpoint
 from weft import LLM, SamplingParams
 from weft.bench.tokenizer import write_tokenizer
 from weft.config.families import load_spec
+from weft.config.media_limits import media_limits
 from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
-from weft.config.sections import CacheSection, SchedulerSection
+from weft.config.sections import CacheSection, MediaSection, SchedulerSection
+from weft.types.plan import MoveMedia
 
 VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
 SEQUENCES = 8
@@ -99,6 +102,8 @@ def _latent(folder: Path) -> None:
 
 
 OTHERS = {"latent": _latent, "sparse": _sparse}
+SEEING = list(seeing.FAMILIES)
+"""Families whose prompts have images."""
 
 
 def _transformers() -> Any:
@@ -109,10 +114,12 @@ def _transformers() -> Any:
 
 def make_checkpoint(root: Path, family: str) -> Path:
     """A random checkpoint in float64 with a tokenizer; made once for each ``root``."""
-    folder = root / family.replace(" ", "-")
+    folder = root / family.replace(", ", "-").replace(" ", "-")
     if folder.exists():
         return folder
-    if family in OTHERS:
+    if family in SEEING:
+        seeing.make_seeing(folder, family)
+    elif family in OTHERS:
         OTHERS[family](folder)
     else:
         name, settings = FAMILIES[family]
@@ -120,7 +127,7 @@ def make_checkpoint(root: Path, family: str) -> Path:
         config = getattr(_transformers(), f"{name}Config")(**{**_COMMON, **settings})
         model = getattr(_transformers(), f"{name}ForCausalLM")(config).to(torch.float64)
         model.save_pretrained(folder)
-    write_tokenizer(folder, VOCAB, MAX_LEN)
+    write_tokenizer(folder, VOCAB, MAX_LEN, vision=family in SEEING)
     return folder
 
 
@@ -136,8 +143,19 @@ def prompts() -> list[list[int]]:
 PROMPTS = prompts()
 
 
-def params(case: dict[str, Any], stop: list[str] | None = None) -> list[SamplingParams]:
-    """Of each prompt; every second one is greedy."""
+def asked_of(folder: Path) -> list[dict[str, Any]]:
+    """The prompts of a family, by the folder of its checkpoint."""
+    if load_spec(str(folder)).vision is not None:
+        return seeing.prompts(folder)
+    return [{"prompt_token_ids": ids} for ids in PROMPTS]
+
+
+def distinct_images(folder: Path) -> int:
+    return len({item.key for one in asked_of(folder) for item in one.get("media", ())})
+
+
+def params(case: dict[str, Any], count: int, stop: list[str] | None = None) -> list[SamplingParams]:
+    """Of each of ``count`` prompts; every second one is greedy."""
     return [
         SamplingParams(
             temperature=0.9 * (i % 2),
@@ -151,7 +169,7 @@ def params(case: dict[str, Any], stop: list[str] | None = None) -> list[Sampling
             presence_penalty=0.4 if case["penalties"] else 0.0,
             stop=[stop[i]] if stop else [],
         )
-        for i in range(len(PROMPTS))
+        for i in range(count)
     ]
 
 
@@ -162,6 +180,8 @@ class Seen:
     unfinished: int = 0
     """Prompt rows that did not reach the end of their prompt."""
     deepest: int = 0
+    lifted: int = 0
+    """Embeddings that came back from the host."""
     stats: Any = None
     in_flight: int = field(default=0, repr=False)
 
@@ -203,6 +223,7 @@ def engine(folder: Path, case: dict[str, Any], *, alone: bool = False) -> LLM:
         if case["preempt"]:
             settings["max_model_len"] = LONGEST
             settings["kv_cache_memory"] = str(tight(folder, case, BLOCK))
+        settings |= room_for_images(folder, case.get("room"), 1)
     return LLM(str(folder), **settings)
 
 
@@ -223,15 +244,28 @@ def tight(folder: Path, case: dict[str, Any], block: int) -> int:
     return int(1.01 * bytes_for(spec, block, "float64", 1, LONGEST, scheduler)) + states
 
 
+def room_for_images(folder: Path, room: str | None, images: int) -> dict[str, Any]:
+    """Settings of memory for embeddings: ``room`` is None or "ample", "little" (of ``images``, and one is
+    encoded a step) or "host" (as much, and more on the host)."""
+    if room in (None, "ample"):
+        return {}
+    spec = _spec(folder, "auto", 0)
+    limits = media_limits(spec, "float64", MAX_LEN, MediaSection())
+    assert limits is not None
+    least = images * limits.blocks_of(seeing.LARGEST) * limits.block_rows * limits.row_bytes
+    made: dict[str, Any] = {"mm_cache_bytes": str(least), "max_encode_patches": 1}
+    return made | ({"mm_host_cache_bytes": str(3 * least)} if room == "host" else {})
+
+
 def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
     """(answers by (prompt, choice), what was seen)."""
     llm = engine(folder, case, alone=alone)
     seen = _watch(llm)
     try:
-        asked: list[Any] = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        asked: list[Any] = asked_of(folder)
         if case["prefix"] and not alone:
             llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False)
-        outputs = llm.generate(asked, params(case, stop), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False)
         core = llm._core
         assert core is not None
         seen.stats = core.stats()
@@ -257,6 +291,7 @@ def _watch(llm: LLM) -> Seen:
         seen.in_flight += 1
         seen.deepest = max(seen.deepest, seen.in_flight)
         seen.unfinished += int((plan.prefill.sample == 0).sum())
+        seen.lifted += sum(isinstance(op, MoveMedia) and op.up for op in plan.ops)
         return forward(plan)
 
     def watched_read(handle: Any) -> Any:

@@ -16,6 +16,9 @@ NAMES = {
     "penalties": "penalties",
     "stop": "stop strings",
     "kv": "fp8 KV",
+    "images": "images",
+    "hits": "embedding hits",
+    "room": "little room for embeddings",
 }
 #: Between groups some names say more.
 GROUP_NAMES = {
@@ -23,6 +26,8 @@ GROUP_NAMES = {
     "blocks": "other block size",
     "ranks": "other TP",
     "preempt": "eviction at decode",
+    "encoders": "images encoded by other groups",
+    "overlap": "overlap",
 }
 HEADING = "# Prefill and decode in groups of their own"
 """Where the second part of the page begins."""

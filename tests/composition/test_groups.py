@@ -2,7 +2,8 @@
 tokens, text and logprobs of each sequence alone.
 
 By default the forms of attention are one more feature, and the cases cover every pair; ``-m grid`` covers the
-pairs for each form, also with two ranks on one side. ``docs/composition.md`` has what a run of all found.
+pairs for each form, also with two ranks on one side. Of models that see images there are fewer by default.
+``docs/composition.md`` has what a run of all found.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import pytest
 
 from tests.composition.groups import Seen, run
 from tests.composition.references import References
-from tests.composition.rig import Answer, make_checkpoint
+from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint
 from tests.composition.table import GroupTable
-from tests.composition.test_pairs import NAMES, OWN
-from tests.support.pairwise import covering, name
+from tests.composition.test_pairs import NAMES, OWN, ROOM
+from tests.support.pairwise import covering, few_of, name
 
 #: Feature -> its values. The first one of each is that of the reference, alone.
 FEATURES: dict[str, list[Any]] = {
@@ -35,28 +36,54 @@ FEATURES: dict[str, list[Any]] = {
 RANKS = {"ranks": [(1, 1), (2, 1), (1, 2)]}
 
 
+ENCODERS: dict[str, list[Any]] = {"encoders": [0, 1, 2]}
+"""Of families whose prompts have images: groups that encode them for the one that computes prompts."""
+
+
 def of_family(family: str) -> dict[str, list[Any]]:
     own = {feature: values for feature, values in OWN.get(family, {}).items() if feature in FEATURES}
-    return {**FEATURES, **RANKS, **own}
+    return {**FEATURES, **RANKS, **({**ROOM, **ENCODERS} if family in SEEING else {}), **own}
+
+
+def shown(family: str) -> list[str]:
+    """Features of a family in the table: those that cases set, and those that come with others."""
+    brought = ["images", "hits", "overlap"] if family in SEEING else []
+    return brought + [feature for feature, values in of_family(family).items() if len(values) > 1]
+
+
+def due(family: str, case: dict[str, Any]) -> list[str]:
+    """What must be seen at work in ``case``. With several ranks that compute prompts with images, steps are
+    divided."""
+    own = of_family(family)
+    wanted = [feature for feature, value in case.items() if feature in own and value != own[feature][0]]
+    return wanted + ["images"] * (family in SEEING) + ["overlap"] * overlaps(family, case)
+
+
+def overlaps(family: str, case: dict[str, Any]) -> bool:
+    return family in SEEING and case["ranks"][0] > 1
+
+
+OF_FAMILIES = [
+    (family, case) for family in NAMES for case in covering(of_family(family), cheap={"ranks": (1, 1)})
+]
 
 
 def by_default() -> list[tuple[str, dict[str, Any]]]:
     made = []
-    for case in covering({"family": NAMES, **FEATURES}):
+    for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
         family = case.pop("family")
         own = of_family(family)
         known = {
             feature: value if value in own[feature] else own[feature][0] for feature, value in case.items()
         }
         made.append((family, {**known, "ranks": (1, 1)}))
-    return made
+    return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING and one[1]["ranks"] == (1, 1)])
 
 
 CASES = [pytest.param(*case, id=f"{case[0]}-{name(case[1])}") for case in by_default()]
 CASES += [
     pytest.param(family, case, marks=pytest.mark.grid, id=f"{family}-{name(case)}")
-    for family in NAMES
-    for case in covering(of_family(family), cheap={"ranks": (1, 1)})
+    for family, case in OF_FAMILIES
 ]
 
 
@@ -65,7 +92,8 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, group_table: GroupTable
 ) -> None:
     expected, stop = references.of(family, case)
-    made, seen = run(make_checkpoint(references.root, family), case, stop)
+    folder = make_checkpoint(references.root, family)
+    made, seen = run(folder, {**case, "overlap": overlaps(family, case)}, stop)
     assert made.keys() == expected.keys()
     for key, answer in made.items():
         assert answer.tokens == expected[key].tokens, key
@@ -76,11 +104,8 @@ def test_tokens_of_two_groups_are_those_of_each_sequence_alone(
             assert abs(value - alone) < 1e-5
     # One whose first token has its stop string in it ends where its prompt was computed.
     _check_moved(seen, sum(len(answer.tokens) > 1 for answer in made.values()))
-    engaged = _engaged(case, made, seen)
-    first = {feature: values[0] for feature, values in of_family(family).items()}
-    missing = [
-        feature for feature, value in case.items() if value != first[feature] and feature not in engaged
-    ]
+    engaged = _engaged(case, made, seen, distinct_images(folder))
+    missing = [feature for feature in due(family, case) if feature not in engaged]
     assert not missing, f"did not engage: {missing}"
     group_table.ran(family, engaged)
 
@@ -95,9 +120,11 @@ def _check_moved(seen: Seen, sequences: int) -> None:
     assert got.corrupt == 0
 
 
-def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen) -> set[str]:
-    """The features that were seen to be at work."""
+def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen, distinct: int) -> set[str]:
+    """The features that were seen to be at work; the prompts have ``distinct`` images."""
     moved = seen.decode.transfers
+    here, there = seen.prefill.images_encoded, sum(seen.encoded)
+    again = here + there > distinct
     found = {
         "blocks": case["blocks"] != "same",
         "prefix": case["prefix"] and seen.prefill.prefix_hits > 0 and seen.decode.prefix_hits > 0,
@@ -111,5 +138,10 @@ def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Seen) -> set[s
         "chunk": seen.unfinished > 0 and case["chunk"] > 0,
         "depth": seen.deepest == 2,
         "ranks": case["ranks"] != (1, 1),
+        "images": here + there > 0 and not seen.decode.images_encoded,
+        "hits": seen.prefill.image_hits > 0,
+        "encoders": there > 0 and not here,
+        "overlap": seen.halved > 0,
+        "room": case.get("room", "ample") != "ample" and (again or seen.lifted > 0),
     }
     return {feature for feature, there in found.items() if there}

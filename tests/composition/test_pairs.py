@@ -2,7 +2,8 @@
 
 A case sets every feature to one of its values, and asserts that its features engaged. By default the forms of
 attention are one more feature, and the cases cover every pair of values of every two; ``-m grid`` covers the
-pairs for each form. ``docs/composition.md`` is what a run of all of that found.
+pairs for each form. Of models that see images there are fewer by default. ``docs/composition.md`` is what a
+run of all of that found.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.composition.references import References
-from tests.composition.rig import FAMILIES, OTHERS, Answer, make_checkpoint, run
+from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint, run
 from tests.composition.table import Table
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, few_of, name
 
 #: Feature -> its values. The first one of each is that of the reference, alone.
 FEATURES: dict[str, list[Any]] = {
@@ -35,24 +36,35 @@ FEATURES: dict[str, list[Any]] = {
 OWN: dict[str, dict[str, list[Any]]] = {
     "latent": {"draft": ["none", "ngram", "mtp"]},
     "sparse": {"kv": ["auto"]},  # its lines are compressed as the model was trained to
+    "images, delta": {"draft": ["none", "ngram", "mtp"]},
 }
-NAMES = [*FAMILIES, *OTHERS]
+#: Of families whose prompts have images: memory for embeddings.
+ROOM: dict[str, list[Any]] = {"room": ["ample", "little", "host"]}
+NAMES = [*FAMILIES, *OTHERS, *SEEING]
 
 
 def of_family(family: str) -> dict[str, list[Any]]:
-    return {**FEATURES, **OWN.get(family, {})}
+    return {**FEATURES, **(ROOM if family in SEEING else {}), **OWN.get(family, {})}
+
+
+def shown(family: str) -> list[str]:
+    """Features of a family in the table: those that cases set, and those that its prompts bring."""
+    brought = ["images", "hits"] if family in SEEING else []
+    return brought + [feature for feature, values in of_family(family).items() if len(values) > 1]
 
 
 OF_FAMILIES = [(family, case) for family in NAMES for case in covering(of_family(family))]
 
 
 def by_default() -> list[tuple[str, dict[str, Any]]]:
+    """Families without images; and of those with some as few cases as have each value once."""
     made = []
-    for case in covering({"family": NAMES, **FEATURES}):
+    for case in covering({"family": [*FAMILIES, *OTHERS], **FEATURES}):
         family = case.pop("family")
         own = of_family(family)
         made.append((family, {f: value if value in own[f] else own[f][0] for f, value in case.items()}))
-    return [*made, next(one for one in OF_FAMILIES if one[1]["draft"] == "mtp")]
+    made.append(next(one for one in OF_FAMILIES if one[1]["draft"] == "mtp"))
+    return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING])
 
 
 CASES = [pytest.param(*one, id=f"{one[0]}-{name(one[1])}") for one in by_default()]
@@ -67,7 +79,8 @@ def test_tokens_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References, table: Table
 ) -> None:
     expected, stop = references.of(family, case)
-    made, seen = run(make_checkpoint(references.root, family), case, stop)
+    folder = make_checkpoint(references.root, family)
+    made, seen = run(folder, case, stop)
     assert made.keys() == expected.keys()
     for key, answer in made.items():
         assert answer.tokens == expected[key].tokens, key
@@ -79,17 +92,26 @@ def test_tokens_are_those_of_each_sequence_alone(
                 assert abs(value - alone) < 1e-5
         else:
             assert not answer.logprobs
-    engaged = _engaged(case, made, seen)
+    engaged = _engaged(case, made, seen, distinct_images(folder))
     missing = [
-        feature for feature, value in case.items() if value != FEATURES[feature][0] and feature not in engaged
+        feature
+        for feature, value in case.items()
+        if value != of_family(family)[feature][0] and feature not in engaged
     ]
+    missing += [feature for feature in shown(family) if feature == "images" and feature not in engaged]
     assert not missing, f"did not engage: {missing}"
     for pair in itertools.combinations(sorted(engaged), 2):
         table.ran(family, pair)
 
 
-def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Any) -> set[str]:
-    """The features that were seen to be at work."""
+def _lacks_room(case: dict[str, Any], seen: Any, distinct: int) -> bool:
+    """Whether images were encoded again for lack of room, or came back from the host."""
+    room = case.get("room", "ample")
+    return room != "ample" and bool(seen.lifted if room == "host" else seen.stats.images_encoded > distinct)
+
+
+def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Any, distinct: int) -> set[str]:
+    """The features that were seen to be at work; the prompts have ``distinct`` images."""
     stats = seen.stats
     found = {
         "policy": stats.mixed_steps > 0,
@@ -103,5 +125,8 @@ def _engaged(case: dict[str, Any], made: dict[Any, Answer], seen: Any) -> set[st
         "penalties": case["penalties"],
         "stop": any(answer.finish == "stop" for answer in made.values()),
         "kv": case["kv"] != "auto",
+        "images": stats.images_encoded > 0,
+        "hits": stats.image_hits > 0,
+        "room": _lacks_room(case, seen, distinct),
     }
     return {feature for feature, there in found.items() if there}

@@ -21,8 +21,6 @@ from weft.config.group_settings import compare, shared_settings
 from weft.config.memory import tower_bytes
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
-from weft.config.sections import ParallelSection, TransferSection
-from weft.config.transfers import check_transfer
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +73,6 @@ def test_a_model_that_reads_text_alone(
     with pytest.raises(ConfigError) as caught:
         config_of(checkpoint(tmp_path), load_format="dummy", **settings)
     assert all(name in caught.value.message for name in names), caught.value.message
-
-
-def test_embeddings_do_not_move_on_gpus() -> None:
-    for settings in ({"role": "encode"}, {"take_embeddings": True}, {"encode": 1}):
-        with pytest.raises(ConfigError, match=r"--(role|take-embeddings|encode).*--device cuda"):
-            check_transfer(TransferSection(**settings), ParallelSection(), "cuda")
 
 
 def test_a_tensor_parallel_size_that_divides_no_heads(models: SeeingModels) -> None:

@@ -17,9 +17,8 @@ from weft.config.fingerprint import fingerprint
 from weft.config.flags import from_keywords
 from weft.config.group_settings import compare, shared_settings
 from weft.config.media import MediaFacts
-from weft.config.sections import ParallelSection, TransferSection
+from weft.config.sections import TransferSection
 from weft.config.spec import VisionSpec
-from weft.config.transfers import check_transfer
 from weft.engine.rank_rooms import transport_of
 
 
@@ -80,13 +79,6 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     message = refused(folder, **settings)
     assert all(name in message for name in names), message
-
-
-@pytest.mark.parametrize("settings", [{"role": "prefill"}, {"prefill": 1, "decode": 1}])
-def test_a_role_on_a_gpu_is_refused_by_the_names_of_both_flags(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"--(role|prefill).*--device cuda") as raised:
-        check_transfer(TransferSection(**settings), ParallelSection(), "cuda")
-    assert raised.value.param in ("--role", "--prefill")
 
 
 def test_an_unknown_key_is_an_error_that_names_the_right_one() -> None:

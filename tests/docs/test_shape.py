@@ -3,42 +3,75 @@
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterator
+import gc
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
 
 from weft.common import env
 
 ROOT = Path(__file__).parents[2]
 MOST_MODULES, MAX_MODULE, MAX_FUNCTION = 400, 450, 60
 """Lines: of 95 of 100 modules, of every module, and of every function."""
+A_TEST = re.compile(r"^ *(?:async )?def test_|^Test\w* = ", re.MULTILINE)
 
 
-def modules(*folders: str) -> Iterator[tuple[Path, str, ast.Module]]:
-    for folder in folders:
-        yield from _parsed(folder)
+class Module(NamedTuple):
+    path: Path
+    text: str
+    tree: ast.Module
+    nodes: list[ast.AST]
+    """Of the kinds that tests here ask for."""
 
 
-@functools.cache
-def _parsed(folder: str) -> list[tuple[Path, str, ast.Module]]:
-    found = []
+ASKED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Attribute, ast.Call)
+
+
+def texts(folder: str) -> Iterator[tuple[Path, str]]:
     for path in sorted((ROOT / folder).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found.append((path.relative_to(ROOT), text, ast.parse(text)))
-    return found
+        yield path.relative_to(ROOT), path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Callable[..., Iterator[Module]]]:
+    """Those of some folders, parsed and walked once. A million nodes: the collector of cycles is off, and
+    they are gone after the last test.
+    """
+    known: dict[str, list[Module]] = {}
+
+    def of(*folders: str) -> Iterator[Module]:
+        for folder in folders:
+            if folder not in known:
+                known[folder] = [_parsed(*one) for one in texts(folder)]
+            yield from known[folder]
+
+    gc.disable()
+    try:
+        yield of
+    finally:
+        known.clear()
+        gc.enable()
+
+
+def _parsed(path: Path, text: str) -> Module:
+    tree = ast.parse(text)
+    return Module(path, text, tree, [node for node in ast.walk(tree) if isinstance(node, ASKED)])
 
 
 def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any("triton.jit" in ast.unparse(one) for one in function.decorator_list)
 
 
-def test_modules_and_functions_stay_small() -> None:
+def test_modules_and_functions_stay_small(modules: Any) -> None:
     large, lengths = [], []
-    for path, text, tree in modules("weft", "training", "bench"):
+    for path, text, _, nodes in modules("weft", "training", "bench"):
         lengths.append(text.count("\n"))
         if text.count("\n") > MAX_MODULE:
             large.append(f"{path}: {text.count(chr(10))} lines")
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno
                 if lines > MAX_FUNCTION and not _is_kernel(node):
@@ -47,19 +80,19 @@ def test_modules_and_functions_stay_small() -> None:
     assert sorted(lengths)[len(lengths) * 95 // 100] <= MOST_MODULES
 
 
-def test_the_environment_is_read_in_one_place() -> None:
+def test_the_environment_is_read_in_one_place(modules: Any) -> None:
     places = []
-    for path, _, tree in modules("weft"):
-        for node in ast.walk(tree):
+    for path, _, _, nodes in modules("weft"):
+        for node in nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                 places.append(str(path))
     assert set(places) == {"weft/common/env.py"}
 
 
-def test_every_variable_that_is_read_is_declared() -> None:
+def test_every_variable_that_is_read_is_declared(modules: Any) -> None:
     read = set()
-    for _, _, tree in modules("weft"):
-        for node in ast.walk(tree):
+    for _, _, _, nodes in modules("weft"):
+        for node in nodes:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -75,25 +108,18 @@ def test_every_variable_that_is_read_is_declared() -> None:
 
 
 def test_every_test_file_holds_a_test() -> None:
-    empty = []
-    for path, _, tree in modules("tests"):
-        if path.name.startswith("test_"):
-            names = [n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-            machines = [
-                t.id
-                for n in tree.body
-                if isinstance(n, ast.Assign)
-                for t in n.targets
-                if isinstance(t, ast.Name)
-            ]
-            if not any(name.startswith(("test_", "Test")) for name in names + machines):
-                empty.append(str(path))
+    """A function, or the machine of a rule-based test."""
+    empty = [
+        str(path)
+        for path, text in texts("tests")
+        if path.name.startswith("test_") and not A_TEST.search(text)
+    ]
     assert empty == []
 
 
-def test_every_package_says_what_it_is() -> None:
+def test_every_package_says_what_it_is(modules: Any) -> None:
     silent = []
-    for path, _, tree in modules("weft"):
+    for path, _, tree, _ in modules("weft"):
         if not ast.get_docstring(tree) and path.name != "__main__.py":
             silent.append(str(path))
     assert silent == []

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.e0.rig import make_engine, model_of
+from tests.e0.rig import Answer, make_engine, model_of, run, submit
 from weft.ops import moe
 from weft.ops.philox import gumbel, token_words
 from weft.ops.routing import Rule
@@ -24,8 +24,29 @@ from weft.types.sampling import TokenParams
 MARGIN = 1e-6
 
 
+def guesses(
+    folder: Path, prompts: list[list[int]], params: TokenParams, choices: int
+) -> dict[tuple[int, int], Answer]:
+    """(prompt, choice) -> what it gets in one batch with all others: ``smallest_margin`` tells if it is
+    right.
+    """
+    keys = [(prompt, choice) for prompt in range(len(prompts)) for choice in range(choices)]
+    engine, _ = make_engine(folder, caching=False, max_num_seqs=len(keys), blocks=16 * len(keys))
+    submits = [
+        submit(number, prompts[prompt], params, request=prompt, choice=choice)
+        for number, (prompt, choice) in enumerate(keys)
+    ]
+    try:
+        answers = run(engine, [submits])
+    finally:
+        engine.close()
+    return {key: answers[number] for number, key in enumerate(keys)}
+
+
 def smallest_margin(folder: Path, one: Submit, tokens: list[int]) -> float:
-    """The least distance to another outcome over all positions that made ``tokens``."""
+    """The least distance to another outcome over all positions that made ``tokens``, in one pass of this
+    sequence alone. Fails if one of them is not what the rule gives for those before it.
+    """
     prompt = ids_from_bytes(one.prompt_ids).tolist()
     logits, routers = _all_logits(folder, prompt + tokens)
     least = min((_cut(np.sort(row)[::-1], top) for rows, top in routers for row in rows), default=math.inf)

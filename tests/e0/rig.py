@@ -112,6 +112,7 @@ def make_engine(
     policy: str = "mixed",
     caching: bool = True,
     max_num_seqs: int = 24,
+    max_len: int = MAX_LEN,
     model: Decoder | None = None,
     speculation: SpeculationSection | None = None,
     drafter: Drafter | None = None,
@@ -131,10 +132,10 @@ def make_engine(
         pools=pools,
         block_size=BLOCK,
         enable_prefix_caching=caching,
-        max_model_len=MAX_LEN,
+        max_model_len=max_len,
         num_slots=max_num_seqs * depth,
         copies=1 + speculation.drafts,
-        media=media_limits(spec, "float64", MAX_LEN, media),
+        media=media_limits(spec, "float64", max_len, media),
     )
     scheduler = SchedulerSection(
         max_num_seqs=max_num_seqs,

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e0.margins import MARGIN, smallest_margin
+from tests.e0.margins import MARGIN, guesses, smallest_margin
 from tests.e0.rig import Answer, make_engine, replaying, run, submit
-from tests.e0.test_grid import FILLER, PROMPTS
+from tests.e0.test_grid import FILLER, PROMPTS, small
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
@@ -30,7 +30,7 @@ from weft.types.messages import Submit
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
-OUTPUT = 20
+OUTPUT = 16
 SAMPLING = {
     "greedy": TokenParams(temperature=0.0, max_tokens=OUTPUT),
     "seeded": TokenParams(
@@ -76,11 +76,14 @@ BATCH = 6
 
 
 class Reference:
-    """Answers of (model, sampling, prompt, choice) alone, computed once, their margins checked."""
+    """Answers of (model, sampling, prompt, choice) alone, computed once; as ``test_grid`` has them but for
+    lists.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._folders: dict[str, Path] = {}
+        self._guesses: dict[tuple[str, str], dict[tuple[int, int], Answer]] = {}
         self._answers: dict[tuple[str, str, int, int], Answer] = {}
 
     def folder(self, model: str) -> Path:
@@ -96,12 +99,16 @@ class Reference:
     def answer(self, model: str, sampling: str, prompt: int, choice: int) -> Answer:
         key = (model, sampling, prompt, choice)
         if key not in self._answers:
-            folder = self.folder(model)
-            engine, _ = make_engine(folder, caching=False, max_num_seqs=1)
-            one = submit(1, PROMPTS[prompt], SAMPLING[sampling], request=prompt, choice=choice)
-            answer = run(engine, [[one]])[1]
-            if sampling != "listed" and model != "deepseek_mtp":  # lists and latent models it does not know
+            params, folder = SAMPLING[sampling], self.folder(model)
+            one = submit(1, PROMPTS[prompt], params, request=prompt, choice=choice)
+            if sampling != "listed":
+                if (model, sampling) not in self._guesses:
+                    self._guesses[model, sampling] = guesses(folder, PROMPTS[:BATCH], params, 2)
+                answer = self._guesses[model, sampling][prompt, choice]
                 assert smallest_margin(folder, one, answer.tokens) > MARGIN, f"the fixture has a tie: {key}"
+            else:  # margins know nothing of lists
+                engine, _ = make_engine(folder, caching=False, max_num_seqs=1)
+                answer = run(engine, [[one]])[1]
             self._answers[key] = answer
         return self._answers[key]
 
@@ -122,7 +129,7 @@ def plan_submits(case: dict[str, Any]) -> tuple[list[list[Submit]], dict[int, tu
             group.append(submit(sequence, PROMPTS[prompt], params, request=prompt, choice=choice))
         arrivals.append(group)
     if case["preempt"]:
-        filler = TokenParams(temperature=0.0, max_tokens=60)
+        filler = TokenParams(temperature=0.0, max_tokens=8 * small(case) - 32)
         arrivals[0].append(submit(9999, FILLER, filler, request=9999, priority=-1))
     return arrivals, who
 
@@ -199,7 +206,8 @@ def check(case: dict[str, Any], reference: Reference) -> None:
             reference.answer(case["model"], case["sampling"], prompt, choice)
     engine, runner = make_engine(
         reference.folder(case["model"]),
-        blocks=13 if case["preempt"] else 512,
+        blocks=small(case) + 2 if case["preempt"] else 512,  # with room for drafts
+        max_len=8 * small(case),
         chunk=case["chunk"],
         depth=case["depth"],
         policy=case["policy"],
@@ -300,4 +308,4 @@ def test_a_drafter_that_is_always_right_takes_few_steps(reference: Reference) ->
         engine.close()
     check_same(answers[1], reference.answer("qwen3_moe", "greedy", 0, 0), "")
     assert engine.stats().steps == 1 + -(-(OUTPUT - 1) // 4)
-    assert (answers[1].accepted, answers[1].rejected) == (3 * 4 + 2, 0)
+    assert (answers[1].accepted, answers[1].rejected) == (OUTPUT - engine.stats().steps, 0)

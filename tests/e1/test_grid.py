@@ -22,7 +22,7 @@ from tests.support.pairwise import covering, everything, name
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
-OUTPUT = 18
+OUTPUT = 12
 CHECKED = 6
 """Sequences of a batch that are compared; the others are company."""
 SAMPLING = {

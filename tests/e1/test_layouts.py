@@ -103,7 +103,7 @@ def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str
     for replica in replicas:
         graphs = replica.runner.graphs
         assert graphs is not None
-        assert graphs.replayed > (10 if LAYOUTS[layout].data == 1 else 5)
+        assert graphs.replayed > (7 if LAYOUTS[layout].data == 1 else 3)
 
 
 def _check(where: Path, shape: Layout, overlap: str, form: str, **more: Any) -> list[Replica]:

@@ -15,6 +15,7 @@ import torch
 import zmq
 
 from tests.support.slowness import deadline
+from tests.transports.rig import LateCopies
 from weft.common.clock import SystemClock
 from weft.common.errors import Unavailable
 from weft.config.sharding import balanced_share
@@ -27,6 +28,7 @@ from weft.runner.media_rooms import Departures
 from weft.transfer.group_layout import blocks_of, embedding_dims
 from weft.transfer.pushes import Write
 from weft.transfer.room_table import Patience
+from weft.transports.memory import Sizes, Staged
 from weft.transports.reports import RoomReports
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
@@ -60,12 +62,18 @@ class Rank:
         self.memory = SharedMemory(int(np.prod(shape)) * 4)
         self.pool = self.memory.tensor.view(torch.float32).view(shape)
         self.pool.fill_(-1.0)
+        staged, kind = kind.startswith("staged"), kind.removeprefix("staged ")
         self.transport: Any
         if kind == "shm":
             self.transport = ShmTransport(str(folder), number, incarnation)
-            self.transport.share([self.memory])
         else:
             self.transport = TcpTransport("127.0.0.1", number, incarnation, SECRET)
+        if staged:
+            sizes = Sizes(slot=10 * ROW, slots=4, inbox=1 << 16)
+            self.transport.stage(Staged([self.memory.tensor], LateCopies(), sizes, sends=True, takes=True))
+        elif kind == "shm":
+            self.transport.share([self.memory])
+        else:
             self.transport.register([self.memory.tensor])
         if small:
             self.transport.write_bytes, self.transport.window_bytes = 10 * ROW, 25 * ROW

@@ -19,7 +19,7 @@ from weft.scheduler.sequence import Running
 from weft.text.choice import Choice
 
 PROMPT = {"prompt_token_ids": PROMPTS[3]}
-TOKENS = 20
+TOKENS = 14
 FAMILIES = ["full", "delta", pytest.param("latent", marks=pytest.mark.grid)]
 
 

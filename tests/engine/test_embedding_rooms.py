@@ -22,6 +22,8 @@ from weft.types.rooms import GroupDims, RoomTicket
 IMAGES = [256, 1, 77, 64, 300, 2, 199, 640]
 """Rows of eight images; those of one or two rows have ranks without a share."""
 ERROR = Unavailable("its client left").info()
+KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
+KINDS = ["shm", "tcp", "staged shm", "staged tcp"]
 Make = Callable[..., Pair]
 
 
@@ -49,7 +51,7 @@ def make() -> Iterator[Make]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("shards", [False, True])
 def test_what_lands_is_what_was_made(kind: str, ranks: tuple[int, int], shards: bool, make: Make) -> None:
@@ -100,7 +102,7 @@ def test_ranks_of_the_sender_share_the_work(make: Make) -> None:
         assert first == second == 400 * ROW * (1 if shards else 4) // 2
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, make: Make) -> None:
     """Through a window of 25 rows: as one room with one end, beside others, which take turns with it."""
     pair = make(kind, (1, 2), False, True)
@@ -117,7 +119,7 @@ def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, m
     assert rank.transfer.pushes.under_way == 0
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bytes_that_come_before_their_rank_knows_of_the_room_are_parked(kind: str, make: Make) -> None:
     """The head's own rank knows at once, the other one hears of it by a frame that is late."""
     pair = make(kind, (1, 2), True)
@@ -185,7 +187,7 @@ def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_
     assert all((rank.pool == -1.0).all() for rank in pair.receiver.group.members)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
     """The receiver's Submit comes late, and then it has no room for a while."""
     pair = make(kind, (2, 2), True)
@@ -292,7 +294,7 @@ def test_an_item_that_a_rank_cannot_encode_fails_alone_and_once(bound: bool, ran
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_that_is_gone_costs_its_rooms_and_every_receiver_hears_of_it(
     end: str, kind: str, make: Make
 ) -> None:
@@ -380,7 +382,7 @@ def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
         assert any(not isinstance(socket, int) for socket in sockets)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
     kind: str, seed: int, make: Make

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.engine import pair_rig
 from tests.engine.test_ranks import GREEDY, PATIENCE, Run, sequence
 from tests.faults.rig import config_of as bundled
 from tests.faults.rig import survive
+from tests.runner.rooms_rig import config_of as room_config
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.api.settings import read_settings
 from weft.common.errors import ConfigError
@@ -116,6 +118,28 @@ def test_ranks_on_one_gpu_share_its_memory(folder: Path, monkeypatch: pytest.Mon
         assert 0 < 2 * taken < 0.3 * total
     finally:
         core.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_group_that_prefills_and_one_that_decodes_share_a_gpu(
+    tmp_path: Path, family: str, depth: int
+) -> None:
+    """Caches go from device to device through host memory: the tokens of one engine that does both."""
+    shared = {"device": "cuda", "kv_cache_memory": "64M", "steps_in_flight": depth}
+    asked = [
+        pair_rig.submit(n, [3 + (7 * n + 5 * i) % 90 for i in range(5 + 23 * n)], GREEDY) for n in range(6)
+    ]
+    alone = pair_rig.unified(room_config(tmp_path, family, 16, "unified", **shared), asked)
+    pair = pair_rig.pair_of(tmp_path, family, (16, 16), max_num_batched_tokens=32, **shared)
+    try:
+        for one in asked:
+            pair.submit(one)
+        pair.run()
+        assert {number: answer.ids for number, answer in pair.answers.items()} == alone
+        pair.check_given_back()
+    finally:
+        pair.close()
 
 
 @needs_two

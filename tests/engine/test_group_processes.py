@@ -47,12 +47,14 @@ FEATURES: dict[str, list[Any]] = {
     "n": [1, 3],
     "kv": ["auto", "fp8"],
     "depth": [1, 2],
+    "pools": ["direct", "staged"],
 }
-PLAIN: dict[str, Any] = {"blocks": (8, 16), "draft": "none", "prefix": True, "n": 3, "kv": "auto", "depth": 1}
+PLAIN: dict[str, Any] = {"blocks": (8, 16), "draft": "none", "prefix": True, "n": 3, "kv": "auto"}
+PLAIN |= {"depth": 1, "pools": "direct"}
 DEFAULT: list[dict[str, Any]] = [
     {**PLAIN, "layout": "1p2d", "family": "qwen3_next", "draft": "ngram"},
     {**PLAIN, "layout": "2p1d", "family": "gpt_oss", "prefix": False, "kv": "fp8", "depth": 2},
-    {**PLAIN, "layout": "1-tp2", "family": "deepseek_v4"},
+    {**PLAIN, "layout": "1-tp2", "family": "deepseek_v4", "pools": "staged"},
     {**PLAIN, "layout": "dp2ep2-1", "family": "deepseek_v3", "draft": "mtp"},
 ]
 SHARED = [3 + (5 * i) % 90 for i in range(40)]
@@ -121,7 +123,11 @@ def submits(case: dict[str, Any]) -> list[Submit]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_each_sequence_alone(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_tokens_are_those_of_each_sequence_alone(
+    tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case["pools"] == "staged":
+        monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
     asked = submits(case)
     engine = Replicas(groups(tmp_path, case))
     try:

@@ -16,7 +16,9 @@ from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.sections import TransferSection
+from weft.engine import rank_rooms
 from weft.engine.core import EngineCore
+from weft.transports.memory import Sizes, Staged
 from weft.types import messages as m
 from weft.types.rooms import OfferRoom, RoomRequest
 from weft.types.sampling import TokenParams
@@ -72,6 +74,38 @@ def test_tokens_are_those_of_one_engine(
     assert sent.sent_bytes == got.received_bytes > 0
     assert pair.prefill.stats().generation_tokens <= 6
     assert pair.decode.stats().steps <= 60
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v4", "gpt_oss"])
+def test_tokens_are_those_of_one_engine_where_caches_pass_through_a_ring(
+    pairs: Callable[..., EnginePair],
+    tmp_path: Path,
+    family: str,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a GPU's do: through less than one prompt has, so that they wait for answers again and again."""
+    file = tmp_path / "secret"
+    file.write_text("sixteen bytes at least")
+    file.chmod(0o600)
+    settings = {"max_num_batched_tokens": 32, "transfer": transport, "group_secret": str(file)}
+    submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(6))]
+    expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
+    monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
+    made: list[Staged] = []
+
+    def staged(regions: Any, copies: Any, sizes: Sizes, **sides: bool) -> Staged:
+        made.append(Staged(regions, copies, Sizes(slot=4096, slots=3, inbox=1 << 16), **sides))
+        return made[-1]
+
+    monkeypatch.setattr(rank_rooms, "Staged", staged)
+    pair = pairs(family, (8, 16), **settings)
+    check(pair, submits, expected)
+    assert [memory.outbox.free for memory in made] == [3, 0]
+    stats = pair.prefill.stats().transfers
+    assert stats is not None
+    assert stats.sent_bytes > 3 * 4096
 
 
 def test_a_bundled_model_goes_on_where_it_was_prefilled(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def test_accuracy_is_the_references() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_fifty_problems_get_the_references_tokens_in_float64() -> None:
-    questions = [problem.question for problem in test_set(50)]
+def test_twenty_problems_get_the_references_tokens_in_float64() -> None:
+    questions = [problem.question for problem in test_set(20)]
     reference = Reference(from_keywords(settings("float64")))
     with LLM(**settings("float64"), max_num_seqs=16, long_prefill_token_threshold=16) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         outputs = llm.chat([[{"role": "user", "content": q}] for q in questions], params, use_tqdm=False)
-    assert len(outputs) == 50
+    assert len(outputs) == 20
     for output in outputs:
         tokens = list(output.outputs[0].token_ids)
         assert reference.greedy(output.prompt_token_ids, len(tokens)) == tokens

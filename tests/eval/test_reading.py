@@ -35,12 +35,12 @@ def test_lines_are_read(drafts: int) -> None:
         assert counted["accepted"][0] > 0.9 * counted["proposed"][0]
 
 
-def test_forty_lines_read_by_the_reference() -> None:
+def test_twenty_lines_read_by_the_reference() -> None:
     """Text by text, in float64."""
-    lines = ocr_test_set(40)
+    lines = ocr_test_set(20)
     _, theirs = from_reference(from_keywords(settings("float64")), lines, 16)
     with LLM(**settings("float64", max_num_seqs=8, long_prefill_token_threshold=8)) as llm:
         params = SamplingParams(temperature=0, max_tokens=16)
         outputs = llm.chat([messages(line) for line in lines], params, use_tqdm=False)
     assert [output.outputs[0].text for output in outputs] == theirs
-    assert exact(theirs) >= 38
+    assert exact(theirs) >= 19

@@ -1,6 +1,7 @@
 """``weft serve`` with faults planted: ``python -m ... faulty_server FOLDER PLANS PITFALLS SETTINGS``.
 
-Settings may have those of the ``front``, and a file of ``faults`` beside the planned ones.
+Settings may have those of the ``front``, a file of ``faults`` beside the planned ones, and ``longest_wait``:
+seconds that a process which died again and again waits at most before it is started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from tests.faults.rig import chain, config_of, pitfalls
 from weft.api.settings import read_settings
+from weft.cluster import table
 from weft.common import log
 from weft.launch.server import run
 from weft.types.faults import Fault
@@ -22,6 +24,7 @@ def main(folder: str, plans: str, never: str, settings: str) -> int:
     log.configure("info", "front")
     fields = json.loads(settings)
     front = read_settings("spool-text", {"port": 0, **fields.pop("front", {})}).front
+    table.LONGEST_WAIT_S = fields.pop("longest_wait", table.LONGEST_WAIT_S)
     planted = chain(Path(folder), json.loads(plans), after=3) + pitfalls(Path(folder), json.loads(never))
     if "faults" in fields:  # of a file: there may be more than a command line holds
         more = Path(fields.pop("faults")).read_bytes()

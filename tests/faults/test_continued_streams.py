@@ -75,7 +75,7 @@ class Drills:
             "reasoning_parser": "qwen3",
             "engine_restarts": MOST * TIMES,
         }
-        settings = {"data_parallel_size": 2, "max_model_len": 512}
+        settings = {"data_parallel_size": 2, "max_model_len": 512, "longest_wait": 0.1}
         (folder / "faults.json").write_text(json.dumps(faults))
         script = [sys.executable, "-m", "tests.faults.faulty_server", str(folder), "[]", "[]"]
         self.server: Running = servers.start(

@@ -39,13 +39,13 @@ def server(start_weft: Any) -> Any:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
-    command += ["--seconds", "2", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]
+    command += ["--seconds", "1", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]
     front = Memory(server.process.pid)
     before = front.now()
     canary = Canary(server.url, server.model)
-    told = asyncio.run(beside(canary, command, 2, settle=0.5))
+    told = asyncio.run(beside(canary, command, 1, settle=0.3))
     assert canary.refused == []
-    assert len(canary.seconds) > 10
+    assert len(canary.seconds) > 5
     statuses = {int(status) for status in json.loads(told)}
     assert statuses <= EXPECTED.get(attack, set()), statuses
     assert bool(statuses) == (attack in EXPECTED)

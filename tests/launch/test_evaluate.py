@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import threading
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,3 +114,51 @@ def test_calls_of_a_server_that_reads_them_and_of_one_that_does_not() -> None:
     assert read_message({"content": "#### 19", "tool_calls": []}) == ("#### 19", [])
     entry["function"]["arguments"] = "{"  # type: ignore[index]
     assert read_message({"content": "", "tool_calls": [entry]}) == ("", [("add", "{")])
+
+
+class Down(BaseHTTPRequestHandler):
+    """Names a model, and answers no question."""
+
+    protocol_version = "HTTP/1.1"
+    asked = 0
+
+    def do_GET(self) -> None:
+        self._answer(200, {"data": [{"id": "down"}]})
+
+    def do_POST(self) -> None:
+        Down.asked += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(503, {"error": {"message": "no engine"}})
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("what", ["gsm-mini", "tools-mini"])
+def test_a_server_that_answers_no_question(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first error ends it: nothing else is asked, and nothing but the error is said."""
+    Down.asked = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Down)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", RuntimeWarning)
+            with pytest.raises(SystemExit) as ended:
+                main(["eval", what, "--url", url, "--limit", "9", "--concurrency", "1"])
+            gc.collect()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert [str(one.message) for one in warned if one.category is RuntimeWarning] == []
+    assert (ended.value.code, Down.asked) == (2, 1)
+    assert "the server answered 503" in capsys.readouterr().err

@@ -11,13 +11,12 @@ from bench.soak import Answer, soak
 from tests.support.slowness import deadline
 
 
-@pytest.mark.real_processes
 @pytest.mark.timeout(400)
 def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
-    run = soak(60, tmp_path / "log", seed=7, clients=10, every=deadline(0.7), deadline=deadline(250.0))
+    run = soak(36, tmp_path / "log", seed=7, clients=6, every=deadline(1.5), deadline=deadline(250.0))
     assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
-    assert run.counts["answered"] + run.counts["left"] == 60
-    assert run.counts["left"] >= 10
+    assert run.counts["answered"] + run.counts["left"] == 36
+    assert run.counts["left"] >= 6
     assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
 
 

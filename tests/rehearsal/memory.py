@@ -41,6 +41,8 @@ class Memory:
         self._pieces: dict[int, Piece] = {}
         self._count = itertools.count()
         self._swept = 0
+        self.registered: list[tuple[int, int]] = []
+        """(address, bytes) of memory that was pinned where it is."""
         self.shared: list[Piece] = []
         """Those that another stream than their home used, and that were not reported as freed yet."""
 
@@ -54,6 +56,9 @@ class Memory:
             where = "cuda" if tensor.device.type == "cuda" else "host"
             name = f"{where}#{number} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             found = self._pieces[address] = Piece(name, StorageWeakRef(storage), home, number)
+            found.pinned = where == "host" and any(
+                begin <= storage.data_ptr() < begin + size for begin, size in self.registered
+            )
             if number - self._swept > _SWEEP:
                 self._swept = number
                 self._pieces = {at: piece for at, piece in self._pieces.items() if not piece.gone}

@@ -29,6 +29,7 @@ _numbers = itertools.count()
 ROLES = {
     ("weft/parallel/launcher.py", "launch"): "collectives",
     ("weft/runner/graphs.py", "__init__"): "capture",
+    ("weft/transports/copies.py", "__init__"): "copies",
 }
 
 
@@ -161,6 +162,19 @@ def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
     made.memory.piece(tensor, made.stream).known.add(stream.name)
 
 
+class Runtime:
+    """``torch.cuda.cudart``."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        current().memory.registered.append((address, size))
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        made = current().memory
+        made.registered = [one for one in made.registered if one[0] != address]
+        return 0
+
+
 def install(patch: pytest.MonkeyPatch, gpus: int = 1) -> None:
     """Puts the stand-ins in torch's places, and ``gpus`` GPUs into the machine."""
     replaced: dict[str, Any] = {
@@ -179,6 +193,7 @@ def install(patch: pytest.MonkeyPatch, gpus: int = 1) -> None:
         "mem_get_info": lambda device=None: (GPU_BYTES, GPU_BYTES),
         "memory_reserved": lambda device=None: 0,
         "_lazy_init": lambda: None,
+        "cudart": Runtime,
     }
     for name, stand_in in replaced.items():
         patch.setattr(torch.cuda, name, stand_in)

@@ -4,6 +4,7 @@
     compute      the stream that is current: copies up, model, sampling, copies down
     collectives  of steps in micro-batches, over NCCL (``StreamLauncher``)
     capture      compiles and captures decode steps (``CudaCapture``)
+    copies       between caches and host memory, for transfers between groups (``CudaCopies``)
 
 ``EVENTS`` says of each event who records it after what, and who waits for it before what; rehearsed engines
 are held to it, edge by edge (``test_streams.py``). ``trace`` writes any number of steps down by the table,
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 
 from tests.rehearsal.order import HOST, Entry, Free, Record, Use, Wait
 
-COMPUTE, COLLECTIVES, CAPTURE = "compute", "collectives", "capture"
+COMPUTE, COLLECTIVES, CAPTURE, COPIES = "compute", "collectives", "capture", "copies"
 Place = tuple[str, str]
 
 
@@ -39,6 +40,7 @@ class Event:
 _STAGING, _RESULT = "weft/runner/staging.py", "weft/runner/result.py"
 _LAUNCHER = "weft/parallel/launcher.py"
 _GRAPHS, _STAGE = "weft/runner/graphs.py", "weft/parallel/host_stage.py"
+_COPIES = "weft/transports/copies.py"
 
 EVENTS: dict[str, Event] = {
     "staged": Event(
@@ -92,7 +94,33 @@ EVENTS: dict[str, Event] = {
         waited=(_GRAPHS, "__call__"),
         why="later steps read what that step wrote",
     ),
+    "computed": Event(
+        after=COMPUTE,
+        before=COPIES,
+        recorded=(_COPIES, "mark"),
+        waited=(_COPIES, "out"),
+        why="what leaves for another group is copied out of the caches when a pass has written it",
+    ),
+    "out": Event(
+        after=COPIES,
+        before=HOST,
+        recorded=(_COPIES, "_recorded"),
+        waited=(_COPIES, "ended"),
+        why="the host digests and sends what is in the ring when the copy has arrived; until then the block "
+        "is not free, and until its receiver has answered the slot is not written again",
+    ),
+    "in": Event(
+        after=COPIES,
+        before=HOST,
+        recorded=(_COPIES, "_recorded"),
+        waited=(_COPIES, "_wait"),
+        why="a room has landed, and steps read its blocks, when what came is in them; only then is the inbox "
+        "written again",
+    ),
 }
+
+MOVES = frozenset({"computed", "out", "in"})
+"""Those of transfers between groups, which engines without a role have not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +216,31 @@ def _layers(step: int, shape: Shape, reads: tuple[str, ...], writes: tuple[str, 
     yield Use(COMPUTE, "head", reads=tuple(sums.values()), writes=writes)
     for made in sums.values():
         yield Free(made, COLLECTIVES, frozenset({COMPUTE}))
+
+
+def moves(rooms: int, without: str = "") -> list[Entry]:
+    """A sender's rank and a receiver's: ``rooms`` of a step each, through one slot, less one wait."""
+    return [
+        e
+        for room in range(rooms)
+        for e in _moves(room)
+        if not (isinstance(e, Wait) and without and str(e.event).startswith(f"{without}:"))
+    ]
+
+
+def _moves(room: int) -> Iterator[Entry]:
+    yield Use(COMPUTE, "pass", reads=("weights",), writes=("caches",))
+    yield Record(COMPUTE, f"computed:{room}")
+    yield Wait(COPIES, f"computed:{room}")
+    yield Use(COPIES, "copy out", reads=("caches",), writes=("through", "slot"))
+    yield Record(COPIES, f"out:{room}")
+    yield Wait(HOST, f"out:{room}")
+    yield Use(HOST, "digest and send", reads=("slot",))
+    yield Use(HOST, "take in", reads=("slot",), writes=("inbox",))
+    yield Use(COPIES, "copy in", reads=("inbox",), writes=("through", "other caches"))
+    yield Record(COPIES, f"in:{room}")
+    yield Wait(HOST, f"in:{room}")
+    yield Use(COMPUTE, "pass", reads=("other caches",), writes=("caches",))
 
 
 def _join(event: str, partial: str, made: str) -> Iterator[Entry]:

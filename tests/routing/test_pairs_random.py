@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from msgspec import structs
@@ -15,19 +15,22 @@ from weft.routing.instances import Instance
 from weft.routing.ledger import LedgerEntry
 from weft.types.messages import Finish, Submit, ToHead, TokenEvent
 
-SEEDS = range(1000)
+SEEDS = range(320)
+SEEN_BY = {"_nobody_misses_the_sender": 302}
+"""Bug -> the seed that showed it: tried first, then all others."""
 
 
-def _run_all() -> list[Model]:
-    models = [Model(seed) for seed in SEEDS]
-    for model in models:
+def _run_all(seeds: Iterable[int] = SEEDS) -> Iterator[Model]:
+    for seed in seeds:
+        model = Model(seed)
         model.run()
-    return models
+        yield model
 
 
-def test_every_sequence_gives_its_tokens_and_ends_once_everywhere() -> None:
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(range(SEEDS.stop, 1000), marks=pytest.mark.grid)])
+def test_every_sequence_gives_its_tokens_and_ends_once_everywhere(seeds: range) -> None:
     seen: Counter[str] = Counter()
-    for model in _run_all():
+    for model in _run_all(seeds):
         seen.update(model.seen)
         seen["paired"] += model.fleet.paired
         seen["failovers"] += model.fleet.failovers
@@ -149,4 +152,4 @@ def test_a_planted_bug_is_found(
 ) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        _run_all()
+        list(_run_all((SEEN_BY.get(plant.__name__, 0), *SEEDS)))

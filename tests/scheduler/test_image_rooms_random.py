@@ -58,7 +58,7 @@ def random_world(seed: int, harm: float = 1.0) -> World:
             world.abort(rng.choice(world.streams))
         if rng.random() < 0.04 * harm:
             world.lose()
-    world.run(250.0)
+    world.run(120.0)  # four times what the slowest takes
     world.check_end()
     return world
 
@@ -82,7 +82,7 @@ def load(world: World, rng: random.Random, number: int) -> None:
         world.ask(request, rooms=own or choice == 0)
 
 
-@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.grid)])
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 1000), marks=pytest.mark.grid)])
 def test_random_loads(seeds: range) -> None:
     seen: set[str] = set()
     hits = moved = lost = preempted = encoded = 0
@@ -111,7 +111,7 @@ def test_where_nothing_fails_nobody_is_sent_again() -> None:
     """Whatever is short: slots, blocks, room for embeddings. Nobody's wait is longer than a room may take.
     But who was preempted, or has no rooms, may have to ask for what is needed again."""
     calm = 0
-    for seed in range(40):
+    for seed in range(30):
         world = random_world(seed, harm=0.0)
         most = max(stream.attempts for stream in world.streams)
         if world.scheduler.stats().preemptions == 0:
@@ -126,7 +126,7 @@ def test_many_requests_with_many_images_and_room_for_one() -> None:
     world = World(kv_config(blocks=64, media=limits(cache_bytes=18 * 3)), 2, max_num_seqs=4)
     for number in range(40):
         world.ask(ask(0, 5 * number + 4, [3], 5 * number + 3, [4], 5 * number + 9, [number % 7]))
-    world.run()
+    world.run(40.0)
     world.check_end()
     assert {stream.attempts for stream in world.streams} == {1}
 

@@ -46,7 +46,7 @@ FOUND_WITHIN = 2000
 FOUND_BY = {
     "finish_before_all_ranks_reported": 20,
     "settled_by_one_report": 66,
-    "a_given_up_rank_is_heard": 719,
+    "a_given_up_rank_is_heard": 814,
     "blocks_on_hold_are_given_away": 47,
     "resurrected": 25,
     "one_front_says_shutdown": 101,
@@ -92,13 +92,19 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "fronts that joined later",
         "half-open instances",
         "clusters of two roles",
+        "clusters that encode images apart",
+        "embeddings failed",
+        "embeddings landed",
         "groups of several ranks",
         "heads of version 1",
+        "images encoded apart",
+        "images found where they are encoded",
         "late events",
         "messages of a link given up",
         "pauses",
         "relinked",
         "sequences given back",
+        "sequences whose images were late",
         "transfers done",
         "transfers failed",
         "requests done",
@@ -326,13 +332,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (free_before_a_writer_ended, "a write of .* lands in blocks"),
         (the_peer_is_not_told, "not at an end|nobody had changed"),
         (reuse_before_the_fence, "which has ended there|nobody had changed"),
-        (a_span_off_by_one_block, "reads what is not its sequence's own"),
+        (a_span_off_by_one_block, "reads what is not its sequence's own|nobody had changed"),
         (a_digest_of_the_wrong_attempt, "digests of .* were wrong, and nobody had changed"),
     ],
 )
 def test_a_planted_bug_is_found(plant: Plant, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found_within(plant, says, FOUND_BY.get(plant.__name__, 0), monkeypatch)
+
+
+def found_within(plant: Plant, says: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedule ``first`` shows the bug, or another one within the budget; without it nothing is wrong."""
     plant(monkeypatch)
-    first = FOUND_BY.get(plant.__name__, 0)
     chunks = [range(first, first + 1), *(range(at, at + 10) for at in range(0, FOUND_WITHIN, 10))]
     failures = next((found.failures for found in map(run_schedules, chunks) if found.failures), [])
     assert failures, f"not found within {FOUND_WITHIN} schedules"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+Row = tuple[str, dict[str, Any]]
+
 
 def covering(
     features: dict[str, list[Any]], seed: int = 0, cheap: dict[str, Any] | None = None
@@ -38,6 +40,18 @@ def covering(
         uncovered -= {(p, best[p], q, best[q]) for p, q in itertools.combinations(names, 2)}
     _lighten(rows, cheap or {})
     return rows
+
+
+def few_of(rows: list[Row]) -> list[Row]:
+    """As few of ``rows`` as were found in which each value of each feature occurs. A row is what it is of,
+    and a combination of its features."""
+    missing = {(key, repr(value)) for _, row in rows for key, value in row.items()}
+    kept: list[Row] = []
+    while missing:
+        best = max(rows, key=lambda one: sum((key, repr(value)) in missing for key, value in one[1].items()))
+        kept.append(best)
+        missing -= {(key, repr(value)) for key, value in best[1].items()}
+    return kept
 
 
 def _pairs(row: dict[str, Any]) -> list[tuple[Any, ...]]:

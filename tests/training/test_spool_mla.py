@@ -50,18 +50,18 @@ def test_its_tensors() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_fifty_problems_and_their_drafts() -> None:
+def test_thirty_problems_and_their_drafts() -> None:
     """A sample of what ``result.json`` says of all 500."""
     result = json.loads(RESULT.read_text())
     assert result["problems"] == 500
     assert result["drafts"]["accepted_1"] >= 0.85
     tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER)
     model = DeepseekV3WithMtp.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    asked = test_set(50)
+    asked = test_set(30)
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
     replies = solve_ids(model, tokenizer, prompts)
     exact = score(tokenizer.batch_decode(replies, skip_special_tokens=True), asked)
-    assert exact / 50 >= result["accuracy"] - 0.1
+    assert exact / 30 >= result["accuracy"] - 0.1
     rates = acceptance(model, prompts, replies)
     assert rates["accepted_1"] >= 0.85
     for name, rate in rates.items():

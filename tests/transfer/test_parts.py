@@ -15,7 +15,7 @@ from weft.transfer import arrivals as a
 from weft.transfer import digests
 from weft.transfer import pushes as p
 from weft.transfer.coverage import Coverage, Positions
-from weft.transfer.memory_leases import MemoryLease, Pool, Ring
+from weft.transfer.memory_leases import MemoryLease, Ring
 from weft.transfer.outcomes import Outcomes
 from weft.transfer.spans import Part, SpanPlan
 from weft.transfer.tombstones import Parking, Tombstones
@@ -25,10 +25,9 @@ KEY, OTHER = RoomKey(1, 0, 1), RoomKey(2, 0, 1)
 ERROR = Unavailable("planted").info()
 
 
-@pytest.mark.parametrize("kind", [Ring, Pool])
-def test_leases_never_overlap_and_nothing_leaks(kind: type[Ring] | type[Pool]) -> None:
+def test_leases_never_overlap_and_nothing_leaks() -> None:
     for seed in range(50):
-        rng, memory, held = random.Random(seed), kind(1000), list[MemoryLease]()
+        rng, memory, held = random.Random(seed), Ring(1000), list[MemoryLease]()
         deferred = 0
         for _ in range(400):
             if rng.random() < 0.6:

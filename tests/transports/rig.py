@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from weft.transfer.group_layout import blocks_of
 from weft.transfer.spans import first_position
 from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport
+from weft.transports.copies import Copies, HostCopies
+from weft.transports.memory import Sizes, Staged
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
@@ -31,10 +34,11 @@ TABLES = [[3, 9, 1, 7, 12], [5, 2, 11, 4, 8, 10, 6, 13, 1, 14]]
 class Rank:
     """One rank: its transport, its thread, and what it told its head."""
 
-    def __init__(self, group: Group, rank: int, transport: Transport) -> None:
+    def __init__(self, group: Group, rank: int, transport: Transport, start: bool = True) -> None:
+        """Without ``start`` it has no thread: see ``RankTransfer``."""
         self.told: queue.SimpleQueue[RankReport | RankStopped] = queue.SimpleQueue()
         self.transport = transport
-        self.transfer = RankTransfer(rank, group.dims, transport, self.told.put)
+        self.transfer = RankTransfer(rank, group.dims, transport, self.told.put, start=start)
 
     def wait(self, key: RoomKey, seconds: float = 20.0) -> RankReport:
         """How the room ended on this rank."""
@@ -51,8 +55,25 @@ class Rank:
         assert said.key == key
 
 
-def share(group: Group, rank: int, transport: Any) -> list[SharedMemory]:
-    """Makes a rank's regions memory that the transport knows."""
+TRANSPORTS = {
+    "shm": ("shm", False, False),
+    "tcp": ("tcp", False, False),
+    "staged shm": ("shm", True, True),
+    "staged tcp": ("tcp", True, True),
+    "staged shm to shm": ("shm", True, False),
+    "shm to staged shm": ("shm", False, True),
+}
+"""Name -> what moves the bytes, and whether the sender's caches are staged, and the receiver's."""
+SMALL = Sizes(slot=512, slots=3, inbox=1024)
+"""Of caches that are staged: less than a prompt has."""
+
+
+def share(group: Group, rank: int, transport: Any, staged: Copies | None = None) -> list[SharedMemory]:
+    """Makes a rank's regions memory that the transport knows, or that ``staged`` copies from and to."""
+    if staged is not None:
+        regions = [torch.from_numpy(region) for region in group.regions[rank]]
+        stage(transport, regions, staged)
+        return []
     shared = [SharedMemory(len(region)) for region in group.regions[rank]]
     for number, memory in enumerate(shared):
         memory.tensor.copy_(torch.from_numpy(group.regions[rank][number]))
@@ -64,10 +85,39 @@ def share(group: Group, rank: int, transport: Any) -> list[SharedMemory]:
     return shared
 
 
-def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Transport:
+def stage(transport: Any, regions: list[torch.Tensor], copies: Copies, sizes: Sizes = SMALL) -> None:
+    transport.stage(Staged(regions, copies, sizes, sends=True, takes=True))
+
+
+def transport(kind: str, folder: Path, rank: int, incarnation: int) -> Any:
     if kind == "shm":
         return ShmTransport(str(folder), rank, incarnation)
     return TcpTransport("127.0.0.1", rank, incarnation, SECRET)
+
+
+class LateCopies(HostCopies):
+    """Copies out of the caches that read them as late as they may: when they are asked for the ``turns``-th
+    time, or not before ``go`` is set."""
+
+    turns = 3
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.under_way = self.most = 0
+
+    def out(self, regions: Any, parts: Any, to: Any, ready: Any) -> Any:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return [self.turns, lambda: HostCopies.out(self, regions, parts, to, ready)]
+
+    def ended(self, copy: Any) -> bool:
+        copy[0] -= 1
+        if copy[0] > 0 or not self.go.is_set():
+            return False
+        copy[1]()
+        self.under_way -= 1
+        return True
 
 
 class Pair:
@@ -84,8 +134,11 @@ class Pair:
         start: int = 8,
         senders: bool = True,
         receivers: bool = True,
+        copies: type[HostCopies] = HostCopies,
     ) -> None:
-        """Without ``senders`` or ``receivers`` those run in another process."""
+        """Without ``senders`` or ``receivers`` those run in another process. ``kind``: of ``TRANSPORTS``.
+        ``copies``: of caches that are staged."""
+        kind, *staged = TRANSPORTS[kind]
         rng = np.random.default_rng(5)
         caches = [KINDS[name] for name in kinds]
         self.sender, self.receiver = (
@@ -98,12 +151,12 @@ class Pair:
         self.shared = []
         self.senders, self.receivers = list[Rank](), list[Rank]()
         sides = ((self.sender, self.senders, 0, senders), (self.receiver, self.receivers, 50, receivers))
-        for group, found, base, here in sides:
+        for (group, found, base, here), is_staged in zip(sides, staged, strict=True):
             if not here:
                 continue
             for rank in range(group.ranks):
                 one = transport(kind, folder, rank, 1000 + base + rank)
-                self.shared.append(share(group, rank, one))
+                self.shared.append(share(group, rank, one, copies() if is_staged else None))
                 found.append(Rank(group, rank, one))
 
     def tables(self, group: Group, which: int) -> list[list[int]]:

@@ -61,7 +61,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     model, cache, runner, speculation = config.model, config.cache, config.runner, config.speculation
     check_runs_model(config.front)
     device = choose_device(runner)
-    transfer = check_transfer(config.transfer, config.parallel, device)
+    transfer = check_transfer(config.transfer, config.parallel)
     scheduler = with_depth(with_budget(config.scheduler, device, speculation.drafts), device)
     check_budget(scheduler, cache.block_size, speculation.drafts)
     check_files(runner, config.front, config.media)

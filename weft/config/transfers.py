@@ -6,11 +6,8 @@ from weft.common.errors import ConfigError
 from weft.config.sections import ParallelSection, TransferSection
 
 
-def check_transfer(transfer: TransferSection, parallel: ParallelSection, device: str) -> TransferSection:
-    """``transfer``. Raises ConfigError that names the flags at fault and values that would work.
-
-    ``device``: as chosen. What caches lie in for transfers is host memory, of one host.
-    """
+def check_transfer(transfer: TransferSection, parallel: ParallelSection) -> TransferSection:
+    """``transfer``. Raises ConfigError that names the flags at fault and values that would work."""
     prefill, decode, role = transfer.prefill, transfer.decode, transfer.role
     if bool(prefill) != bool(decode):
         given, missing = ("--prefill", "--decode") if prefill else ("--decode", "--prefill")
@@ -40,12 +37,6 @@ def check_transfer(transfer: TransferSection, parallel: ParallelSection, device:
         return transfer
     named = groups or (f"--role {role}" if role != "unified" else takes)
     flag = named.partition(" ")[0]
-    if device != "cpu":
-        raise ConfigError(
-            f"{named} and --device {device}: transfers between groups move caches in a CPU's memory, and "
-            "no GPU's yet; use --device cpu, or leave the role out",
-            param=flag,
-        )
     if parallel.nnodes > 1 and parallel.only_host is None:
         raise ConfigError(
             f"{named} and --nnodes {parallel.nnodes}: a group with a role lies on one host: write a topology "

@@ -10,11 +10,12 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
+from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.config.cache_layout import TensorLayout
@@ -24,7 +25,10 @@ from weft.engine.ranks import ranks_of
 from weft.parallel.address import own_address
 from weft.parallel.secret import check_secret, read_secret
 from weft.runner.exports import RankRooms
+from weft.runner.kv_tensors import zeros
 from weft.transfer.group_layout import embedding_dims, group_dims
+from weft.transports.copies import copies_of
+from weft.transports.memory import Sizes, Staged
 from weft.transports.reports import RoomReports
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport
@@ -50,13 +54,6 @@ def check_rooms(config: EngineConfig) -> None:
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
-    if config.device != "cpu":
-        flag = "--take-embeddings" if role == "unified" else f"--role {role}"
-        raise ConfigError(
-            f"{flag} moves caches in a CPU's memory only: use --device cpu, or --role unified and "
-            "--no-take-embeddings",
-            param=flag.split()[0],
-        )
     if transport_of(config) == "tcp":
         check_secret(_secret(config))
 
@@ -108,7 +105,7 @@ def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | Non
     if config.transfer.role not in ("prefill", "decode"):
         return None
     layouts = [pool.tensors(config.dtype) for pool in kv.pools]
-    return _opened(config, rank, dims_of(config, kv), layouts)
+    return _opened(config, rank, dims_of(config, kv), layouts, sends=config.transfer.role == "prefill")
 
 
 def open_embeddings(config: EngineConfig, rank: int) -> RankRooms | None:
@@ -116,17 +113,25 @@ def open_embeddings(config: EngineConfig, rank: int) -> RankRooms | None:
     sends nor takes any. Its memory is the rank's pool of them: one tensor, [layer, block, position, width].
     See ``_opened``.
     """
-    if embeddings_of(config) is None:
+    does = embeddings_of(config)
+    if does is None:
         return None
     dims = embedding_dims_of(config)
     tensor = dims.kinds[0].tensors[0]
-    return _opened(config, rank, dims, [(TensorLayout(tensor.name, tensor.dims, tensor.dtype),)])
+    layout = TensorLayout(tensor.name, tensor.dims, tensor.dtype)
+    return _opened(config, rank, dims, [(layout,)], sends=does == "sends")
 
 
 def _opened(
-    config: EngineConfig, rank: int, dims: GroupDims, layouts: Sequence[Sequence[TensorLayout]]
+    config: EngineConfig,
+    rank: int,
+    dims: GroupDims,
+    layouts: Sequence[Sequence[TensorLayout]],
+    *,
+    sends: bool,
 ) -> RankRooms:
-    """``layouts``: for each kind of ``dims`` the tensors of a rank. Their memory is made here.
+    """``layouts``: for each kind of ``dims`` the tensors of a rank. Their memory is made here. ``sends``: the
+    rank sends what is in it; else it takes in what others send.
 
     The socket lies in the folder of the group's (``EngineConfig.domain``), which outlives a rank that is
     killed and is removed by its owner; without one, in a folder of its own. Raises ConfigError.
@@ -134,16 +139,8 @@ def _opened(
     check_rooms(config)
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     with ExitStack() as resources:
-        regions, memory = [], []
-        for kind in layouts:
-            tensors = []
-            for layout in kind:
-                region = SharedMemory(layout.nbytes)
-                resources.callback(region.close)
-                regions.append(region)
-                tensors.append(region.tensor.view(getattr(torch, layout.dtype)).view(layout.shape))
-            memory.append(tensors)
-        transport = _transport(config, number, regions, resources)
+        caches = _caches(config, layouts, resources, sends=sends)
+        transport = _transport(config, number, caches, resources)
         reports = RoomReports()
         resources.callback(reports.close)
         transfer = RankTransfer(number, dims, transport, reports.tell)
@@ -152,26 +149,69 @@ def _opened(
             transfer=transfer,
             reports=reports,
             endpoint=transport.endpoint,
-            memory=memory,
+            memory=caches.memory,
             heard=number == 0 and config.transfer.role == "prefill",
             close=resources.pop_all().close,
         )
 
 
-def _transport(
-    config: EngineConfig, number: int, regions: list[SharedMemory], resources: ExitStack
-) -> SocketTransport:
+class _Caches(NamedTuple):
+    memory: list[list[torch.Tensor]]
+    """For each kind its tensors."""
+    shared: list[SharedMemory]
+    """Their memory, in the same order, where peers may read it themselves."""
+    staged: Staged | None
+    """Where they may not."""
+
+
+def is_staged(config: EngineConfig) -> bool:
+    """Whether what moves passes through a ring of host memory: always where the caches are on a GPU."""
+    return config.device != "cpu" or env.get("WEFT_STAGED_POOLS") == "1"
+
+
+def _caches(
+    config: EngineConfig, layouts: Sequence[Sequence[TensorLayout]], resources: ExitStack, *, sends: bool
+) -> _Caches:
+    memory, shared, flat = list[list[torch.Tensor]](), list[SharedMemory](), list[torch.Tensor]()
+    staged, device = is_staged(config), torch.device(config.device)
+    for kind in layouts:
+        tensors = []
+        for layout in kind:
+            dtype = getattr(torch, layout.dtype)
+            if staged:
+                tensors.append(zeros(layout.shape, dtype, device))
+                flat.append(tensors[-1].view(-1).view(torch.uint8))
+            else:
+                region = SharedMemory(layout.nbytes)
+                resources.callback(region.close)
+                shared.append(region)
+                tensors.append(region.tensor.view(dtype).view(layout.shape))
+        memory.append(tensors)
+    if not staged:
+        return _Caches(memory, shared, None)
+    sizes = Sizes(slot=ShmTransport.slot_bytes if transport_of(config) == "shm" else TcpTransport.slot_bytes)
+    copies = copies_of(device, max(sizes.slot, sizes.inbox))
+    return _Caches(memory, [], Staged(flat, copies, sizes, sends=sends, takes=not sends))
+
+
+def _transport(config: EngineConfig, number: int, caches: _Caches, resources: ExitStack) -> SocketTransport:
     incarnation = secrets.randbits(63)
     if transport_of(config) == "tcp":
         parallel = config.parallel
         host = LOOPBACK if parallel.rdzv is None else own_address(*meeting_place(parallel))
         tcp = TcpTransport(host, number, incarnation, _secret(config))
-        tcp.register([region.tensor for region in regions])
+        if caches.staged is None:
+            tcp.register([region.tensor for region in caches.shared])
+        else:
+            tcp.stage(caches.staged)
         return tcp
     folder = config.domain
     if not folder:
         folder = str(private_folder())
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
     shm = ShmTransport(folder, number, incarnation)
-    shm.share(regions)
+    if caches.staged is None:
+        shm.share(caches.shared)
+    else:
+        shm.stage(caches.staged)
     return shm

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 
@@ -14,6 +14,8 @@ from weft.config.sections import Config
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
 Chat: TypeAlias = list[dict[str, Any]]
 """Messages."""
 
@@ -57,20 +59,38 @@ async def _ask_server(
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
         if model is None:
             model = await served_model(client, base)
-        gate = asyncio.Semaphore(concurrency)
         with progress_bar(total=len(chats), title=title, unit="problem") as bar:
 
             async def one(chat: Chat) -> str:
                 body: dict[str, Any] = {"model": model, "temperature": 0, "messages": chat}
                 if max_tokens is not None:
                     body["max_tokens"] = max_tokens
-                async with gate:
-                    answer = await call(client, "POST", f"{base}/chat/completions", body)
+                answer = await call(client, "POST", f"{base}/chat/completions", body)
                 bar.update()
                 return str(answer["choices"][0]["message"]["content"] or "")
 
-            # The first failure ends the evaluation; leaving the loop cancels what is still running.
-            return model, list(await asyncio.gather(*map(one, chats)))
+            return model, await in_turns(one, chats, concurrency)
+
+
+async def in_turns(
+    ask: Callable[[Question], Awaitable[Answer]], each: Sequence[Question], most: int
+) -> list[Answer]:
+    """What ``ask`` makes of ``each``, in order, ``most`` at a time. Raises what the first one raises that
+    fails; those under way are cancelled then, and no other begins."""
+    left = iter(enumerate(each))
+    made: dict[int, Answer] = {}
+
+    async def work() -> None:
+        for number, question in left:
+            made[number] = await ask(question)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(most, len(each))):
+                group.create_task(work())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [made[number] for number in range(len(each))]
 
 
 async def served_model(client: httpx.AsyncClient, base: str) -> str:

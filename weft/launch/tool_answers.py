@@ -15,7 +15,7 @@ from weft.common.progress import progress_bar
 from weft.config import hub
 from weft.config.sections import Config
 from weft.eval.tools_score import Dialogue, Made, read_calls
-from weft.launch.answers import TIMEOUT, base_of, call, served_model
+from weft.launch.answers import TIMEOUT, base_of, call, in_turns, served_model
 
 Reply = Callable[[list[list[int]]], list[str]]
 """Greedy texts for prompts of token ids."""
@@ -49,22 +49,19 @@ async def _ask(
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, headers=headers) as client:
         name = model or await served_model(client, base)
-        gate = asyncio.Semaphore(concurrency)
         with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
 
             async def one(dialogue: Dialogue) -> None:
-                async with gate:
-                    while dialogue.text is None:
-                        body = {"model": name, "temperature": 0, "messages": dialogue.messages}
-                        body["tools"] = dialogue.declarations
-                        if max_tokens is not None:
-                            body["max_tokens"] = max_tokens
-                        answer = await call(client, "POST", f"{base}/chat/completions", body)
-                        dialogue.take(*read_message(answer["choices"][0]["message"]))
+                while dialogue.text is None:
+                    body = {"model": name, "temperature": 0, "messages": dialogue.messages}
+                    body["tools"] = dialogue.declarations
+                    if max_tokens is not None:
+                        body["max_tokens"] = max_tokens
+                    answer = await call(client, "POST", f"{base}/chat/completions", body)
+                    dialogue.take(*read_message(answer["choices"][0]["message"]))
                 bar.update()
 
-            # The first failure ends the evaluation; leaving the loop cancels what is still running.
-            await asyncio.gather(*map(one, dialogues))
+            await in_turns(one, dialogues, concurrency)
     return name
 
 

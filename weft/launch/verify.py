@@ -86,7 +86,7 @@ def verify(
         if groups is not None:
             good = verify_groups(groups, reference, families, prompts, tokens)
         else:
-            check_transfer(config.transfer, config.parallel, "cpu")
+            check_transfer(config.transfer, config.parallel)
             good = verify_engine(config, reference, against_self, families, prompts, tokens)
     click.echo("verify: passed" if good else "verify: FAILED")
     return 0 if good else 1

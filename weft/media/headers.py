@@ -1,6 +1,7 @@
 """What an image's header says: its format, size and orientation, without decoding any of it.
 
-An allow-list of formats: JPEG, PNG, WebP, GIF and BMP. What a client or server declares is not looked at.
+An allow-list of formats: JPEG, PNG, WebP, GIF and BMP. What a client or server declares is not looked at. A
+file with several frames (GIF, animated PNG and WebP) is its first one: no other is looked at, or decoded.
 Every number comes from outside: reads are bounds-checked, and loops advance with each turn.
 """
 
@@ -45,7 +46,7 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Of a whole file. Raises BadMedia for other formats, damaged headers and animations."""
+    """Of a whole file. Raises BadMedia for other formats and damaged headers."""
     view = memoryview(data)
     start = bytes(view[:16])
     try:
@@ -139,8 +140,6 @@ def _png(view: memoryview) -> ImageHeader:
         raise BadMedia("is damaged: it is a PNG without a header")
     orientation = 0
     for name, data in _png_chunks(view):
-        if name == b"acTL" and struct.unpack_from(">I", data)[0] > 1:
-            raise _animated()
         if name == b"eXIf":
             orientation = _exif(data) or orientation
         if name == b"iTXt" and bytes(data[: len(_PNG_XMP)]) == _PNG_XMP and not data[len(_PNG_XMP)]:
@@ -166,8 +165,6 @@ def _webp(view: memoryview) -> ImageHeader:
     orientation = 0
     for name, data in _webp_chunks(view):
         if name == b"VP8X":
-            if data[0] & 0x02:
-                raise _animated()
             found = 1 + int.from_bytes(data[4:7], "little"), 1 + int.from_bytes(data[7:10], "little")
         elif name == b"VP8L" and found is None:
             (bits,) = struct.unpack_from("<I", data, 1)
@@ -175,8 +172,6 @@ def _webp(view: memoryview) -> ImageHeader:
         elif name == b"VP8 " and found is None:
             width, height = struct.unpack_from("<HH", data, 6)
             found = width & 0x3FFF, height & 0x3FFF
-        elif name in (b"ANIM", b"ANMF"):
-            raise _animated()
         elif name == b"EXIF":
             orientation = _exif(data) or orientation
         elif name == b"XMP ":
@@ -200,27 +195,20 @@ def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 def _gif(view: memoryview) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
-    frames = 0
     for _ in range(_MOST_TURNS):
         if at >= len(view) or (kind := view[at]) == 0x3B:
             break
         if kind == 0x21:
             at = _after_blocks(view, at + 2)
         elif kind == 0x2C:
-            frames += 1
-            if frames > 1:
-                raise _animated()
-            left, top, wide, high, flags = struct.unpack_from("<HHHHB", view, at + 1)
+            left, top, wide, high = struct.unpack_from("<HHHH", view, at + 1)
             width, height = max(width, left + wide), max(height, top + high)
-            table = 3 << ((flags & 7) + 1) if flags & 0x80 else 0
-            at = _after_blocks(view, at + 10 + table + 1)
+            return ImageHeader(format="GIF", width=width, height=height)
         else:  # decoders step over what they do not know
             at += 1
     else:
         raise _too_many_parts()
-    if not frames:
-        raise BadMedia("is damaged: it is a GIF without an image")
-    return ImageHeader(format="GIF", width=width, height=height)
+    raise BadMedia("is damaged: it is a GIF without an image")
 
 
 def _after_blocks(view: memoryview, at: int) -> int:
@@ -245,7 +233,3 @@ def _bmp(view: memoryview) -> ImageHeader:
 
 def _too_many_parts() -> BadMedia:
     return BadMedia("is damaged: it consists of far too many parts")
-
-
-def _animated() -> BadMedia:
-    return BadMedia("has several frames; send the one that is meant, as an image of its own")

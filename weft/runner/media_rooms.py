@@ -39,9 +39,8 @@ class Departures:
     def send(self, op: SendMedia) -> None:
         """What was launched before this call has made the embedding.
 
-        INVARIANT: on a CPU it is there when this returns, as the thread that computes has done it. Where a
-        device computes behind the host's back, the read of its memory must wait for an event of that: groups
-        that move embeddings are refused there (``engine.rank_rooms.check_rooms``).
+        INVARIANT: this is the thread that launched it, on the stream that computes it: ``computed`` marks
+        that place of the stream, and the read of the embedding waits for it. On a CPU it is there already.
         """
         if op.count < 1 or len(op.blocks) != 4 * -(-op.count // BLOCK_ROWS):
             raise EngineDead(f"an embedding of {op.count} rows is sent out of {len(op.blocks) // 4} blocks")

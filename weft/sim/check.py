@@ -186,6 +186,8 @@ class Stream:
     """The link over which the sender of its present attempt said that it has moved; 0 while it has not."""
     lands_by: float = math.inf
     """Where that instance is lost since: when it is given up, if the receiver tells no token."""
+    computed: bool = False
+    """Whether a token of its present attempt has come: then who computes its prompt has all its images."""
     landed: bool = False
     """Whether the receiver has told a token in that attempt."""
     losses: int = 0

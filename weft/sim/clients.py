@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from weft.sim.check import VOCABULARY
+from weft.types.media import MediaItem
 from weft.types.sampling import TokenParams
 
 MOST_TRIES = 4
@@ -29,6 +30,8 @@ class Client:
     """(seconds after its request, seconds that it does not read)."""
     leaves: float | None = None
     """Seconds after its request at which it leaves."""
+    media: tuple[MediaItem, ...] = ()
+    """The images of the prompt."""
     tries: int = 0
     outcome: str | None = None
     """How it ended: done, failed, left or refused."""

@@ -20,6 +20,7 @@ from weft.sim.collectives import Collectives
 from weft.sim.excuses import check_prefixes
 from weft.sim.front import FrontProcess
 from weft.sim.head import HeadProcess
+from weft.sim.idle import check_idle
 from weft.sim.network import Link, Network
 from weft.sim.ranks import Pace, Replica, patience_of
 from weft.sim.room_world import RoomWorld
@@ -90,7 +91,10 @@ class Cluster(Timeline):
         """Whether an upgrade is under way: some processes speak version 1."""
         self._start(fronts, old)
         self.clients = [random_client(rng, number) for number in range(rng.choice((1, 2, 3, 3, 4, 6)))]
+        self.counts["clusters that encode images apart"] += self.rooms.images.there
+        """Schedules that have groups for it."""
         for client in self.clients:
+            self.rooms.images.show(client)
             self.at(client.at, None, self.ask, client)
         self.pending_faults = faults.plan(self)
 
@@ -148,7 +152,7 @@ class Cluster(Timeline):
             return False
         if any(head.ready and not head.group.running for head in heads):
             return False
-        if any(head.engine.rooms is not None and head.engine.rooms.stats(None).rooms for head in heads):
+        if any(rooms.stats(None).rooms for head in heads for rooms in head.engine.rooms.values()):
             return False
         links = [link for front in self.fronts for link in front.links.values()]
         # Heartbeats are always under way.
@@ -188,6 +192,8 @@ class Cluster(Timeline):
                 require(not self.counts[name], f"{name} without a fault")
             require(not self.supervisor.restarts, "restarts without a fault")
             require(not self.counts["epochs lost"], "an epoch was lost without a fault")
+            late = sum(head.engine.late_images for head in self.supervisor.heads.values())
+            require(not late, "images were late without a fault")
         for head in self.supervisor.heads.values():
             if head.alive and head.ready:
                 self._check_idle(head)
@@ -212,14 +218,7 @@ class Cluster(Timeline):
 
     def _check_idle(self, head: HeadProcess) -> None:
         self.rooms.tally(head)
-        head.check()
-        scheduler = head.engine.scheduler
-        live = list(scheduler._state.live)
-        require(not live, f"{head.name}: sequences {live} live when nobody asks for any")
-        stats = scheduler.stats()
-        require(stats.free_slots == self.kv.num_slots, f"{head.name}: slots are missing when idle")
-        blocks = tuple(pool.num_blocks for pool in self.kv.pools)
-        require(stats.free_blocks == blocks, f"{head.name}: blocks are missing when idle")
+        check_idle(head)
 
     # -- processes and links
 
@@ -251,8 +250,8 @@ class Cluster(Timeline):
             replica = Replica(
                 self, name, ranks, collectives=collectives, mishaps=self, table=dict, remote=remote, pace=pace
             )
-            if self.rooms.roles[name] != "unified":
-                replica.make_side = partial(self.rooms.make_side, replica)
+            if self.rooms.moves(name):
+                replica.make_sides = partial(self.rooms.make_sides, replica)
             if domain:
                 replica.size = tensor * len(self.instances)
             replicas[name] = replica
@@ -311,8 +310,8 @@ class Cluster(Timeline):
                 self.after(0.01, 0.2, other, other.group.peer_replica_gone, epoch)
         self.note(head.name, "..", "", "its process ends")
         self.rooms.tally(head)
-        if head.engine.side is not None:
-            head.engine.side.close()
+        if head.engine.sides is not None:
+            head.engine.sides.close()
         for peers, peer in head.watched_by:
             peers.end(peer)
         for front in self.fronts:
@@ -430,7 +429,7 @@ class Cluster(Timeline):
 
     def pin(self) -> str:
         """An instance that a request may be tied to."""
-        return self.rng.choice(list(self.instances))
+        return self.rng.choice([name for name, role in self.rooms.roles.items() if role != "encode"])
 
 
 def simulate_cluster(seed: int, log: Callable[[float, str], None] | None = None) -> Cluster:

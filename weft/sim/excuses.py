@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import Patience
-from weft.routing.instances import Instance
-from weft.routing.lateness import LATE, NO_PAIR
+from weft.routing.instances import Instance, InstanceState
+from weft.routing.lateness import LATE, NO_ENCODER, NO_PAIR
 from weft.routing.pairs import PREFIXES_SINCE, serve
 from weft.routing.parked import MOST_REFUSALS
 from weft.sim.check import Stream, require
@@ -44,6 +44,9 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         decode = any(one.role == "decode" for one in fleet.table.takers())
         require(not (cluster.rooms.local_prefill and decode), f"{why}, and one that decodes can prefill, too")
         require(waited >= PATIENCE.role - 1e-6, f"{why} after {waited:.3f} seconds")
+    elif message == NO_ENCODER:
+        waited = cluster.now - front.unseeing_since
+        require(waited >= PATIENCE.role - 1e-6, f"{why} after {waited:.3f} seconds")
     elif "takes the request no more" in message:
         require(stream.times_given_back > MOST_REFUSALS, why)
     elif "shutting down" in message:
@@ -72,6 +75,30 @@ def check_prefixes(front: FrontProcess, instance: Instance) -> None:
     known = known or view.number < head.protocol.prefixes.number  # what changed last is on its way
     require(known, f"{front.name} has a wrong view of what {head.name} has cached")
     front.cluster.counts["prefix caches compared"] += bool(keys)
+
+
+def takes(front: FrontProcess) -> bool:
+    """Whether an instance takes sequences, now or after one that it has."""
+    instances = front.fleet.table.instances.values()
+    broken = {one.domain for one in instances if one.domain and not one.alive}
+    return any(one.role != "encode" and one.domain not in broken for one in _up(front))
+
+
+def serves(front: FrontProcess) -> bool:
+    """Whether instances that are up can do all of a request without images."""
+    roles = {one.role for one in _up(front)}
+    return "unified" in roles or {"prefill", "decode"} <= roles
+
+
+def sees(front: FrontProcess) -> bool:
+    """Whether they can do all of one with images."""
+    encoded = front.cluster.rooms.images.towers or any(one.role == "encode" for one in _up(front))
+    return serves(front) and encoded
+
+
+def _up(front: FrontProcess) -> list[Instance]:
+    up = (InstanceState.UP, InstanceState.HALF_OPEN)
+    return [one for one in front.fleet.table.instances.values() if one.state in up and not one.shunned]
 
 
 def goes_on(event: e.Event, actions: list[e.Action]) -> bool:

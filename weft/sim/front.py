@@ -16,7 +16,7 @@ from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, Violation, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, explain, goes_on
+from weft.sim.excuses import PATIENCE, explain, goes_on, sees, serves, takes
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -63,13 +63,10 @@ class FrontProcess:
         self.registry_at = 0.0
         """When the registry's latest event arrives."""
         self._ticks_at = float("inf")
-        self.unready_since = 0.0
-        """Since when no instance was up, in time in which this process ran."""
-        self._took = False
-        """Whether one was up at the last event."""
-        self.unpaired_since = 0.0
-        """Since when no instances were up that can do all of a request, in time in which this process ran."""
-        self._served = False
+        self.unready_since = self.unpaired_since = self.unseeing_since = 0.0
+        """Since when no instance was up, none that can do all of a request, none that can with images: in
+        time in which this process ran."""
+        self._took = self._served = self._saw = False
         """Whether some were at the last event."""
 
     # -- the shell
@@ -83,6 +80,8 @@ class FrontProcess:
             self.unready_since = cluster.now
         if self._served:
             self.unpaired_since = cluster.now
+        if self._saw:
+            self.unseeing_since = cluster.now
         actions = self.fleet.on(event, cluster.now)
         if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
             return  # deadlines are later than they were, which ``_tick`` will see
@@ -90,8 +89,7 @@ class FrontProcess:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
         if not goes_on(event, actions):  # an end may tell that another instance is gone
-            self._took = self._takes()
-            self._served = self._serves()
+            self._took, self._served, self._saw = takes(self), serves(self), sees(self)
             self._check()
         if self.clients:
             self._after()
@@ -141,7 +139,7 @@ class FrontProcess:
             self._lands(stream)
             stream.links.add(link.number)
             stream.moved_over = 0
-            stream.landed = False
+            stream.landed = stream.computed = False
             if stream.times_given_back and link.head.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
@@ -180,14 +178,19 @@ class FrontProcess:
 
     def _stays(self, stream: Stream, lost: Link) -> bool:
         """Whether a sequence stays where it is decoded, though the instance that computed its prompt is lost:
-        all that this one had to tell has come."""
+        all that this one had to tell has come. Or where it is computed, though one is that encoded images."""
         entry = self.fleet.entries.get(stream.sequence)
         roles = self.cluster.rooms.roles
-        if entry is None or roles[lost.head.instance] != "prefill" or entry.losses > stream.losses:
+        role = roles[lost.head.instance]
+        if entry is None or role not in ("prefill", "encode") or entry.losses > stream.losses:
             return False
+        if role == "encode":
+            require(stream.computed, f"{self.name}: sequence {stream.sequence} goes on without its images")
+            return True
         left = [self.links[number].head.instance for number in stream.links]
         require(
-            list(entry.places) == left and [roles[name] for name in left] == ["decode"],
+            set(entry.places) == set(left)
+            and [roles[name] for name in left if roles[name] != "encode"] == ["decode"],
             f"{self.name}: sequence {stream.sequence} is at {list(entry.places)}, and was sent to {left}",
         )
         return True
@@ -230,6 +233,7 @@ class FrontProcess:
         """It stood still for so long."""
         self.unready_since += seconds
         self.unpaired_since += seconds
+        self.unseeing_since += seconds
         for stream in self.streams.values():
             stream.lands_by += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
@@ -263,7 +267,13 @@ class FrontProcess:
             return
         refused = event.error is not None and event.error.blame == "capacity"
         why = "" if event.error is None else event.error.code
-        ended = why == PeerEnded.code and entry.partner(link.head.instance) is not None
+        encodes = link.head.instance in entry.encoders
+        doubtful = bool(entry.encoders) and not encodes
+        ended = why == PeerEnded.code and entry.partner(link.head.instance) is not None and not doubtful
+        stream.computed = stream.computed or bool(event.token_ids)
+        if encodes and event.finish and (event.finish == "moved" or entry.computed):
+            stream.links.discard(link.number)
+            return
         if event.finish == "evicted" and (ended or why == RanksLost.code):
             stream.losses += 1
             self.cluster.count("lost as a peer saw")
@@ -347,6 +357,7 @@ class FrontProcess:
             seed=client.seed,
             prompt_ids=prompt,
             params=client.params,
+            media=client.media,
         )
 
     def _stream(self, client: Client, submit: m.Submit, pinned: str | None) -> None:
@@ -408,20 +419,6 @@ class FrontProcess:
         self.end_streams(tuple(s for s in self.requests[first] if self.streams[s].open))
 
     # -- what must hold
-
-    def _takes(self) -> bool:
-        """Whether an instance takes sequences, now or after one that it has."""
-        instances = self.fleet.table.instances.values()
-        broken = {one.domain for one in instances if one.domain and not one.alive}
-        up = (InstanceState.UP, InstanceState.HALF_OPEN)
-        return any(one.state in up and not one.shunned and one.domain not in broken for one in instances)
-
-    def _serves(self) -> bool:
-        """Whether instances that are up can do all of a request."""
-        up = (InstanceState.UP, InstanceState.HALF_OPEN)
-        instances = self.fleet.table.instances.values()
-        roles = {one.role for one in instances if one.state in up and not one.shunned}
-        return "unified" in roles or {"prefill", "decode"} <= roles
 
     def _check(self) -> None:
         """Raises Violation unless the fleet's books agree with each other and with the streams."""

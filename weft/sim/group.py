@@ -63,8 +63,8 @@ class Group:
         self.troubled = False
         """Whether an epoch, a try to form one, or a process of a rank was ever lost."""
         self.closed = False
-        self.rooms: GroupRooms | None = None
-        """What ranks have to do with rooms, in a group with a role, once it takes steps."""
+        self.rooms: dict[f.Cache, GroupRooms] = {}
+        """What ranks have to do with rooms, in a group that has a part in some, once it takes steps."""
         self._closing = False
         self._timeline = replica.timeline
         self._load_s = load
@@ -222,8 +222,8 @@ class Group:
             elif isinstance(action, t.Renew):
                 self._leases[self._number] = action.lease
             elif isinstance(action, t.Told):
-                if self.rooms is not None:
-                    self.rooms.heard(action.frame)
+                if (rooms := self.rooms.get(action.frame.cache)) is not None:
+                    rooms.heard(action.frame)
                     self.owner.room_news()
             else:
                 self._carrying.append(action)
@@ -372,8 +372,8 @@ class Group:
         if action.anew:
             self.troubled = True
             replica.kill(action.rank)
-            if self.rooms is not None:
-                self.rooms.ended(action.rank)
+            for rooms in self.rooms.values():
+                rooms.ended(action.rank)
                 self.owner.room_news()
         self._carried = None
         self._feed(t.Spawned(action.rank, replica.spawn(action.rank)))

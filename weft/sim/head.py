@@ -23,11 +23,14 @@ from weft.routing.head_protocol import HeadProtocol, Outgoing
 from weft.sim.check import TokenModel, Violation, require
 from weft.sim.group import Group
 from weft.sim.head_engine import Engine
+from weft.sim.idle import check_reservations
 from weft.sim.network import Link
 from weft.sim.ranks import Replica
 from weft.sim.room_network import SimChannel, SimPeers
+from weft.sim.sides import CACHES
 from weft.transfer.room_table import Patience
 from weft.types import messages as m
+from weft.types.frames import Cache
 from weft.types.rooms import Endpoint, Peer
 
 if TYPE_CHECKING:
@@ -85,7 +88,6 @@ class HeadProcess:
         """Of all heads that were ever started."""
         self.watched_by: list[tuple[SimPeers, Peer]] = []
         """Heads of other groups that notice its end, and as whom they know it."""
-        self._channel: SimChannel | None = None
         self._news = False
         """Whether it is to look at what came of rooms."""
         self._due: float | None = None
@@ -94,7 +96,9 @@ class HeadProcess:
         transfer = TransferSection(
             role=cluster.rooms.roles[instance], decode_watermark=cluster.rooms.watermark
         )
-        self.engine = Engine(cluster.kv, cluster.section, model, cluster.clock, transfer)
+        caches = cluster.rooms.caches(instance)
+        section = cluster.rooms.images.section(cluster.section, transfer.role)
+        self.engine = Engine(caches, section, model, cluster.clock, transfer)
         kind = HeadProtocol if version > 1 else OldHeadProtocol
         self.protocol = kind(self.engine, self.incarnation)
         self.links: dict[bytes, Link] = {}
@@ -166,35 +170,39 @@ class HeadProcess:
 
     def _open_rooms(self) -> None:
         """See ``weft.engine.room_start`` and ``rank_rooms``."""
-        cluster, role, group = self.cluster, self.engine.transfer.role, self.group
-        if role == "unified":
+        rooms = self.cluster.rooms
+        if rooms.moves(self.instance):
+            self.engine.sides = rooms.make_sides(self.replica, self)
+            for cache in CACHES:
+                self._open(cache)
+
+    def _open(self, cache: Cache) -> None:
+        cluster, role, group, sides = self.cluster, self.engine.transfer.role, self.group, self.engine.sides
+        side = None if sides is None else sides.of(cache)
+        if side is None:
             return
-        side = cluster.rooms.make_side(self.replica, self)
-        members = group.membership.members
+        own, members = side.endpoint, group.membership.members
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
 
         def endpoints() -> list[Endpoint | None]:
-            return [side.endpoint, *(members[rank].endpoint for rank in numbers)]
+            others = (members[rank] for rank in numbers)
+            return [own, *(one.endpoint if cache == "kv" else one.embeddings for one in others)]
 
-        self.engine.side = side
-        group.rooms = GroupRooms(side, side, endpoints, numbers, group.send_room)
-        self._channel = SimChannel(cluster.rooms.network, self)
-        peers = SimPeers(cluster.rooms.network, self)
-        self.engine.rooms = HeadRooms(
-            role == "prefill",
-            group.rooms,
-            self._channel,
+        group.rooms[cache] = GroupRooms(side, side, endpoints, numbers, group.send_room, cache=cache)
+        self.engine.rooms[cache] = HeadRooms(
+            role == ("prefill" if cache == "kv" else "encode"),
+            group.rooms[cache],
+            SimChannel(cluster.rooms.network, self, cache),
             incarnation=self.incarnation,
             clock=cluster.clock,
             patience=ROOMS,
-            peers=peers,
+            peers=SimPeers(cluster.rooms.network, self),
         )
 
-    def room_message(self, arrived: Arrived) -> None:
+    def room_message(self, channel: SimChannel, arrived: Arrived) -> None:
         """A head of another group says something."""
-        if self._channel is not None:
-            self._channel.came.append(arrived)
-            self.room_news()
+        channel.came.append(arrived)
+        self.room_news()
 
     def room_news(self) -> None:
         """There is something to hear of rooms. A loop that waits for a step looks when that is done."""
@@ -209,8 +217,8 @@ class HeadProcess:
 
     def _watch_rooms(self) -> None:
         """Looks again when something of rooms is due."""
-        rooms = self.engine.rooms
-        due = None if rooms is None else rooms.next_due
+        each = [rooms.next_due for rooms in self.engine.rooms.values()]
+        due = min((one for one in each if one is not None), default=None)
         if due is not None and (self._due is None or due < self._due):
             self._due = due
             self.cluster.at(max(due, self.cluster.now), self, self._rooms_due, due)
@@ -222,8 +230,8 @@ class HeadProcess:
 
     def close_rooms(self) -> None:
         """It ends in order: peers are told."""
-        if self.engine.rooms is not None:
-            self.engine.rooms.close()
+        for rooms in self.engine.rooms.values():
+            rooms.close()
 
     # -- what comes
 
@@ -376,11 +384,10 @@ class HeadProcess:
     def evict(self, moving: bool = False) -> int | None:
         """Gives a sequence back to its front, if one that knows of it has any. Returns which. ``moving``: one
         whose room has not ended."""
-        state = self.engine.scheduler._state
+        there = self.engine.live()
         for sequence, owner in self.protocol._owners.items():
             link = self.links.get(owner.front)
-            found = state.live.get(sequence)
-            if found is None or (moving and state.rooms.of(found) is None):
+            if sequence not in there or (moving and not self.engine.moves(sequence)):
                 continue
             if link is not None and link.version > 1:
                 event = m.TokenEvent(sequence=sequence, finish="evicted")
@@ -391,9 +398,8 @@ class HeadProcess:
 
     def check(self) -> None:
         """Raises Violation unless all that is live here belongs to a front, and all that belongs is live."""
-        state = self.engine.scheduler._state
-        given_back = {event.sequence for event in state.rooms.events}  # what fronts hear with the next turn
-        live = state.live.keys() | given_back
+        live = self.engine.live() | self.engine.given_back()
         owned = self.protocol._owners.keys()
         if live != owned:
             raise Violation(f"{self.name}: live {sorted(live)}, owned by fronts {sorted(owned)}")
+        check_reservations(self)

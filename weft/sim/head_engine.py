@@ -10,20 +10,28 @@ import msgspec
 from weft.common.clock import Clock
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, TransferSection
-from weft.engine.rooms import HeadRooms
+from weft.encoder.book import ItemBook
+from weft.encoder.scheduler import EncodeScheduler
+from weft.engine.rooms import HeadRooms, RoomScheduler
 from weft.kv.kinds import FullKind
 from weft.kv.prefix_log import PrefixLog
 from weft.scheduler import Scheduler
+from weft.scheduler.image_rooms import ImageRooms
 from weft.sim.check import VOCABULARY, TokenModel, require
 from weft.sim.engine import depth_of
 from weft.sim.group import Group
-from weft.sim.rank_side import RankSide
+from weft.sim.images import patches_in
 from weft.sim.ranks import Work
+from weft.sim.sides import Sides
 from weft.types import messages as m
+from weft.types.frames import Cache
 from weft.types.plan import AppendBlocks, AppendEach, StepPlan, StepResult
+from weft.types.rooms import RoomKey, RoomTicket
 
 STEP_S = 0.02
-"""Of a step; and as much again for every 8 tokens."""
+"""Of a step; and as much again for every 8 tokens and patches."""
+MOST_PIXELS = 80
+"""Bytes of pixels that a group that encodes has at a time: of some images."""
 
 
 class _Launched(NamedTuple):
@@ -48,10 +56,10 @@ class Engine:
     ) -> None:
         self.kv = kv
         self.transfer = transfer
-        self.rooms: HeadRooms | None = None
-        """Once it serves, in a group with a role."""
-        self.side: RankSide | None = None
-        """Of the head's own rank, in a group with a role."""
+        self.rooms: dict[Cache, HeadRooms] = {}
+        """Once it serves, in a group that has a part in transfers."""
+        self.sides: Sides | None = None
+        """Of the head's own rank, likewise."""
         self._clock = clock
         self.section = section
         self.model = model
@@ -61,7 +69,14 @@ class Engine:
         """Blocks that somebody outside may still write to."""
         self.held_over: set[int] = set()
         """Those of them that were on hold when the group was lost."""
-        self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
+        self.scheduler: Scheduler | EncodeScheduler
+        if transfer.role == "encode":
+            assert kv.media is not None
+            self.scheduler = EncodeScheduler(kv.media, section, MOST_PIXELS)
+        else:
+            self.scheduler = Scheduler(kv, section, VOCABULARY, None, transfer)
+        self.late_images = 0
+        """Sequences whose images did not come in time."""
         self.recovering = False
         """Whether ranks were lost, and no step is made until the group is whole."""
         self._depth = depth_of(section)
@@ -72,8 +87,11 @@ class Engine:
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
         events = self.scheduler.add(submit, self._clock.now())
-        if self.rooms is not None and submit.room is not None:
-            self.rooms.open(submit.room)
+        tickets: list[tuple[Cache, RoomTicket | None]] = [("kv", submit.room)]
+        tickets += [("embeddings", item.room) for item in submit.media]
+        for cache, ticket in tickets:
+            if ticket is not None and cache in self.rooms:
+                self.rooms[cache].open(ticket)
         return events + self.asked()
 
     def finish(self, sequence: int) -> list[m.TokenEvent]:
@@ -81,28 +99,42 @@ class Engine:
 
     def asked(self) -> list[m.TokenEvent]:
         """What the scheduler asks of rooms is carried out."""
-        return [] if self.rooms is None else self.rooms.asked(self.scheduler)
+        return [event for cache, rooms in self.rooms.items() for event in rooms.asked(self.part(cache))]
+
+    def part(self, cache: Cache) -> RoomScheduler:
+        """What of the scheduler has a part in rooms of ``cache``."""
+        if cache == "embeddings":
+            assert self.scheduler.embeddings is not None
+            return self.scheduler.embeddings
+        return self.scheduler
 
     def hear(self) -> list[m.TokenEvent]:
         """Takes in what came of rooms."""
-        if self.rooms is None:
+        if not self.rooms:
             return []
-        events = self.rooms.take(self.scheduler)
-        return events + self.scheduler.expire(self._clock.now()) + self.asked()
+        events = [event for cache, rooms in self.rooms.items() for event in rooms.take(self.part(cache))]
+        now = self._clock.now()
+        if isinstance(self.scheduler, Scheduler):
+            self.late_images += len(self.scheduler._state.images.late(now))
+        return events + self.scheduler.expire(now) + self.asked()
 
     @property
     def transferring(self) -> bool:
         """Whether a room may still be done."""
-        return self.rooms is not None and self.rooms.moving
+        return any(rooms.moving for rooms in self.rooms.values())
 
     def has_work(self) -> bool:
         return self.recovering or bool(self._in_flight) or self.scheduler.has_work()
 
     def stats(self) -> m.HeadStats:
         stats = self.scheduler.stats()
-        if self.rooms is None:
-            return stats
-        return msgspec.structs.replace(stats, transfers=self.rooms.stats(stats.transfers))
+        rooms, images = self.rooms.get("kv"), self.rooms.get("embeddings")
+        if rooms is not None:
+            stats = msgspec.structs.replace(stats, transfers=rooms.stats(stats.transfers))
+        if images is not None:
+            told = images.stats(stats.embedding_transfers)
+            stats = msgspec.structs.replace(stats, embedding_transfers=told)
+        return stats
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
         return self.scheduler.follow_prefixes()
@@ -118,13 +150,17 @@ class Engine:
             incarnation=incarnation,
             block_size=self.kv.block_size,
             role=self.transfer.role,
-            fingerprint="" if self.transfer.role == "unified" else "one model",
-            rooms="" if self.rooms is None else self.rooms.address,
+            fingerprint="one model" if self.transfer.role in ("prefill", "decode") else "",
+            rooms=self.rooms["kv"].address if "kv" in self.rooms else "",
+            tower=self.kv.media is not None and self.kv.media.tower,
+            embeddings=self.rooms["embeddings"].address if "embeddings" in self.rooms else "",
+            tower_fingerprint="" if self.kv.media is None else "one tower",
         )
 
     def launch(self, now: float) -> _Launched | None:
         """Launches the next step, if any. The oldest one in flight, if that is waited for."""
-        plan = self.scheduler.plan(now) if len(self._in_flight) < self._depth else None
+        builder = self.scheduler.build(now) if len(self._in_flight) < self._depth else None
+        plan = None if builder is None else self.scheduler.seal(builder)
         if plan is not None:
             self._launch(plan, now)
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
@@ -146,8 +182,8 @@ class Engine:
         self._in_flight.clear()
         self.recovering = True
         self.scheduler.lose()
-        if self.rooms is not None:
-            self.rooms.lose()
+        for rooms in self.rooms.values():
+            rooms.lose()
         return lost
 
     def regroup(self) -> list[m.TokenEvent]:
@@ -158,14 +194,63 @@ class Engine:
         self._slots.clear()
         self.held_over = set(self.holds)
         events = self.scheduler.requeue_all()
-        if self.side is not None:
-            self.side.reset()
-        if self.rooms is not None:
-            self.rooms.regain()
+        if self.sides is not None:
+            self.sides.reset()
+        for rooms in self.rooms.values():
+            rooms.regain()
         return events + self.asked()
+
+    # ---- what is so, for whoever checks it
+
+    def live(self) -> set[int]:
+        """Sequences that are here."""
+        scheduler = self.scheduler
+        state = scheduler._book if isinstance(scheduler, EncodeScheduler) else scheduler._state
+        return set(state.live)
+
+    def given_back(self) -> set[int]:
+        """Sequences whose end fronts hear with the next turn."""
+        scheduler = self.scheduler
+        if isinstance(scheduler, EncodeScheduler):
+            events = scheduler._events
+        else:
+            events = scheduler._state.rooms.events
+        return {event.sequence for event in events}
+
+    def moves(self, sequence: int) -> bool:
+        """Whether a room of it has not ended."""
+        scheduler = self.scheduler
+        if isinstance(scheduler, EncodeScheduler):
+            return sequence in scheduler._book.live
+        found = scheduler._state.live[sequence]
+        return scheduler._state.rooms.of(found) is not None or found.awaits_images
+
+    def held_for(self, cache: Cache, key: RoomKey) -> set[int] | None:
+        """Blocks that are kept for a room; None where it has ended."""
+        if cache == "kv":
+            assert isinstance(self.scheduler, Scheduler)
+            record = self.scheduler._state.rooms.get(key)
+            return None if record is None else {block for _, block in record.held}
+        book: ItemBook | ImageRooms = (
+            self.scheduler._book
+            if isinstance(self.scheduler, EncodeScheduler)
+            else self.scheduler._state.images
+        )
+        room = book.get(key)
+        if room is None:
+            return None
+        return set() if room.held is None else set(room.held.blocks)
+
+    def image_rooms(self) -> list[RoomKey]:
+        """Rooms by which embeddings come."""
+        if isinstance(self.scheduler, EncodeScheduler):
+            return []
+        return list(self.scheduler._state.images._rooms)
 
     def hold(self, seconds: float, now: float) -> list[int]:
         """Puts the blocks of a running sequence on hold: somebody outside writes to them. Returns them."""
+        if isinstance(self.scheduler, EncodeScheduler):
+            return []
         state = self.scheduler._state
         kind = state.caches.kinds[0]
         assert isinstance(kind, FullKind)
@@ -179,6 +264,7 @@ class Engine:
 
     def unhold(self, blocks: list[int]) -> None:
         """The other side of ``hold``."""
+        assert isinstance(self.scheduler, Scheduler)
         self.holds.subtract(blocks)
         self.holds += Counter()
         self.held_over.intersection_update(self.holds)
@@ -189,16 +275,16 @@ class Engine:
         if self.held_over:
             self._check_blocks(plan)
         result, step, dies = self.model.run(plan)
-        if self.side is not None:
-            self.side.run(plan)
-        seconds = STEP_S * (1.0 + step.tokens / 8)
+        if self.sides is not None:
+            self.sides.run(plan)
+        seconds = STEP_S * (1.0 + (step.tokens + patches_in(plan)) / 8)
         self._free_at = max(now, self._free_at) + seconds
         assert self.group is not None
         epoch = self.group.membership.epoch
         self._in_flight.append(_Launched(plan, result, epoch, self._free_at, dies))
         if self.group.others:
             checksum = step.run(self._slots)
-            content = None if self.side is None else plan
+            content = None if self.sides is None else plan
             self.group.launch(Work(epoch, plan.step, seconds, checksum, step.run, content))
 
     def _check_blocks(self, plan: StepPlan) -> None:

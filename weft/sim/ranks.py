@@ -11,17 +11,16 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.common.errors import EngineDead
-from weft.engine.worker_rooms import WorkerRooms
 from weft.group.liveness import COLLECTIVE
 from weft.sim.check import require
 from weft.sim.collectives import Collectives
+from weft.sim.sides import Sides, Words
 from weft.sim.timeline import Timeline
 from weft.types import frames as f
 from weft.types.plan import StepPlan
 
 if TYPE_CHECKING:
     from weft.sim.group import Group
-    from weft.sim.rank_side import RankSide
 
 SETTINGS = {"dtype": '"float64"'}
 EXCUSED = 2.0
@@ -112,8 +111,8 @@ class Replica:
         """Until when something that happened to a rank may end an epoch."""
         self.domain: list[Replica] = [self]
         """Replicas that form their epochs together, this one among them."""
-        self.make_side: Callable[[RankProcess], RankSide] | None = None
-        """Makes a process's cache and transfers, in a group with a role."""
+        self.make_sides: Callable[[RankProcess], Sides] | None = None
+        """Makes a process's caches and transfers, in a group that has a part in some."""
         self.retired = False
         """Whether no head follows, and no process is started."""
         self._started = 0
@@ -216,9 +215,9 @@ class RankProcess:
         """Whether the connection breaks under the next that it says of a room."""
         self.lost_frames = False
         """Whether a connection broke since the epoch began."""
-        self.side: RankSide | None = None
-        """Once it is loaded, in a group with a role."""
-        self._rooms = WorkerRooms(rank)
+        self.sides: Sides | None = None
+        """Once it is loaded, in a group that has a part in transfers."""
+        self._words = Words(rank)
         self._next: int | None = None
         self._slots: dict[int, int] = {}
         self._queue: deque[Work] = deque()
@@ -283,27 +282,27 @@ class RankProcess:
                 self.leave()
         elif isinstance(frame, f.Form):
             self._form(frame)
-        elif isinstance(frame, f.RoomToRank) and self.side is not None:  # else it has no caches yet
-            self._rooms.take(frame, self.side)
+        elif isinstance(frame, f.RoomToRank) and self.sides is not None:  # else it has no caches yet
+            self._words.take(frame, self.sides)
 
     def room_news(self) -> None:
         """Its transfers have told something."""
-        if self.side is not None:
-            for frame in self._rooms.said(self.side.take()):
-                self._report(frame)
+        for frame in () if self.sides is None else self._words.said(self.sides):
+            self._report(frame)
 
     def _is_ready(self) -> None:
-        if self.side is None and self.replica.make_side is not None:
-            self.side = self.replica.make_side(self)
-        endpoint = None if self.side is None else self.side.endpoint
-        self._report(f.Ready(rank=self.rank, endpoint=endpoint))
+        if self.sides is None and self.replica.make_sides is not None:
+            self.sides = self.replica.make_sides(self)
+        sides = self.sides or Sides(None, None)
+        embeddings = sides.endpoint("embeddings")
+        self._report(f.Ready(rank=self.rank, endpoint=sides.endpoint("kv"), embeddings=embeddings))
 
     def _welcomed(self, group: Group) -> None:
         if self.group is not None or group is not self.replica.group:
             return
         self.group = group
         self.formed = False
-        self._rooms.joined(self.side)
+        self._words.joined(self.sides)
         if self.loaded:
             self._report(f.Loaded(rank=self.rank, blocks=BLOCKS))
             self._is_ready()
@@ -329,8 +328,8 @@ class RankProcess:
         self._next = None
         self.lost_frames = False
         self._slots = self.replica.table()
-        if self.side is not None:
-            self.side.reset()
+        if self.sides is not None:
+            self.sides.reset()
         replica = self.replica
         if replica.mishaps.befalls("form", self.rank):
             self.fail(collective=False)
@@ -369,8 +368,8 @@ class RankProcess:
             self.fail(collective=False)
             return
         checksum = work.run(self._slots)
-        if self.side is not None and work.plan is not None:
-            self.side.run(work.plan)
+        if self.sides is not None and work.plan is not None:
+            self.sides.run(work.plan)
         self._busy = True
         ended = partial(self._step_ended, work, checksum)
         key = (replica.name, work.epoch, work.step)
@@ -423,8 +422,8 @@ class RankProcess:
             self.alive = False
             self.replica.excuse()
             self.leave()
-            if self.side is not None:
-                self.side.close()
+            if self.sides is not None:
+                self.sides.close()
             self.replica.timeline.note(self.name, "..", "", "its process ends")
             self.replica.ended(self)
 

@@ -25,9 +25,7 @@ def flip(cluster: Cluster) -> bool:
 
 def cut_rooms(cluster: Cluster) -> bool:
     """No message gets from one head to another, for a while: proved where one is lost."""
-    heads = [
-        head for head in cluster.supervisor.heads.values() if head.alive and head.engine.rooms is not None
-    ]
+    heads = [head for head in cluster.supervisor.heads.values() if head.alive and head.engine.rooms]
     if len(heads) > 1:
         pair = frozenset(head.name for head in cluster.rng.sample(heads, 2))
         seconds = cluster.rng.choice((0.1, 0.5, 1.5, 5.0)) * (0.5 + cluster.rng.random())

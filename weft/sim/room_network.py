@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weft.engine.peers import Process
 from weft.engine.room_channel import Arrived
 from weft.types import rooms as r
+from weft.types.frames import Cache
 from weft.types.rooms import Peer
 
 if TYPE_CHECKING:
@@ -29,24 +30,25 @@ class RoomNetwork:
         self.loss, self.repeat, self.delay, self.sees_ends = loss, repeat, delay, sees_ends
         self.cut: dict[frozenset[str], float] = {}
         """Pairs of heads, and until when nothing gets from one to the other."""
-        self._heads: dict[str, HeadProcess] = {}
+        self._channels: dict[str, SimChannel] = {}
 
-    def join(self, head: HeadProcess) -> None:
-        """``head`` listens."""
-        self._heads[address_of(head)] = head
+    def join(self, channel: SimChannel) -> None:
+        """A head listens there."""
+        self._channels[channel.address] = channel
 
     def head(self, peer: Peer) -> HeadProcess | None:
         """The process of a peer, whether it lives or not."""
-        return self._heads.get(peer.name)
+        channel = self._channels.get(peer.name)
+        return None if channel is None else channel.head
 
     def send(self, head: HeadProcess, peer: Peer, arrived: Arrived) -> None:
         """A message of ``head`` to ``peer``."""
-        cluster, other = self.cluster, self._heads.get(peer.name)
+        cluster, channel = self.cluster, self._channels.get(peer.name)
         if cluster.logs and arrived.body:
             cluster.note(head.name, "~>", peer.name, r.decode(arrived.body))
-        if other is None:
+        if channel is None:
             return
-        rng = cluster.rng
+        rng, other = cluster.rng, channel.head
         if self.cut.get(frozenset((head.name, other.name)), 0.0) > cluster.now:
             cluster.happened("room messages cut")
             return
@@ -58,7 +60,7 @@ class RoomNetwork:
             cluster.happened("room messages repeated")
         for _ in range(1 + repeated):
             late = self.delay * rng.random() * (8.0 if rng.random() < 0.1 else 1.0)
-            cluster.at(cluster.now + late, other, other.room_message, arrived)
+            cluster.at(cluster.now + late, other, other.room_message, channel, arrived)
 
 
 class SimChannel:
@@ -67,16 +69,17 @@ class SimChannel:
     bad = 0
     sockets: Sequence[Any] = ()
 
-    def __init__(self, network: RoomNetwork, head: HeadProcess) -> None:
-        self.address = address_of(head)
+    def __init__(self, network: RoomNetwork, head: HeadProcess, cache: Cache) -> None:
+        """``cache``: what its rooms move."""
+        self.address = f"sim://{head.name}" if cache == "kv" else f"sim://{head.name}/{cache}"
         self.came: deque[Arrived] = deque()
-        self._network, self._head = network, head
+        self._network, self.head = network, head
         self._me = Peer(self.address, head.incarnation)
         self._process = Process("sim", head.number, 0)
-        network.join(head)
+        network.join(self)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
-        self._network.send(self._head, peer, Arrived(self._me, self._process, asks, body))
+        self._network.send(self.head, peer, Arrived(self._me, self._process, asks, body))
 
     def receive(self) -> Arrived | None:
         return self.came.popleft() if self.came else None
@@ -127,8 +130,3 @@ class SimPeers:
         return ended
 
     def close(self) -> None: ...
-
-
-def address_of(head: HeadProcess) -> str:
-    """Where a head takes messages of rooms."""
-    return f"sim://{head.name}"

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.sim.check import require
-from weft.sim.ranks import RankProcess, Replica
+from weft.types.frames import Cache
 from weft.types.rooms import RoomKey
 
 if TYPE_CHECKING:
     from weft.sim.cluster import Cluster
     from weft.sim.head import HeadProcess
+    from weft.sim.ranks import RankProcess, Replica
 
 
 class RoomRules:
-    """Of one process of a rank."""
+    """Of one process of a rank, and rooms of caches of sequences."""
+
+    cache: Cache = "kv"
 
     def __init__(self, cluster: Cluster, replica: Replica, process: RankProcess | HeadProcess) -> None:
         self._cluster, self._replica, self._process = cluster, replica, process
@@ -25,21 +28,19 @@ class RoomRules:
         if group is None or group.closed:
             return None
         head = self._cluster.supervisor.heads[self._replica.name]
-        if isinstance(process, RankProcess):
-            mine = self._replica.living.get(process.rank) is process and process.group is group
-            return head if mine else None
-        return head if head is process else None
+        living = self._replica.living.values()
+        mine = head is process or any(one is process and one.group is group for one in living)
+        return head if mine else None
 
     def check_write(self, key: RoomKey, blocks: set[int]) -> None:
         """Raises Violation unless ``blocks`` are on hold for the room: nobody else has them."""
         head = self._head()
         if head is None:  # nobody uses this memory before all rooms are stopped
             return
-        record = head.engine.scheduler._state.rooms.get(key)
+        held = head.engine.held_for(self.cache, key)
         wrong = f"{head.name}: a write of {key} lands in blocks {sorted(blocks)}"
-        require(record is not None, f"{wrong} after its room has ended")
-        assert record is not None
-        held = {block for _, block in record.held}
+        require(held is not None, f"{wrong} after its room has ended")
+        assert held is not None
         require(blocks <= held, f"{wrong}, and on hold for it are {sorted(held)}")
 
     def check_read(self, key: RoomKey) -> None:
@@ -47,9 +48,9 @@ class RoomRules:
         sender, head = self._cluster.rooms.heads.get(key.incarnation), self._head()
         if sender is None or not sender.alive or head is None:  # no head lets the room land
             return
-        record = sender.engine.scheduler._state.rooms.get(key)
+        held = sender.engine.held_for(self.cache, key)
         require(
-            record is not None, f"{head.name} reads what {sender.name} sends of {key}, which has ended there"
+            held is not None, f"{head.name} reads what {sender.name} sends of {key}, which has ended there"
         )
 
     def check_corrupt(self, key: RoomKey) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Literal
 
+from weft.config.resolved import KVConfig
+from weft.sim.embedding_side import EmbeddingSide, embedding_dims_of
+from weft.sim.image_rules import ImageRules
+from weft.sim.image_world import ImageWorld
 from weft.sim.rank_side import RankSide, dims_of
 from weft.sim.ranks import RankProcess, Replica
 from weft.sim.room_network import RoomNetwork
 from weft.sim.room_rules import RoomRules
+from weft.sim.sides import Sides
 from weft.sim.wires import Wires
 from weft.types.messages import Role
 
@@ -37,9 +42,11 @@ class RoomWorld:
         rng = random.Random(f"rooms of {cluster.seed}")
         roles: list[Role] = ["unified"] * heads
         self.paired = rng.random() < PAIRED
-        """Whether prefill and decode have groups of their own."""
+        """Whether prefill and decode have groups of their own, or images."""
         if self.paired:
             roles = list(rng.choice(PAIRS))
+        self.images = ImageWorld(cluster.seed)
+        roles = self.images.roles(roles, self.paired)
         self.roles = {f"head{number}": role for number, role in enumerate(roles)}
         """Of each instance."""
         self.local_prefill = not self.paired or rng.random() < 0.7
@@ -53,14 +60,32 @@ class RoomWorld:
         delay = rng.choice((0.005, 0.05, 0.2))
         self.wires = Wires(cluster, kind, delay, rng.choice((64, 1 << 20)), 1 << 20)
         loss, repeat = rng.choice(((0.0, 0.0), (0.0, 0.1), (0.1, 0.1), (0.25, 0.1)))
+        self.paired = self.paired or self.images.there
         self.network = RoomNetwork(cluster, loss, repeat, rng.choice((0.002, 0.02, 0.1)), sees)
 
-    def make_side(self, replica: Replica, process: RankProcess | HeadProcess) -> RankSide:
-        """The cache and the transfers of a rank, which is a process of its own or the head's."""
-        cluster = self._cluster
+    def moves(self, name: str) -> bool:
+        """Whether ranks of an instance have a part in transfers."""
+        return self.roles[name] != "unified" or self.images.there
+
+    def caches(self, name: str) -> KVConfig:
+        """Of an instance."""
+        return self.images.caches(self._cluster.kv, self.roles[name])
+
+    def make_sides(self, replica: Replica, process: RankProcess | HeadProcess) -> Sides:
+        """The caches and the transfers of a rank, which is a process of its own or the head's."""
+        cluster, images = self._cluster, self.images
         number = process.rank - replica.ranks[0] if isinstance(process, RankProcess) else 0
-        rules = RoomRules(cluster, replica, process)
-        return RankSide(self.wires, process, number, cluster.kv, dims_of(cluster.kv, cluster.tensor), rules)
+        kv, role = self.caches(replica.name), self.roles[replica.name]
+        own: RankSide | None = None
+        if role in ("prefill", "decode"):
+            rules = RoomRules(cluster, replica, process)
+            own = RankSide(self.wires, process, number, kv, dims_of(kv, cluster.tensor), rules, images.seen)
+        seen: EmbeddingSide | None = None
+        if kv.media is not None and role != "decode":
+            dims = embedding_dims_of(kv.media, cluster.tensor)
+            checks = ImageRules(cluster, replica, process)
+            seen = EmbeddingSide(self.wires, process, number, kv.media, dims, checks, images.shown)
+        return Sides(own, seen)
 
     def can_serve(self, retired: set[str]) -> bool:
         """Whether instances that are not ``retired`` can do all of a request."""
@@ -69,7 +94,15 @@ class RoomWorld:
 
     def tally(self, head: HeadProcess) -> None:
         """Counts what came of the rooms of a head that decodes."""
-        transfers = head.engine.stats().transfers
+        stats = head.engine.stats()
+        transfers, images = stats.transfers, stats.embedding_transfers
+        if images is not None and head.engine.transfer.role != "encode":
+            self._cluster.count("embeddings landed", images.done)
+            self._cluster.count("embeddings failed", images.failed)
+            self._cluster.count("sequences whose images were late", head.engine.late_images)
+        if head.engine.transfer.role == "encode":
+            self._cluster.count("images encoded apart", stats.images_encoded)
+            self._cluster.count("images found where they are encoded", stats.image_hits)
         if transfers is not None and head.engine.transfer.role == "decode":
             self._cluster.count("transfers done", transfers.done)
             self._cluster.count("transfers failed", transfers.failed)

@@ -1,12 +1,10 @@
-"""Leases on memory that is registered once, for life: a sender's ring and a receiver's pool. Pure
-bookkeeping.
+"""Leases on a sender's window, as on a ring of bytes. Pure bookkeeping.
 
-Neither waits. Where there is no room, ``take`` gives None, and the caller comes back when a lease has ended.
+Nothing waits. Where there is no room, ``take`` gives None, and the caller comes back when a lease has ended.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
 from typing import NamedTuple
 
@@ -23,33 +21,7 @@ class MemoryLease(NamedTuple):
     owner: RoomKey
 
 
-class _Leases:
-    """What rings and pools have in common: who has which lease."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._leases: dict[int, MemoryLease] = {}
-        self._number = 0
-
-    def of(self, owner: RoomKey) -> list[MemoryLease]:
-        """The leases of a room, in the order in which they were taken."""
-        return [lease for lease in self._leases.values() if lease.owner == owner]
-
-    @property
-    def count(self) -> int:
-        return len(self._leases)
-
-    def _record(self, offset: int, size: int, owner: RoomKey) -> MemoryLease:
-        self._number += 1
-        lease = self._leases[self._number] = MemoryLease(self._number, offset, size, owner)
-        return lease
-
-    def _end(self, lease: MemoryLease) -> None:
-        if self._leases.pop(lease.number, None) != lease:
-            raise EngineDead("a lease was given back that does not run")
-
-
-class Ring(_Leases):
+class Ring:
     """Memory that is taken in turn. It is free again in the same order, whatever the order of giving back.
 
         |....tail######head....|      # leased, or given back behind one that is not
@@ -58,11 +30,21 @@ class Ring(_Leases):
     """
 
     def __init__(self, size: int) -> None:
-        super().__init__(size)
+        self.size = size
+        self._leases: dict[int, MemoryLease] = {}
+        self._number = 0
         self._order: deque[tuple[int, int]] = deque()  # (number, bytes with what was skipped before them)
         self._head = 0
         self.used = 0
         """Bytes, skipped ones included."""
+
+    def of(self, owner: RoomKey) -> list[MemoryLease]:
+        """The leases of a room, in the order in which they were taken."""
+        return [lease for lease in self._leases.values() if lease.owner == owner]
+
+    @property
+    def count(self) -> int:
+        return len(self._leases)
 
     def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
         """A lease, or None while there is no room. Raises EngineDead for what can never fit."""
@@ -77,47 +59,14 @@ class Ring(_Leases):
         offset = 0 if wraps else self._head
         self._head = offset + size
         self.used += skipped + size
-        lease = self._record(offset, size, owner)
+        self._number += 1
+        lease = self._leases[self._number] = MemoryLease(self._number, offset, size, owner)
         self._order.append((lease.number, skipped + size))
         return lease
 
     def give_back(self, lease: MemoryLease) -> None:
         """Ends a lease. Raises EngineDead when it does not run."""
-        self._end(lease)
+        if self._leases.pop(lease.number, None) != lease:
+            raise EngineDead("a lease was given back that does not run")
         while self._order and self._order[0][0] not in self._leases:
             self.used -= self._order.popleft()[1]
-
-
-class Pool(_Leases):
-    """Memory that is taken wherever it fits first; neighbours that are free are one."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self._free: list[tuple[int, int]] = [(0, size)] if size else []  # (offset, size), by offset
-
-    @property
-    def available(self) -> int:
-        return sum(size for _, size in self._free)
-
-    def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
-        """A lease, or None while there is no room. Raises EngineDead for what can never fit."""
-        if not 0 < size <= self.size:
-            raise EngineDead(f"a lease of {size} bytes of a pool of {self.size}")
-        for at, (offset, free) in enumerate(self._free):
-            if free >= size:
-                self._free[at : at + 1] = [(offset + size, free - size)] if free > size else []
-                return self._record(offset, size, owner)
-        return None
-
-    def give_back(self, lease: MemoryLease) -> None:
-        """Ends a lease. Raises EngineDead when it does not run."""
-        self._end(lease)
-        offset, size = lease.offset, lease.size
-        at = bisect.bisect_left(self._free, (offset, 0))
-        if at < len(self._free) and self._free[at][0] == offset + size:
-            size += self._free.pop(at)[1]
-        if at and sum(self._free[at - 1]) == offset:
-            at -= 1
-            offset, before = self._free.pop(at)
-            size += before
-        self._free.insert(at, (offset, size))

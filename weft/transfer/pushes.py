@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -47,6 +47,8 @@ class Computed(_Word, frozen=True):
     layers: tuple[int, ...]
     begin: int
     end: int
+    ready: Any = None
+    """A mark behind which they have (``base.Transport.mark``)."""
 
 
 class Grown(_Word, frozen=True):
@@ -95,7 +97,10 @@ class Write(_Word, frozen=True):
     number: int
     parts: tuple[Part, ...]
     digests: np.ndarray
-    """uint64, one a span, in order: of what the spans held when they were queued."""
+    """uint64, one a span, in order: of what the spans held when they were queued. Of caches that are staged
+    none: their bytes are not on the host yet."""
+    ready: Any = None
+    """The mark behind which the bytes are there."""
 
 
 class Report(_Word, frozen=True):
@@ -126,6 +131,7 @@ class Queued(NamedTuple):
 
     parts: tuple[Part, ...]
     digests: np.ndarray
+    ready: Any
 
 
 class _Room:
@@ -278,7 +284,7 @@ class Pushes:
             for kind, numbers in ended.items():
                 parts += plan.state(kind, numbers)
             for group in packed(parts, self._write_bytes):
-                room.queued[peer].append(Queued(group, self._digest(event.key, peer, group)))
+                room.queued[peer].append(Queued(group, self._digest(event.key, peer, group), event.ready))
         room.missing -= {(kind, number) for kind, numbers in ended.items() for number in numbers}
 
     def _written(self, event: Written) -> list[Action]:
@@ -312,7 +318,7 @@ class Pushes:
             while waiting:
                 key = waiting.popleft()
                 room = self._rooms[key]
-                parts, digests = room.queued[peer][0]
+                parts, digests, ready = room.queued[peer][0]
                 lease = ring.take(sum(part.nbytes for part in parts), key)
                 if lease is None:
                     break
@@ -322,7 +328,7 @@ class Pushes:
                 if not room.started:
                     room.started = True
                     actions.append(Report(key, Outcome.pending))
-                actions.append(Write(key, peer, number, parts, digests))
+                actions.append(Write(key, peer, number, parts, digests, ready))
                 self._rooms.move_to_end(key)
                 if room.queued[peer]:
                     waiting.append(key)

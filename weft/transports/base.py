@@ -17,7 +17,7 @@ checks them in place; and its ``fence`` says what makes sure that no write of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class TransferCorrupt(WeftError):
 
 
 class Transport(Protocol):
-    """Used from one thread, but for ``wake``. Only ``poll`` waits, and never beyond its time."""
+    """Used from one thread, but for ``wake`` and ``mark``. Only ``poll`` waits, and never beyond its time."""
 
     name: str
     fence: FenceBy
@@ -59,8 +59,13 @@ class Transport(Protocol):
         ``deadline``: seconds that connecting may take.
         """
 
+    def mark(self) -> Any:
+        """What was launched before this call by the thread that calls, any: a write that was made of it has
+        it as ``ready``, and reads nothing before it is done. None where it is done already."""
+
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
-        """uint64, one a span: of this rank's memory as it is now, bound to the room and both ranks."""
+        """uint64, one a span: of this rank's memory as it is now, bound to the room and both ranks. Empty
+        where that is not on the host: then they are made when it is, before it is sent."""
 
     def write(self, write: Write) -> None:
         """Sends the spans of ``write``. Its end comes out of ``poll`` as ``Written``, once."""
@@ -75,7 +80,11 @@ class Transport(Protocol):
         """Tells the writer how its write ended. ``incoming`` is not needed any more."""
 
     def cancel(self, key: RoomKey) -> None:
-        """Reads this rank's memory for no write of a room any more."""
+        """Reads this rank's memory for no write of a room any more, once it is ``quiet``."""
+
+    def quiet(self, key: RoomKey) -> bool:
+        """Whether nothing reads this rank's memory for a room that was cancelled. ``poll`` returns in time
+        for it to be asked again."""
 
     def wake(self) -> None:
         """From any thread: ``poll`` returns."""

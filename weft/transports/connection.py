@@ -91,13 +91,16 @@ class Connection:
         """Queues a frame with the bytes of ``payload``, which belong to ``room`` until they are out."""
         self._queue.append(_Outgoing(frame, payload, room, fds, self.out_key))
 
-    def cancel(self, room: RoomKey) -> None:
-        """Reads no memory of ``room`` any more. A frame that is out in part goes on with zeros."""
+    def cancel(self, room: RoomKey) -> list[f.Frame]:
+        """Reads no memory of ``room`` any more. A frame that is out in part goes on with zeros; others, which
+        it returns, never leave."""
+        unsent = [out.frame for out in self._queue if not out.begun and out.room == room]
         self._queue = deque(out for out in self._queue if out.begun or out.room != room)
         if self._queue and self._queue[0].room == room:
             first = self._queue[0]
             left = sum(len(piece) for piece in first.pieces)
             first.pieces = deque([memoryview(bytes(left))] if left else ())
+        return unsent
 
     def flush(self) -> None:
         """Sends what goes out without waiting."""

@@ -203,6 +203,12 @@ class LoopbackTransport:
     def cancel(self, key: RoomKey) -> None:
         self._cancelled.add(key)
 
+    def mark(self) -> None:
+        return None
+
+    def quiet(self, key: RoomKey) -> bool:
+        return True
+
     def wake(self) -> None:
         return
 

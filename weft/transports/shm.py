@@ -18,6 +18,7 @@ from weft.common.errors import ConfigError, EngineDead
 from weft.transports import wire as f
 from weft.transports.connection import MOST_FDS, Got
 from weft.transports.links import Link, Source, check_inside
+from weft.transports.memory import Direct
 from weft.transports.shared_memory import SharedMemory, map_read_only
 from weft.transports.sockets import SocketTransport
 
@@ -28,20 +29,19 @@ class ShmTransport(SocketTransport):
     name = "shm"
     write_bytes = 16 << 20
     window_bytes = 128 << 20
+    slot_bytes = 4 << 20
     takes_fds = True
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
         """Raises ConfigError when the socket cannot be made."""
         self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFFFF:x}")
-        self._shared: list[SharedMemory] = []
         super().__init__(rank, incarnation)
 
     def share(self, regions: Sequence[SharedMemory]) -> None:
         """``register`` of a rank that sends: peers map these. Raises EngineDead for too many regions."""
         if len(regions) > MOST_FDS:
             raise EngineDead(f"{len(regions)} regions of caches, of at most {MOST_FDS} that can be shared")
-        self._shared = list(regions)
-        self.register([region.tensor for region in regions])
+        self._use(Direct([region.tensor for region in regions], list(regions)))
 
     def close(self) -> None:
         super().close()
@@ -68,9 +68,10 @@ class ShmTransport(SocketTransport):
             raise f.BadFrame("a process of another user")
 
     def _hello(self, link: Link, wanted: int) -> None:
-        sizes = tuple(region.nbytes for region in self._shared)
+        shared = self._memory.shared
+        sizes = tuple(region.nbytes for region in shared)
         hello = f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank, regions=sizes)
-        link.connection.send(hello, fds=[region.fd for region in self._shared])
+        link.connection.send(hello, fds=[region.fd for region in shared])
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         if not link.writer:

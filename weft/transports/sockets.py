@@ -20,22 +20,26 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
-from weft.transfer.digests import ranks_seed, span_seeds
+from weft.transfer.digests import ranks_seed
 from weft.transfer.pushes import WINDOW_BYTES, WRITE_BYTES, Write, Written
 from weft.transfer.room_table import FenceBy
 from weft.transfer.spans import Part
 from weft.transports import wire as f
-from weft.transports.base import TransferCorrupt
+from weft.transports.buffers import Buffers
 from weft.transports.connection import Connection, Got
-from weft.transports.copying import copy_spans, digest_parts
+from weft.transports.copying import digest_parts
 from weft.transports.links import Link, PeerRank, Source, check_inside, info_of
+from weft.transports.memory import Direct, Memory, Staged
+from weft.transports.taking import take_in
 from weft.types.rooms import Endpoint, RoomKey
 
 log = get_logger(__name__)
@@ -47,9 +51,6 @@ MOST_UNPROVEN = 64
 """Connections that were accepted and whose hand-shake is not over."""
 _PAUSE_S = 0.05
 """Until what the system had no room for is tried again."""
-BUFFER = WRITE_BYTES
-"""Bytes of a payload's memory."""
-_FREE = 4
 _AT_ONCE = 2 << 20
 """Bytes read of a connection before others have their turn."""
 
@@ -61,6 +62,8 @@ class SocketTransport:
     fence: FenceBy = "copy"
     write_bytes = WRITE_BYTES
     window_bytes = WINDOW_BYTES
+    slot_bytes = WRITE_BYTES
+    """Of a write of caches that are staged."""
     takes_fds = False
     """Whether descriptors come with a Hello."""
 
@@ -75,14 +78,14 @@ class SocketTransport:
             sock.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
-        self._regions: list[torch.Tensor] = []
+        self._memory: Memory = Direct(())
         self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
         self._again: float | None = None
         """When connections are made and accepted again, of which some could not be."""
         self._events: list[Incoming | Written] = []
-        self._free: list[torch.Tensor] = []
+        self._buffers = Buffers()
         self._answered: dict[str, Link] = {}
         """Links with answers that have not been sent."""
         self.refused = 0
@@ -133,7 +136,16 @@ class SocketTransport:
     # ---- Transport
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
-        self._regions = list(regions)
+        self._use(Direct(list(regions)))
+
+    def stage(self, memory: Staged) -> None:
+        """``register`` of caches that are staged. ``memory`` is closed with this."""
+        self.write_bytes = memory.sizes.slot
+        self.window_bytes = min(self.window_bytes, memory.sizes.slot * memory.sizes.slots)
+        self._use(memory)
+
+    def _use(self, memory: Memory) -> None:
+        self._memory = memory
 
     def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
         name = f"{peer.transport}:{peer.address}#{peer.incarnation}, rank {rank}"
@@ -141,9 +153,19 @@ class SocketTransport:
         return name
 
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
-        return digest_parts(self._regions, parts, ranks_seed(key, self.rank, self._peers[peer].rank))
+        if self._memory.staged:
+            return np.empty(0, np.uint64)
+        return digest_parts(self._memory.shown, parts, ranks_seed(key, self.rank, self._peers[peer].rank))
+
+    def mark(self) -> Any:
+        return self._memory.mark()
 
     def write(self, write: Write) -> None:
+        now = self._memory.put(write)
+        if now is not None:
+            self._send(now)
+
+    def _send(self, write: Write) -> None:
         link = self._links.get(write.peer)
         try:
             link = link or self._dial(write.peer)
@@ -154,13 +176,14 @@ class SocketTransport:
         except Exception as error:
             self._lost(link, error)
             if link is None:
-                self._events.append(Written(write.key, write.peer, write.number, info_of(error)))
+                self._ended(write.peer, write.key, write.number, info_of(error))
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
         for link in self._answered.values():
             self._flush(link)
         self._answered.clear()
         self._try_again()
+        self._send_staged()
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -175,30 +198,12 @@ class SocketTransport:
         return events
 
     def take(self, incoming: Incoming) -> ErrorInfo | None:
-        source: Source = incoming.content
-        seed, done = ranks_seed(incoming.key, source.rank, self.rank), 0
-        for memory, (region, spans) in zip(source.memory, source.parts, strict=True):
-            seeds = span_seeds(seed, region, spans[:, 1], spans[:, 2])
-            made = copy_spans(memory, self._regions[region], spans, seeds)
-            wrong = np.flatnonzero(made != source.digests[done : done + len(spans)])
-            done += len(spans)
-            if len(wrong):
-                self.corrupt += 1
-                log.error(
-                    "transfer %d/%d: %d of %d spans from %s to %s, region %d, have wrong digests",
-                    incoming.key.room,
-                    incoming.key.attempt,
-                    len(wrong),
-                    len(spans),
-                    source.peer,
-                    self.endpoint.address,
-                    region,
-                )
-                return TransferCorrupt("bytes of a transferred cache arrived with a wrong digest").info()
-        return None
+        error = take_in(self._memory, incoming, self.rank, self.endpoint.address)
+        self.corrupt += error is not None
+        return error
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
-        self._give_back(incoming)
+        self._buffers.take_back(self._payload_of(incoming.content))
         link = self._links.get(incoming.source)
         if link is None:
             return
@@ -206,11 +211,19 @@ class SocketTransport:
         self._answered[link.name] = link  # answers of one turn go out together
 
     def cancel(self, key: RoomKey) -> None:
+        self._memory.cancel(key)
         for link in self._links.values():
-            link.connection.cancel(key)
+            dropped = link.connection.cancel(key)
+            unsent = [frame.number for frame in dropped if isinstance(frame, f.WriteFrame)]
+            unsent += [write.number for write in link.waiting if write.key == key]
+            for number in unsent:
+                self._memory.ended(link.name, key, number)
             link.waiting = [write for write in link.waiting if write.key != key]
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
+
+    def quiet(self, key: RoomKey) -> bool:
+        return self._memory.quiet(key)
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -224,6 +237,20 @@ class SocketTransport:
         self._selector.close()
         for sock in (self._listener, self._waker, self._woken):
             sock.close()
+        self._memory.close()
+
+    # ---- writes
+
+    def _send_staged(self) -> None:
+        """Digests and sends what is in host memory by now."""
+        for write in self._memory.ready():
+            seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
+            digests = digest_parts(self._memory.shown, write.parts, seed)
+            self._send(msgspec.structs.replace(write, digests=digests))
+
+    def _ended(self, peer: str, key: RoomKey, number: int, error: ErrorInfo | None) -> None:
+        self._memory.ended(peer, key, number)
+        self._events.append(Written(key, peer, number, error))
 
     # ---- connections
 
@@ -291,21 +318,7 @@ class SocketTransport:
         self._selector.register(sock, selectors.EVENT_READ, link)
 
     def _connection(self, sock: socket.socket) -> Connection:
-        return Connection(sock, self._buffer, self.takes_fds)
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        """Memory for a payload. It is used again: fresh memory costs more than what is copied through it."""
-        whole = self._free.pop() if size <= BUFFER and self._free else None
-        if whole is None:
-            whole = torch.empty(max(size, BUFFER), dtype=torch.uint8)
-        return whole[:size]
-
-    def _give_back(self, incoming: Incoming) -> None:
-        """Memory that ``_buffer`` gave is free again."""
-        payload = self._payload_of(incoming.content)
-        whole = None if payload is None else payload._base
-        if len(self._free) < _FREE and whole is not None and whole.numel() == BUFFER:
-            self._free.append(whole)
+        return Connection(sock, self._buffers.give, self.takes_fds)
 
     def _serve(self, link: Link, mask: int) -> None:
         try:
@@ -353,8 +366,9 @@ class SocketTransport:
         if link.connection.sock in self._selector.get_map():
             self._selector.unregister(link.connection.sock)
         link.connection.close()
+        self._memory.lost(link.name)
         for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
-            self._events.append(Written(key, link.name, number, info_of(error)))
+            self._ended(link.name, key, number, info_of(error))
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -365,7 +379,9 @@ class SocketTransport:
     def _patience(self) -> float:
         due = [link.until for link in self._links.values() if link.until is not None]
         due += [] if self._again is None else [self._again]
-        return max(0.0, min(due) - time.monotonic()) if due else 3600.0
+        staged = self._memory.patience()
+        until = 3600.0 if staged is None else staged
+        return max(0.0, min(until, min(due) - time.monotonic())) if due else until
 
     # ---- frames
 
@@ -383,7 +399,9 @@ class SocketTransport:
             case f.AnswerFrame(key, number, error) if link.writer and link.until is None:
                 if (key, number) in link.unanswered:
                     del link.unanswered[key, number]
-                    self._events.append(Written(key, link.name, number, error))
+                    self._ended(link.name, key, number, error)
+                else:
+                    self._memory.ended(link.name, key, number)
             case _:
                 raise f.BadFrame(f"a {type(got.frame).__name__} came out of turn")
 
@@ -420,9 +438,9 @@ class SocketTransport:
         parts = [(part, f.spans_of(part)) for part in frame.parts]
         spans = sum(len(each) for _, each in parts)
         for part, each in parts:
-            if part.target >= len(self._regions):
+            if part.target >= len(self._memory.regions):
                 raise f.BadFrame("a write names a region that there is not")
-            check_inside(each[:, 1], each[:, 2], self._regions[part.target].numel())
+            check_inside(each[:, 1], each[:, 2], self._memory.regions[part.target].numel())
         digests = f.digests_of(frame, spans)
         source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)
         targets = tuple((part.target, np.ascontiguousarray(each[:, 1:])) for part, each in parts)

@@ -77,7 +77,7 @@ class TcpTransport(SocketTransport):
     def _payload(self, write: Write) -> list[memoryview]:
         pieces = list[memoryview]()
         for part in write.parts:
-            memory = memory_of(self._regions[part.source])
+            memory = memory_of(self._memory.shown[part.source])
             pieces += [memory[begin : begin + size] for begin, _, size in part.spans.tolist()]
         return pieces
 

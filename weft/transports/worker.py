@@ -106,6 +106,10 @@ class RankTransfer:
         self.arrivals = a.Arrivals()
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._done = False
+        self._stopping: list[RoomKey] = []
+        """Rooms that were stopped and of whose memory copies are under way."""
+        self._all_stop: list[threading.Event] = []
+        """Set when none is left of those."""
         self.failure: Exception | None = None
         """What ended this thread's part in transfers, for good: only another process has one again."""
         self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
@@ -129,8 +133,9 @@ class RankTransfer:
         self._put(Growing(key, blocks))
 
     def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
-        """See ``pushes.Computed``. It may come before ``begin``."""
-        self._put(p.Computed(key, layers, begin, end))
+        """See ``pushes.Computed``. It may come before ``begin``. On a device that computes behind the host's
+        back it is enough that all of it was launched, by the thread that calls."""
+        self._put(p.Computed(key, layers, begin, end, self._transport.mark()))
 
     def fail(self, key: RoomKey, error: ErrorInfo) -> None:
         """What the room would send cannot be computed here: it fails, as soon as it has begun."""
@@ -183,6 +188,10 @@ class RankTransfer:
     def _fail_all(self, error: ErrorInfo) -> None:
         """No room goes on here, none begins, and the transport is closed; ``Stop`` is answered as ever."""
         self._transport.close()
+        for key in self._stopping:
+            self._tell(RankStopped(key, self._rank))
+        for event in self._all_stop:
+            event.set()
         for key in {*self.pushes.rooms(), *self.arrivals.rooms()}:
             self._report(key, Outcome.failed, error)
         while not self._done:
@@ -215,6 +224,8 @@ class RankTransfer:
             seconds = max(0.0, min(seconds, due - self._clock()))
         for event in self._transport.poll(seconds):
             self._guard(event.key, partial(self._moved, event))
+        if self._stopping or self._all_stop:
+            self._stopped()
         self._arrive(a.Tick())
 
     def _moved(self, event: a.Incoming | p.Written) -> None:
@@ -239,7 +250,8 @@ class RankTransfer:
             case EndingAll(carried_out):
                 for key in {*self.pushes.rooms(), *self.pushes.waiting(), *self.arrivals.rooms()}:
                     self._stop(key)
-                carried_out.set()
+                self._all_stop.append(carried_out)
+                self._stopped()
             case Ending(key):
                 self._stop(key)
             case p.Computed(key):
@@ -275,11 +287,24 @@ class RankTransfer:
         self._arrive(a.Expected(offer.key, Coverage(expected)))
 
     def _stop(self, key: RoomKey) -> None:
-        """Copies run on this thread, so none is under way now, and no other will begin."""
+        """Copies into this rank's memory run on this thread, so none is under way now, and no other will
+        begin. Copies out of it may be under way: they end first."""
         self._transport.cancel(key)
         self._push(self.pushes.on(p.Stopped(key)))
         self._arrive(a.Stopped(key))
-        self._tell(RankStopped(key, self._rank))
+        self._stopping.append(key)
+        self._stopped()
+
+    def _stopped(self) -> None:
+        """Tells of the rooms whose memory nothing here touches any more."""
+        quiet = [key for key in self._stopping if self._transport.quiet(key)]
+        self._stopping = [key for key in self._stopping if key not in quiet]
+        for key in quiet:
+            self._tell(RankStopped(key, self._rank))
+        if not self._stopping:
+            for event in self._all_stop:
+                event.set()
+            self._all_stop.clear()
 
     def _push(self, actions: Iterable[p.Action]) -> None:
         for action in actions:

@@ -1,0 +1,156 @@
+"""Caches that move between groups, on a rehearsed GPU: what arrives, who waits, and bugs that are found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rehearsal.device import HiddenWait, Races, Rehearsal, current, running
+from tests.rehearsal.rig import rehearsed
+from tests.rehearsal.streams import EVENTS, MOVES
+from tests.support.slowness import deadline
+from tests.transports import rig
+from weft.transports import copying, memory, sockets
+from weft.transports.copies import CudaCopies
+from weft.transports.memory import Sizes
+from weft.types.rooms import Outcome, RoomKey
+
+Patch = pytest.MonkeyPatch
+ONE_SLOT = Sizes(slot=2048, slots=1, inbox=2048)
+KINDS = ("full", "latent, fp8", "compressed", "state")
+GPU = torch.device("cuda")
+
+
+class Pair(rig.Pair):
+    """Both groups' caches are on the device; there are no threads."""
+
+    def __init__(self, kind: str, folder: Path, made: Rehearsal) -> None:
+        super().__init__(kind, folder, kinds=KINDS, senders=False, receivers=False)
+        self.caches: dict[str, list[Any]] = {}
+        sides = (("sender", self.sender, self.senders), ("receiver", self.receiver, self.receivers))
+        for number, (name, group, ranks) in enumerate(sides):
+            transport = rig.transport(kind, folder, 0, 1000 + number)
+            self.caches[name] = [made.like(torch.from_numpy(region)) for region in group.regions[0]]
+            rig.stage(transport, self.caches[name], CudaCopies(GPU, ONE_SLOT.slot), ONE_SLOT)
+            ranks.append(rig.Rank(group, 0, transport, start=False))
+
+    def launch(self, name: str, label: str) -> None:
+        """A pass over the caches."""
+        made = current()
+        made.use(label, *((self.caches[name], ()) if label == "reads" else ((), self.caches[name])))
+
+    def turns(self, key: RoomKey) -> None:
+        """Until the room is done on both sides."""
+        until, ended = time.monotonic() + deadline(20), 0
+        while ended < 2:
+            assert time.monotonic() < until
+            for rank in (*self.senders, *self.receivers):
+                rank.transfer.turn(0.001)
+                while not rank.told.empty():
+                    said: Any = rank.told.get()
+                    assert said.error is None
+                    ended += said.outcome is Outcome.done
+                    if said.outcome is Outcome.done and rank in self.receivers:
+                        self.launch("receiver", "reads")
+
+    def close(self) -> None:
+        for rank in (*self.senders, *self.receivers):
+            rank.transport.close()
+
+
+@contextmanager
+def moved(
+    patch: Patch, folder: Path, kind: str, plant: Callable[[Patch], None] | None = None
+) -> Iterator[tuple[Rehearsal, Pair]]:
+    """Two rooms after one another went over, through one slot."""
+    with rehearsed(patch, values=True) as made:
+        watch(patch)
+        if plant is not None:
+            plant(patch)
+        pair = Pair(kind, folder, made)
+        try:
+            with running(made):
+                for number in range(2):
+                    key = RoomKey(number, 0, 1)
+                    expected = pair.expected()
+                    pair.expect(key)
+                    pair.begin(key)
+                    pair.launch("sender", "writes")
+                    pair.compute(key)
+                    pair.turns(key)
+                    if plant is None:
+                        pairs = zip(expected[0], pair.receiver.regions[0], strict=True)
+                        assert all(np.array_equal(want, have) for want, have in pairs)
+                    for region in pair.sender.regions[0]:
+                        region += 1
+            yield made, pair
+        finally:
+            pair.close()
+
+
+def watch(patch: Patch) -> None:
+    """What the host does with the ring and the inbox goes into the trace."""
+    digest, copy = sockets.digest_parts, copying.copy_spans
+
+    def digested(regions: Any, parts: Any, seed: int) -> Any:
+        current().host_reads("digests of the ring", *regions)
+        return digest(regions, parts, seed)
+
+    def copied(source: Any, target: Any, spans: Any, seeds: Any) -> Any:
+        if not spans[:, 1].min():  # later pieces of the inbox lie beside this one: the trace sees all of it
+            current().host_writes("taken in", target)
+        return copy(source, target, spans, seeds)
+
+    patch.setattr(sockets, "digest_parts", digested)
+    patch.setattr(memory, "copy_spans", copied)
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_caches_arrive_and_who_waits_for_whom_is_in_the_table(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Patch
+) -> None:
+    with moved(monkeypatch, tmp_path_factory.mktemp("t"), kind) as (made, _):
+        known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
+        assert not made.edges - known.keys(), "the table lacks these"
+        assert {known[edge] for edge in made.edges} == MOVES
+    assert not made.memory.registered, "memory is still pinned"
+
+
+def no_mark(patch: Patch) -> None:
+    """Nothing waits for the pass that writes the caches."""
+    patch.setattr(CudaCopies, "mark", lambda self: None)
+
+
+def sent_early(patch: Patch) -> None:
+    patch.setattr(CudaCopies, "ended", lambda self, copy: True)
+
+
+def landed_early(patch: Patch) -> None:
+    patch.setattr(CudaCopies, "settle", lambda self: None)
+
+
+def not_pinned(patch: Patch) -> None:
+    patch.setattr(CudaCopies, "pin", lambda self, memory: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [(no_mark, Races), (sent_early, Races), (landed_early, Races), (not_pinned, HiddenWait)],
+    ids=lambda value: value.__name__,
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[Patch], None],
+    found: type[AssertionError],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: Patch,
+) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    with pytest.raises(found), moved(monkeypatch, folder, "shm", plant) as (made, _):
+        made.check()

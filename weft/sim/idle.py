@@ -1,0 +1,68 @@
+"""What must hold of a head: of promises to sequences that wait for images; and when nobody asks anything of
+it, that nothing is left of any request or room.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.encoder.scheduler import EncodeScheduler
+from weft.kv.embeddings import EmbeddingCache
+from weft.sim.check import require
+
+if TYPE_CHECKING:
+    from weft.sim.head import HeadProcess
+
+
+def check_reservations(head: HeadProcess) -> None:
+    """Raises Violation unless blocks that embeddings are to come to are those of sequences that have blocks
+    for all of their images, or of rooms that may still write them: so nobody waits for who waits for him.
+    """
+    scheduler = head.engine.scheduler
+    if isinstance(scheduler, EncodeScheduler) or not scheduler._state.images._coming:
+        return
+    images = scheduler._state.images
+    for key, coming in images._coming.items():
+        whole = any(one.reserved and key in one.counts for one in images._images.values())
+        require(
+            whole or coming.room is not None,
+            f"{head.name}: blocks {coming.held.blocks} wait for a sequence that has not all of its blocks",
+        )
+
+
+def check_idle(head: HeadProcess) -> None:
+    """Raises Violation."""
+    head.check()
+    live, name = sorted(head.engine.live()), head.name
+    require(not live, f"{name}: sequences {live} live when nobody asks for any")
+    kv, scheduler = head.engine.kv, head.engine.scheduler
+    stats = scheduler.stats()
+    if isinstance(scheduler, EncodeScheduler):
+        book = scheduler._book
+        left = (len(book._rooms), book.pixels, book.waits)
+        require(not any(left), f"{name}: rooms, pixels, waiting images {left} are left when idle")
+        _check_cache(name, scheduler.cache)
+        return
+    require(stats.free_slots == kv.num_slots, f"{name}: slots are missing when idle")
+    blocks = tuple(pool.num_blocks for pool in kv.pools)
+    require(stats.free_blocks == blocks, f"{name}: blocks are missing when idle")
+    images = scheduler._state.images
+    rooms = (len(images), len(images._images), len(images._offers), len(images._coming))
+    require(not any(rooms), f"{name}: rooms of images {rooms} are left when idle")
+    require(not scheduler._state.media._uses, f"{name}: embeddings are used when nobody runs")
+    _check_cache(name, scheduler._state.media.cache)
+
+
+def _check_cache(name: str, cache: EmbeddingCache) -> None:
+    """Every block is free or in one embedding, and none is promised."""
+    pinned = [held.key for held in cache if held.pins or not held.ready]
+    require(not pinned, f"{name}: embeddings {pinned} are promised when idle")
+    device = [block for held in cache if not held.on_host for block in held.blocks]
+    free = [*cache._free, *cache._leaving, *device]
+    require(
+        sorted(free) == list(range(1, cache.blocks + 1)), f"{name}: blocks of embeddings are lost: {free}"
+    )
+    host = [*cache._host_free, *(block for held in cache if held.on_host for block in held.blocks)]
+    require(
+        sorted(host) == list(range(1, cache.host_blocks + 1)), f"{name}: host blocks are lost: {sorted(host)}"
+    )
