@@ -21,6 +21,7 @@ site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 here=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "$site" >"$here/zz_dependencies.pth"
 cd "$work"
+unset PYTHONPATH
 export WEFT_OPS_CACHE=$work/cache CXX=no-compiler
 "$work/venv/bin/python" - <<'PY'
 import pathlib, sys
