@@ -27,6 +27,7 @@ from weft import SamplingParams
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
+from weft.types.grammar import Grammar
 from weft.types.messages import HeadStats
 from weft.types.plan import MoveMedia
 
@@ -98,8 +99,11 @@ def _encoder(folder: Path, case: dict[str, Any]) -> EngineConfig:
     return resolve(from_keywords({**settings, **room_for_images(folder, case.get("room"), 1)}))
 
 
-def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None) -> tuple[dict[Any, Any], Seen]:
-    """(answers by (prompt, choice), what was seen). All caches were moved, and given back."""
+def run(
+    folder: Path, case: dict[str, Any], stop: list[str] | None = None, grammar: Grammar | None = None
+) -> tuple[dict[Any, Any], Seen]:
+    """(answers by (prompt, choice), what was seen). All caches were moved, and given back. ``grammar``: of
+    every answer."""
     roles = ["prefill", "decode", *["encode"] * case.get("encoders", 0)]
     groups = [group(folder, case, role) for role in roles]
     length = groups[0].kv.max_model_len
@@ -114,7 +118,7 @@ def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None) -> tu
         asked: list[Any] = asked_of(folder)
         if case["prefix"]:
             llm.generate(asked[-3:], SamplingParams(max_tokens=2), use_tqdm=False)
-        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False, grammar=grammar)
         engine.settle()
         seen.prefill, seen.decode = (engine.cores(role)[0].stats() for role in ("prefill", "decode"))
         assert not engine.fleet.local_prefills

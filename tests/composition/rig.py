@@ -22,6 +22,7 @@ from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections import CacheSection, MediaSection, SchedulerSection
 from weft.engine.core import EngineCore
+from weft.types.grammar import Grammar
 from weft.types.plan import MoveMedia
 
 VOCAB, MAX_LEN, BLOCK, OUTPUT = 300, 160, 8, 16
@@ -259,8 +260,15 @@ def room_for_images(folder: Path, room: str | None, images: int) -> dict[str, An
     return made | ({"mm_host_cache_bytes": str(3 * least)} if room == "host" else {})
 
 
-def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, alone: bool = False) -> Any:
-    """(answers by (prompt, choice), what was seen)."""
+def run(
+    folder: Path,
+    case: dict[str, Any],
+    stop: list[str] | None = None,
+    *,
+    alone: bool = False,
+    grammar: Grammar | None = None,
+) -> Any:
+    """(answers by (prompt, choice), what was seen). ``grammar``: of every answer."""
     llm = engine(folder, case, alone=alone)
     seen = _watch(llm)
     if case["preempt"]:
@@ -269,7 +277,7 @@ def run(folder: Path, case: dict[str, Any], stop: list[str] | None = None, *, al
         asked: list[Any] = asked_of(folder)
         if case["prefix"] and not alone:
             llm.generate(asked[-3:], SamplingParams(max_tokens=1), use_tqdm=False)
-        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False)
+        outputs = llm.generate(asked, params(case, len(asked), stop), use_tqdm=False, grammar=grammar)
         core = llm._core
         assert core is not None
         seen.stats = core.stats()

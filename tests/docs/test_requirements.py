@@ -15,7 +15,7 @@ BUILT = (
     + [f"C{i}" for i in range(1, 15)]
     + [f"D{i}" for i in range(1, 32)]
     + [f"E{i}" for i in range(1, 36)]
-    + [f"F{i}" for i in (*range(1, 25), *range(26, 36), *range(40, 49), *range(60, 68))]
+    + [f"F{i}" for i in (*range(1, 36), *range(40, 49), *range(60, 68))]
     + [f"G{i}" for i in (*range(1, 16), 20, 21)]
 )  # fmt: skip
 

@@ -24,7 +24,7 @@ from weft.types.sampling import TokenParams
 
 SEEDED = SAMPLING["seeded"]
 ONE = TokenParams(max_tokens=1)
-BATCH = 5
+BATCH = 4
 POOLING = ["last", "mean"]
 CLOSE, DELTA = 2e-5, 3e-4
 """transformers normalizes in float32, whatever the weights are, and runs a delta net in it altogether."""

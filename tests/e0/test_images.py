@@ -12,6 +12,7 @@ import torch
 
 from tests.e0.rig import MAX_LEN, Answer, make_engine, replaying, run, spec_of, submit
 from tests.support.domains import on_layout
+from tests.support.pairwise import sampled
 from tests.support.seen import SeeingModels, Seen
 from tests.support.vision_models import PLACEHOLDER
 from weft.config.media_limits import media_limits, most_tokens
@@ -97,15 +98,20 @@ def test_tokens_are_the_reference_s(name: str, images: Images) -> None:
         assert images.answer(name, number, 0, GREEDY).tokens == expected, number
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(
-    ("depth", "chunk", "tight"), [(1, 0, False), (1, 1, True), (2, 5, False), (2, 7, True)]
+@sampled(
+    {
+        "sampling": ["greedy", "seeded"],
+        "how": [(1, 0, False), (1, 1, True), (2, 5, False), (2, 7, True)],
+        "name": NAMES,
+    }
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_chunks_and_hits(
-    name: str, depth: int, chunk: int, tight: bool, params: TokenParams, images: Images
-) -> None:
-    """In two rounds: in the second one prefixes are cached, and embeddings."""
+def test_chunks_and_hits(name: str, how: tuple[int, int, bool], sampling: str, images: Images) -> None:
+    """In two rounds: in the second one prefixes are cached, and embeddings.
+
+    ``how``: steps in flight, the size of chunks, and whether room for embeddings is short.
+    """
+    depth, chunk, tight = how
+    params = GREEDY if sampling == "greedy" else SEEDED
     media = images.tight(name) if tight else MediaSection()
     engine, runner = make_engine(
         images.models.folder(name), depth=depth, chunk=chunk, media=media, graphs=replaying(0)

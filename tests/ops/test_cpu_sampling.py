@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.pairwise import sampled
 from weft.ops import sampling as reference
 from weft.ops.cpu import sampling as ops
 from weft.ops.philox import signed_seed
@@ -25,9 +26,13 @@ def full(count: int, value: float) -> Tensor:
     return torch.full((count,), value, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 5, 50, 1000, 5003, 40001])
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 20.0])
+@sampled(
+    {
+        "dtype": list(DTYPES),
+        "vocab": [1, 5, 50, 1000, 5003, 40001],
+        "spread": [0.0, 0.1, 1.0, 3.0, 20.0],
+    }
+)
 def test_tokens_are_the_references(dtype: torch.dtype, vocab: int, spread: float) -> None:
     torch.manual_seed(vocab)
     count = 12

@@ -18,7 +18,7 @@ from weft.common.errors import ConfigError, EngineDead
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.build import build_runner
-from weft.engine.rank_rooms import check_rooms, dims_of
+from weft.engine.rank_rooms import check_rooms, dims_of, is_staged
 from weft.launch.tiny import write_family
 from weft.runner import exports
 from weft.transfer.group_layout import compatible, tensors_of
@@ -264,9 +264,18 @@ def test_what_cannot_move_caches_is_refused_before_weights_are_read(tmp_path: Pa
     config = msgspec.structs.replace(config, model_path=str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="--group-secret"):
         build_runner(config, progress=False)
-    on_gpu = msgspec.structs.replace(config, device="cuda")
-    with pytest.raises(ConfigError, match=r"--role prefill .* --device cpu"):
-        check_rooms(on_gpu)
+    with pytest.raises(ConfigError, match="--group-secret"):
+        check_rooms(config)
+
+
+def test_caches_on_a_gpu_are_staged_and_others_where_they_are_asked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, "llama", 8, "prefill")
+    assert not is_staged(config)
+    assert is_staged(msgspec.structs.replace(config, device="cuda"))
+    monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
+    assert is_staged(config)
 
 
 def test_only_groups_with_a_role_have_threads_and_sockets(make: Callable[..., list[Side]]) -> None:

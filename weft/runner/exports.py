@@ -24,7 +24,7 @@ from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomK
 if TYPE_CHECKING:
     import torch
 
-ENOUGH = 2 << 20
+ENOUGH = 4 << 20
 """Bytes of a row's layers that are told of at once. Each telling costs the thread that computes its lock, and
 the transfers a write, whatever its size."""
 LayerDone: TypeAlias = Callable[[int], None]

@@ -6,7 +6,8 @@ lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
 
     Raises IndexError for a span that leaves the memory.
     """
+    if cpu.load():
+        with _inside():
+            made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
+        return made.numpy().view(np.uint64)
     _check(memory, spans[:, 0], spans[:, 1])
-    if not cpu.load():
-        return digests.digest_spans(memory.numpy(), spans, seeds)
-    made = torch.ops.weft_cpu.digest_spans.default(memory, _int64(spans), _int64(seeds))
-    return made.numpy().view(np.uint64)
+    return digests.digest_spans(memory.numpy(), spans, seeds)
 
 
 def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) -> np.ndarray:
@@ -45,15 +47,27 @@ def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndar
     source, target: uint8 [bytes], on the CPU. spans: int64 [n, 3], from, to and length. Raises IndexError
     for a span that leaves its memory, before anything is written.
     """
+    if cpu.load():
+        with _inside():
+            made = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
+        return made.numpy().view(np.uint64)
     _check(source, spans[:, 0], spans[:, 2])
     _check(target, spans[:, 1], spans[:, 2])
-    if cpu.load():
-        made = torch.ops.weft_cpu.copy_spans.default(source, target, _int64(spans), _int64(seeds))
-        return made.numpy().view(np.uint64)
     reads, writes = source.numpy(), target.numpy()
     for begin, to, size in spans.tolist():
         writes[to : to + size] = reads[begin : begin + size]
     return digests.digest_spans(writes, np.ascontiguousarray(spans[:, 1:]), seeds)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    """The operations check their spans themselves: what they raise becomes an IndexError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "a span leaves" in str(error):
+            raise IndexError(str(error).splitlines()[0]) from error
+        raise
 
 
 def _int64(array: np.ndarray) -> Tensor:
