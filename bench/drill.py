@@ -365,6 +365,7 @@ def drill(victim: str, args: argparse.Namespace, log: Path) -> tuple[dict[str, A
     environment = {"PYTHONPATH": str(Path(args.tree).resolve()), "OMP_NUM_THREADS": "1"}
     victims = VICTIMS[victim]
     flags = victims.flags.replace("--mm-cache-bytes 256K", f"--mm-cache-bytes {args.mm_cache_bytes}")
+    flags += f" --max-request-bytes {args.max_request_bytes}" if args.max_request_bytes else ""
     command = command_of(victims._replace(flags=flags), args.model, log.with_suffix(".yaml"))
     with ServerProcess(command, environment=environment, log_file=log) as server:
         server.wait_ready(180)
@@ -384,6 +385,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--pictures", default="", help="e.g. 5x1920x1080,2x3840x2160; by default noise")
     parser.add_argument("--mm-cache-bytes", default="256K", help="of each group, where there are images")
+    parser.add_argument("--max-request-bytes", default="", help="of bodies; they may have four times as much")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a request")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=5)
