@@ -1,5 +1,6 @@
 // Packing weights of few bits (coded.h): from codes and scales apart, and from GGML's blocks; rows of what was packed.
 #include "gemm_block.h"
+#include "weights.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -91,7 +92,7 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
   TORCH_CHECK(!zeros || fits(*zeros, at::kByte), "pack_coded: zeros");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = coding.offset(inputs);
-  Tensor packed = at::empty({layout.blocks(), block_bytes}, values.options());
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options());
   const Published from{values.const_data_ptr<uint8_t>(), zeros ? zeros->const_data_ptr<uint8_t>() : nullptr,
                        static_cast<const uint8_t*>(scales.const_data_ptr()), values.size(1), groups};
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
@@ -196,7 +197,7 @@ Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given
   TORCH_CHECK(!gated || blocks.size(0) % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, blocks.size(0), gated};
   const int64_t block_bytes = coding.offset(inputs), line = blocks.stride(0);
-  Tensor packed = at::empty({layout.blocks(), block_bytes}, blocks.options());
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, blocks.options());
   const uint8_t* from = blocks.const_data_ptr<uint8_t>();
   uint8_t* made = packed.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {

@@ -13,6 +13,7 @@
 // division over threads changes a bit.
 #include "brgemm.h"
 #include "gemm_block.h"
+#include "weights.h"
 
 namespace weft {
 namespace {
@@ -196,7 +197,7 @@ Layout layout_of(const Tensor& weight, bool gated) {
 Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, at::ScalarType type) {
   std::vector<int64_t> sizes{layout.blocks(), divide_up(layout.inputs, depth), kBlock, depth};
   if (weight.dim() == 3) sizes.insert(sizes.begin(), weight.size(0));
-  return at::empty(sizes, weight.options().dtype(type));
+  return empty_weights(sizes, weight.options().dtype(type));
 }
 
 int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(0) : 1; }

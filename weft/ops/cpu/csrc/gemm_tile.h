@@ -241,6 +241,10 @@ inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
 
 constexpr int64_t kAhead = 2048;  // bytes of weights asked for before their use; may run past their end
 
+// The hardware reads ahead by itself within a page of 4 kB, and faster than when it is told line by line. What it does
+// not do is find the next pages: so one line is asked for in each, so far ahead.
+constexpr int64_t kPage = 4096, kPagesAhead = 2 * kPage;
+
 template <class F, class Out, int rows>
 void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish, Out* out,
           int64_t out_stride) {
@@ -248,8 +252,7 @@ void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t in
   for (auto& row : sum) row[0] = row[1] = splat(0.0f);
   const int64_t steps = inputs / F::depth;
   for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
-    __builtin_prefetch(w + kAhead);
-    if (F::bytes > 64) __builtin_prefetch(w + kAhead + 64);
+    if (step % (kPage / F::bytes) == 0) __builtin_prefetch(w + kPagesAhead);
     const auto weights = F::load(w);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; ++row) {

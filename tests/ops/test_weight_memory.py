@@ -1,0 +1,48 @@
+"""Where packed weights lie: small ones one behind another, and none for longer than somebody has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.ops import cpu
+
+pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
+
+
+def pack(rows: int, inputs: int) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.weft_cpu.pack.default(torch.randn(rows, inputs), False)
+    return made
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_small_weights_share_pages() -> None:
+    first, second = pack(64, 100), pack(64, 100)
+    assert second.data_ptr() - first.data_ptr() == first.nbytes
+    assert first.data_ptr() % 256 == 0
+
+
+def test_weights_that_are_dropped_give_their_memory_back() -> None:
+    before = resident()
+    kept = pack(32, 8)
+    for _ in range(6):
+        assert pack(4096, 6000).nbytes > 90 << 20
+    assert resident() - before < 250 << 20
+    expected = pack(32, 8)
+    del kept
+    assert torch.isfinite(expected).all()
+
+
+def test_each_weight_has_its_own_memory() -> None:
+    """Also of one that takes more than a region, and of an empty one."""
+    sizes = [(32, 64), (9000, 2048), (32, 64), (0, 64)]
+    made = [pack(*size) for size in sizes]
+    for number, tensor in enumerate(made):
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(made))
