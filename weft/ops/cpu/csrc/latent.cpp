@@ -63,7 +63,8 @@ struct HeadMatrices {
 // f(head, first row, rows) for every head and part of the rows, on as many threads as pay.
 template <class F>
 void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
-  const int64_t parts = divide_up(rows, kProductRows), work = elements * std::min<int64_t>(rows, 4);
+  const int64_t parts = divide_up(rows, kProductRows);
+  const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // there may be no rows
   at::parallel_for(0, heads * parts, std::max<int64_t>(1, kProductGrain / work), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / heads * kProductRows;
