@@ -17,8 +17,7 @@ from tests.support.seen import SeeingModels, Seen
 from tests.support.vision_models import PLACEHOLDER
 from weft.config.media_limits import media_limits, most_tokens
 from weft.config.sections import MediaSection, SpeculationSection
-from weft.runner import graphs
-from weft.runner import runner as runner_module
+from weft.runner import drafting, graphs
 from weft.types.layout import Layout
 from weft.types.messages import Submit
 from weft.types.plan import BindMedia, Encode
@@ -195,7 +194,7 @@ def test_prompt_logprobs(images: Images) -> None:
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
 def test_drafts_by_ngrams(name: str, images: Images, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
-    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(drafting, "WORTH_CAPTURING", 1)
     speculation = SpeculationSection(
         speculative_method="ngram", num_speculative_tokens=2, speculative_adaptive=False, ngram_min_length=1
     )

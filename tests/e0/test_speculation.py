@@ -20,8 +20,7 @@ from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from tests.support.pairwise import covering, name
 from weft.config.sections import SpeculationSection
-from weft.runner import graphs
-from weft.runner import runner as runner_module
+from weft.runner import drafting, graphs
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
 from weft.scheduler.scheduler import Scheduler
@@ -168,7 +167,7 @@ class Whim(DraftPolicy):
 @pytest.fixture(autouse=True)
 def _capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
-    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(drafting, "WORTH_CAPTURING", 1)
 
 
 def check_same(answer: Answer, expected: Answer, what: str) -> None:

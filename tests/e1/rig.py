@@ -36,7 +36,7 @@ from weft.ops import cpu
 from weft.ops.cpu import linear as cpu_linear
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs import GraphOptions, obstacle
-from weft.runner.result import HostCopy
+from weft.runner.result import Drawn, HostCopy
 from weft.runner.runner import Runner, StepHandle
 from weft.scheduler.sequence import Running
 from weft.speculation.base import Drafter
@@ -222,13 +222,13 @@ class Witness(Runner):
         self.in_flight -= 1
         return super().read(handle)
 
-    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy | Drawn:
         batch, logits = handle.forwarded.result()
         for op in handle.plan.ops:
             if isinstance(op, AllocSlot):
                 self.seeds[op.slot] = op.seed
         copy = super()._sample(handle, masks)
-        rows, decode = batch.sample_rows, handle.plan.decode
+        rows, decode = batch().sample_rows, handle.plan.decode
         # Behind the last accepted draft come logits of a sequence that never was.
         accepted = np.zeros(decode.rows, np.int64) if copy.accepted is None else copy.accepted.numpy()
         true = [np.ones(int(handle.plan.prefill.sample.sum()), bool)]
@@ -327,7 +327,9 @@ def make_engine(
     )
     options = None
     if replay and obstacle(model, backends) is None:
-        options = GraphOptions(max_rows=max_num_seqs, capture=capturer(model), lazy=True, most_each=kv.copies)
+        options = GraphOptions(
+            max_rows=max_num_seqs, capture=capturer(model), lazy=True, exact=True, most_each=kv.copies
+        )
     runner = Witness(
         model,
         backends,

@@ -19,8 +19,7 @@ from tests.e1.test_grid import PROMPTS
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
 from weft.config.sections import SpeculationSection
-from weft.runner import graphs
-from weft.runner import runner as runner_module
+from weft.runner import drafting, graphs
 from weft.types.plan import AllocSlot
 from weft.types.sampling import TokenParams
 
@@ -74,7 +73,7 @@ class Reference:
 @pytest.fixture(autouse=True)
 def _capture_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
-    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(drafting, "WORTH_CAPTURING", 1)
 
 
 @pytest.fixture(scope="module")

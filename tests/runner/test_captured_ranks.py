@@ -26,8 +26,7 @@ from weft.layers.build import ExpertOptions
 from weft.ops import cpu
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
-from weft.runner import graphs
-from weft.runner import runner as runner_module
+from weft.runner import drafting, graphs
 from weft.runner.programs import CannotCapture
 from weft.types.layout import Layout
 from weft.types.plan import StepPlan
@@ -143,7 +142,7 @@ def test_uneven_drafts_where_a_rank_cannot_record(
     """Rows with fewer drafts are filled up, whether a rank replays the step or not: the ranks' collectives
     have one size. One records, one cannot; one has been there for long, and one is new in the epoch."""
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 2)
-    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 2)
+    monkeypatch.setattr(drafting, "WORTH_CAPTURING", 2)
     speculation = SpeculationSection(
         speculative_method=drafter,  # type: ignore[arg-type]
         num_speculative_tokens=3,

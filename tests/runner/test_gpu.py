@@ -101,7 +101,7 @@ def test_the_sampler_never_waits_for_the_device() -> None:
     for device in (torch.device("cpu"), torch.device("cuda")):
         sampler = Sampler(count, VOCAB, device)
         for slot, params in enumerate(PARAMS):
-            sampler.alloc(
+            sampler.slots.alloc(
                 AllocSlot(
                     slot=slot,
                     gen=1,

@@ -155,7 +155,7 @@ def build(
     sampler = Sampler(len(params), vocab, torch.device(device))
     for slot, of in enumerate(params):
         prompt = num_prompt[slot] if num_prompt else 1
-        sampler.alloc(
+        sampler.slots.alloc(
             AllocSlot(
                 slot=slot,
                 gen=1,

@@ -54,7 +54,7 @@ def sampler_of(params: list[TokenParams], seeds: list[int]) -> Sampler:
     made = Sampler(len(params), VOCAB, torch.device("cpu"), processed=True)
     for slot, of in enumerate(params):
         ids = np.zeros(1, np.int32)
-        made.alloc(
+        made.slots.alloc(
             AllocSlot(
                 slot=slot,
                 gen=1,

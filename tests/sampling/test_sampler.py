@@ -224,11 +224,11 @@ def test_slots_forget_their_last_sequence(make: SimpleNamespace) -> None:
         [TokenParams(temperature=0, bad=((2,),), logit_bias=((1, 9.0),), logprobs=1)], vocab=3
     )
     with pytest.raises(EngineDead):
-        sampler.alloc(admitted(TokenParams()))
-    sampler.free(0)
+        sampler.slots.alloc(admitted(TokenParams()))
+    sampler.slots.free(0)
     with pytest.raises(EngineDead):
-        sampler.free(0)
-    sampler.alloc(admitted(TokenParams(temperature=0)))
+        sampler.slots.free(0)
+    sampler.slots.alloc(admitted(TokenParams(temperature=0)))
     made = sampler.sample(
         torch.tensor([[0.0, 1.0, 2.0]]),
         make.rows([0], [0], [1]),
@@ -252,7 +252,7 @@ def test_lists_are_applied_without_reading_a_value_back(make: SimpleNamespace) -
     words = ((3,), (int(of.history[0, of.positions[0] - 1]), 4))
     sampler = build(make, of, [TokenParams(temperature=0, bad=words, stop_ids=(6,), min_tokens=99)], 40)
     rows = make.rows([0], [0], of.positions)
-    floats, ints = torch.from_numpy(sampler._floats), torch.from_numpy(sampler._ints)
+    floats, ints = torch.from_numpy(sampler.slots.floats), torch.from_numpy(sampler.slots.ints)
     none = sampler._no_masks
     step = module._Rows(rows.slot_host, rows.slot, rows.logits_row, rows.position, floats, ints, *none)
     with _NoReadBack():

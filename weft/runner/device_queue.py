@@ -12,9 +12,35 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 from weft.common.errors import EngineDead
+
+
+class Settled:
+    """A future that has ended: of work that ran inline, most of which nobody waits for."""
+
+    __slots__ = ("_error", "_value")
+
+    def __init__(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        call(self)
+
+
+Work: TypeAlias = Future[Any] | Settled
 
 
 class DeviceQueue:
@@ -33,16 +59,15 @@ class DeviceQueue:
         while (task := self._work.get()) is not None:
             task()
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+    def submit(self, work: Callable[..., Any], *args: Any) -> Work:
         """Runs, or queues, ``work(*args)``. Its exception is the future's.
 
         An interrupt of work that runs inline is raised here: the work is half done, and can't be resumed.
         """
+        if self._thread is None:
+            return _carried_out(work, args)
         future: Future[Any] = Future()
-        if self._thread is not None:
-            self._work.put(lambda: _carry_out(future, work, args))
-        elif (interrupt := _carry_out(future, work, args)) is not None:
-            raise interrupt
+        self._work.put(lambda: _carry_out(future, work, args))
         return future
 
     def close(self, timeout: float = 10.0) -> None:
@@ -52,22 +77,37 @@ class DeviceQueue:
             self._thread.join(timeout)
 
 
-def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> BaseException | None:
-    """Gives the future its result or exception; of an interrupt, which is returned, EngineDead."""
+def _carry_out(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Gives the future its result or exception; of an interrupt, EngineDead."""
     try:
         future.set_result(work(*args))
     except Exception as error:
         future.set_exception(error)
-    except BaseException as interrupt:  # the work is half done, and whoever comes next must know
-        lost = EngineDead("a step was interrupted")
-        lost.__cause__ = interrupt
-        future.set_exception(lost)
-        return interrupt
-    return None
+    except BaseException as interrupt:
+        future.set_exception(_lost(interrupt))
 
 
-def result_of(future: Future[Any], deadline: float) -> Any:
+def _carried_out(work: Callable[..., Any], args: tuple[Any, ...]) -> Settled:
+    """The same inline; an interrupt passes."""
+    try:
+        return Settled(work(*args))
+    except Exception as error:
+        return Settled(None, error)
+
+
+def _lost(interrupt: BaseException) -> EngineDead:
+    """The work is half done, and whoever comes next must know."""
+    lost = EngineDead("a step was interrupted")
+    lost.__cause__ = interrupt
+    return lost
+
+
+def result_of(future: Work, deadline: float) -> Any:
     """The future's result, or its exception. Raises EngineDead after ``deadline`` (monotonic seconds)."""
-    if not future.done() and not wait((future,), max(deadline - time.monotonic(), 0.0)).done:
+    if (
+        isinstance(future, Future)
+        and not future.done()
+        and not wait((future,), max(deadline - time.monotonic(), 0.0)).done
+    ):
         raise EngineDead("a step did not finish in time")
     return future.result()

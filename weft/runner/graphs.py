@@ -32,6 +32,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
@@ -49,6 +50,8 @@ from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
 from weft.runner.plan_columns import even, most_each
 from weft.runner.programs import CannotCapture
+from weft.runner.result import Drawn
+from weft.runner.sampler import End
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer
 from weft.types.exchange import PADS, UNAGREED, Exchange
@@ -71,6 +74,19 @@ class Key(NamedTuple):
     """2 for a step in micro-batches."""
     padded: int = 0
     """What replicas agreed on: ``Agreement.padded_tokens``; 0: nothing."""
+    ends: bool = False
+    """Whether the step draws its tokens and moves its slots on, too."""
+
+
+class Replayed(NamedTuple):
+    """A step that was replayed, or launched in place of that."""
+
+    logits: Tensor
+    """[tokens, vocab], valid until the next step."""
+    rows: Callable[[], StepRows]
+    """What is left to do for its rows; to be asked before the next step."""
+    drawn: Drawn | None
+    """What it drew, where its key ``ends``: then nothing is left to do."""
 
 
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -180,11 +196,13 @@ class DecodeGraphs:
         options: GraphOptions,
         launcher: Launcher | None = None,
         hidden_sink: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+        end: End | None = None,
     ) -> None:
         """Captures everything, unless lazy: runs each bucket on spare rows.
 
         ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``hidden_sink``:
-        called at the end of steps of one token a row, see ``Drafter.hidden_sink``.
+        called at the end of steps of one token a row, see ``Drafter.hidden_sink``. ``end``: of such steps,
+        too, if nobody drafts; part of what is captured where a step ``draws`` (``find``).
         """
         self.keeps = hidden_sink is not None
         """Whether it is called."""
@@ -206,11 +224,21 @@ class DecodeGraphs:
         device = model.device
         self._spare = state.spare
         self._slots = torch.full((most,), state.spare, dtype=torch.int64, device=device)
+        self._on_host = self._slots.numpy() if device.type == "cpu" else None
+        """The memory of ``_slots``, where the host may write it: the step before has been sampled."""
         tokens = most * options.most_each
         self._logits = torch.empty((tokens, model.spec.vocab_size), dtype=model.dtype, device=device)
         self._hidden = torch.empty((tokens, model.spec.hidden), dtype=model.dtype, device=device)
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        # Rows that fill a step up have no sequence to move on, so steps of exactly their rows end.
+        self._end = end if options.exact else None
+        self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
+        self._wrong = torch.zeros(most, dtype=torch.bool, device=device)
+        if self._end is not None:
+            self._drawn_on_host, self._wrong_on_host = self._drawn.numpy(), self._wrong.numpy()
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        """By rows and tokens of each: their slots, and their logits."""
         # Behind a GPU's graph there may be work of its own under way: none is dropped but with its epoch.
         self._replays: Recent[Key, Callable[[], None]] = Recent(
             MOST_KEPT if device.type == "cpu" else sys.maxsize
@@ -240,7 +268,7 @@ class DecodeGraphs:
         )
 
     def _closure(self, key: Key) -> Callable[[], None]:
-        rows, each, context, micro_batches, padded = key
+        rows, each, context, micro_batches, padded, ends = key
         tokens = slice(rows * each)
         slots = self._slots[:rows]
         logits = self._logits[tokens]
@@ -267,6 +295,10 @@ class DecodeGraphs:
             positions.copy_(torch.cat([step.positions for step in steps]))
             if self._hidden_sink is not None and each == 1:
                 self._hidden_sink(slots, positions, made)
+            if ends and self._end is not None:
+                drawn, wrong = self._end(logits, slots)
+                self._drawn[:rows].copy_(drawn)
+                self._wrong[:rows].copy_(wrong)
 
         return run
 
@@ -281,8 +313,11 @@ class DecodeGraphs:
         finally:
             self._launcher.threaded(False)
 
-    def find(self, plan: StepPlan) -> Key | None:
-        """The bucket that holds the plan's step; None when it must be launched op by op. Once a step."""
+    def find(self, plan: StepPlan, draws: bool = False) -> Key | None:
+        """The bucket that holds the plan's step; None when it must be launched op by op. Once a step.
+
+        ``draws``: whether all its rows can be drawn by ``end``.
+        """
         self.uncaptured = False
         rows = plan.decode
         padded = 0 if plan.agreed is None else plan.agreed.padded_tokens
@@ -293,7 +328,8 @@ class DecodeGraphs:
         if longest > self._contexts[-1] or padded > MOST_PADDED:
             return None
         bucket = _bucket(self._rows, rows.rows) if rows.rows else 0
-        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded)
+        ends = draws and each == 1 and bool(bucket) and self._end is not None
+        key = Key(bucket, each, _bucket(self._contexts, longest), plan.micro_batches, padded, ends)
         if plan.micro_batches > 1 and not self._options.micro_batches:
             return None
         if not self._options.lazy:
@@ -310,16 +346,24 @@ class DecodeGraphs:
                 return None
         return key
 
-    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> tuple[StepRows, Tensor]:
-        """Replays a step. The logits [tokens, vocab] are valid until the next call.
+    def run(self, key: Key, plan: StepPlan, buffer: StagingBuffer) -> Replayed:
+        """Replays a step. What it gives is valid until the next call.
 
         Rows of fewer tokens than others are filled up; what is computed of the filling is nobody's.
         """
         rows = plan.decode.rows
         each = key.each
-        staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
-        self._slots[:rows].copy_(staged[0])
-        self._slots[rows : key.rows] = self._spare
+        if (views := self._views.get((rows, each))) is None:
+            self._views[rows, each] = views = self._slots[:rows], self._logits[: rows * each]
+        slots, logits = views
+        if self._on_host is not None and each == 1:
+            self._on_host[:rows] = plan.decode.slot
+            self._on_host[rows : key.rows] = self._spare
+            staged = [slots]
+        else:
+            staged = self._builder.stage_decode(plan, 0 if even(plan, each) else each, buffer)
+            slots.copy_(staged[0])
+            self._slots[rows : key.rows] = self._spare
         if key in self._replays:
             self.replay(key)
         elif self._captures and self._model.mesh.launcher.direct:
@@ -327,9 +371,15 @@ class DecodeGraphs:
             self._capture_now(key)
         else:
             self._closure(key)()
-        tokens = slice(rows * each)
-        made = self._builder.decode_rows(plan, staged, self._ids[tokens], self._positions[tokens])
-        return StepRows(**made), self._logits[tokens]
+
+        def left() -> StepRows:
+            ids, positions = self._ids[: rows * each], self._positions[: rows * each]
+            return StepRows(**self._builder.decode_rows(plan, staged, ids, positions))
+
+        drawn = None
+        if key.ends:
+            drawn = Drawn(self._drawn_on_host[:rows].copy(), self._wrong_on_host[:rows].copy())
+        return Replayed(logits, left, drawn)
 
     def hidden(self, key: Key, rows: int) -> Tensor:
         """[rows * tokens of each, hidden] of the step replayed last, valid until the next."""
@@ -369,7 +419,7 @@ def _bound(rows: int, each: int, context: int) -> Segment:
 
 def _bucket(buckets: list[int], size: int) -> int:
     """The smallest that is not below ``size``."""
-    return next(bucket for bucket in buckets if bucket >= size)
+    return buckets[bisect_left(buckets, size)]
 
 
 def _reserved(device: torch.device) -> int:

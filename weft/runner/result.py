@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +16,23 @@ from weft.runner.pooling import Pooled
 from weft.runner.sampler import SampleOutput
 from weft.runner.token_logprobs import LogprobTensors
 from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepResult, column
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a recorded step drew: one token a row and nothing else. Like a ``HostCopy`` that has arrived."""
+
+    tokens: np.ndarray
+    """int64 [rows]."""
+    error: np.ndarray
+    """bool [rows]."""
+    accepted: None = None
+
+    def there(self) -> bool:
+        return True
+
+    def wait(self, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+        """Nothing is under way."""
 
 
 class HostCopy:
@@ -90,10 +109,12 @@ def come_to_rest(device: torch.device, timeout: float) -> None:
         time.sleep(0.0001)
 
 
-def to_result(plan: StepPlan, copy: HostCopy) -> StepResult:
+def to_result(plan: StepPlan, copy: HostCopy | Drawn) -> StepResult:
     """The result of ``plan``: rows with logits, in plan order."""
+    if isinstance(copy, Drawn):
+        return _plain(plan, copy.tokens, copy.error, EMPTY)
     if most_each(plan) == 1 and copy.logprobs is None:
-        return _plain(plan, copy)
+        return _plain(plan, copy.tokens.numpy(), copy.error.numpy(), _drafts(plan, copy.drafts))
     both = (plan.prefill, plan.decode)
     logits = np.concatenate([s.logits for s in both]).astype(np.int64)
     sample = np.concatenate([s.sample for s in both]).astype(np.int64)
@@ -129,19 +150,25 @@ def _embeddings(pooled: Pooled | None) -> EmbeddingRows | None:
     return None if pooled is None else EmbeddingRows(rows=column(pooled.rows), values=pooled.values.numpy())
 
 
-def _plain(plan: StepPlan, copy: HostCopy) -> StepResult:
+def _plain(plan: StepPlan, tokens: np.ndarray, wrong: np.ndarray, drafts: np.ndarray) -> StepResult:
     """The same of one token a row and nothing else, as most steps are: their rows and offsets are counts."""
-    rows = plan.decode.rows
-    counted = column(np.arange(rows + 1))
+    counted, before, none = _counts(plan.decode.rows)
     return StepResult(
         step=plan.step,
-        rows=counted[:-1],
+        rows=before,
         offsets=counted,
-        tokens=column(copy.tokens.numpy()),
-        accepted=column(np.zeros(rows)),
-        drafts=_drafts(plan, copy.drafts),
-        row_error=_errors(np.flatnonzero(copy.error.numpy())),
+        tokens=column(tokens),
+        accepted=none,
+        drafts=drafts,
+        row_error=_errors(np.flatnonzero(wrong)) if wrong.any() else (),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _counts(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read-only columns: 0 to ``rows``, the same without the last, and as many zeros as rows."""
+    counted = column(np.arange(rows + 1))
+    return counted, counted[:-1], column(np.zeros(rows))
 
 
 def _drafts(plan: StepPlan, proposed: torch.Tensor | None) -> np.ndarray:

@@ -12,10 +12,9 @@ before it wrote on the device, so nothing is waited for in between.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -28,22 +27,16 @@ from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
-from weft.runner.device_queue import DeviceQueue, result_of
+from weft.runner.device_queue import DeviceQueue, Settled, Work, result_of
+from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
-from weft.runner.graphs import (
-    MOST_EXACT,
-    MOST_KEPT,
-    WORTH_CAPTURING,
-    DecodeGraphs,
-    GraphOptions,
-    context_buckets,
-)
+from weft.runner.graphs import DecodeGraphs, GraphOptions
 from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.media_rooms import media_store
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooled, Pooler
-from weft.runner.result import HostCopy, come_to_rest, to_result
+from weft.runner.result import Drawn, HostCopy, come_to_rest, to_result
 from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
@@ -51,13 +44,15 @@ from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
 from weft.speculation.base import Drafter, Sampled
-from weft.speculation.chain import CaptureOptions
-from weft.speculation.mtp import MtpDrafter
-from weft.speculation.ngram import NgramDrafter
 from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
 
 Tensor = torch.Tensor
+RowsLeft: TypeAlias = Callable[[], StepRows]
+"""What is left to do for a step's rows; to be asked before the next step's forward."""
+
+
+NOT_YET = Settled(None, EngineDead("a step was not launched"))
 
 
 @dataclass(slots=True)
@@ -66,8 +61,8 @@ class StepHandle:
 
     plan: StepPlan
     launched: float
-    forwarded: Future[Any]
-    sampled: Future[Any] | None = None
+    forwarded: Work
+    sampled: Work | None = None
     buffer: StagingBuffer | None = field(default=None, repr=False)
     hidden: Tensor | None = field(default=None, repr=False)
     """[T, hidden] of the step's tokens, where a drafter reads them."""
@@ -81,6 +76,8 @@ class StepHandle:
     """Embeddings that the step has completed."""
     encode_seconds: float = 0.0
     """What encoding images took (on a GPU: to launch it)."""
+    drawn: Drawn | None = None
+    """Of a step that was sampled as it was computed; from when ``forwarded`` has ended."""
     times: StepTimes | None = None
     """Where its time went, once it was read; None on a rank alone."""
 
@@ -145,7 +142,8 @@ class Runner:
         self._failed = False
         """Whether a step failed; until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
-        self.drafter = self._make_drafter(speculation, graphs)
+        parts = DraftedParts(model, self._cache, backends, self._builder, self._state, vocab_size, kv)
+        self.drafter = make_drafter(parts, speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
         """Decode steps that are replayed; None where none is."""
@@ -178,7 +176,7 @@ class Runner:
 
     def forward(self, plan: StepPlan) -> StepHandle:
         """Launches a step up to its logits. Raises EngineDead, at ``read``, when the plan cannot be right."""
-        handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=Future())
+        handle = StepHandle(plan=plan, launched=time.monotonic(), forwarded=NOT_YET)
         handle.forwarded = self._queue.submit(self._forward, handle)
         return handle
 
@@ -195,7 +193,7 @@ class Runner:
             return False
         if handle.sampled.exception() is not None or handle.forwarded.exception() is not None:
             return True
-        copy: HostCopy = handle.sampled.result()
+        copy: HostCopy | Drawn = handle.sampled.result()
         return copy.there()
 
     def read(self, handle: StepHandle) -> StepResult:
@@ -207,7 +205,7 @@ class Runner:
         result_of(handle.forwarded, deadline)
         if handle.sampled is None:
             raise EngineDead(f"step {handle.plan.step} was not sampled")
-        copy: HostCopy = result_of(handle.sampled, deadline)
+        copy: HostCopy | Drawn = result_of(handle.sampled, deadline)
         copy.wait(deadline, self._launcher.check)
         result = to_result(handle.plan, copy)
         assert handle.buffer is not None
@@ -227,7 +225,8 @@ class Runner:
     def _clear(self) -> None:
         if self._device.type == "cuda":
             come_to_rest(self._device, self._timeout)
-        for part in (self._state, self._sampler, self._pooler, self._media, self._ring, self._micro_batched):
+        slots = self._sampler.slots
+        for part in (self._state, slots, self._pooler, self._media, self._ring, self._micro_batched):
             part.clear()
         self._launcher.take()
         if self.graphs is not None:
@@ -249,7 +248,7 @@ class Runner:
         if self._trace is not None:
             self._trace.close()
 
-    def _forward(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
+    def _forward(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
         # Behind a step that failed none may run: its collectives would pair with others' of the failed one.
         if self._failed:
             raise EngineDead("a step before it failed")
@@ -259,7 +258,7 @@ class Runner:
         return result
 
     @torch.inference_mode()
-    def _forward_whole(self, handle: StepHandle) -> tuple[StepRows, Tensor]:
+    def _forward_whole(self, handle: StepHandle) -> tuple[RowsLeft, Tensor]:
         plan = handle.plan
         if plan.step != self._next_step >= 0:
             raise EngineDead(f"step {plan.step} follows step {self._next_step - 1}")
@@ -269,11 +268,11 @@ class Runner:
         for op in plan.ops:
             self._state.apply(op)
             if isinstance(op, AllocSlot):
-                self._sampler.alloc(op)
+                self._sampler.slots.alloc(op)
                 if self.drafter is not None:
                     self.drafter.enter(op.slot)
             elif isinstance(op, FreeSlot):
-                self._sampler.free(op.slot)
+                self._sampler.slots.free(op.slot)
             elif isinstance(op, Rebalance) and self._model.experts is not None:
                 drive(self._model.experts.rebalance())
         self._states.apply(plan.ops)
@@ -308,24 +307,28 @@ class Runner:
             raise EngineDead(f"step {plan.step} exports positions, and this rank has no transfers")
         return None
 
-    def _replay(self, plan: StepPlan, handle: StepHandle) -> tuple[StepRows, Tensor] | None:
+    def _replay(self, plan: StepPlan, handle: StepHandle) -> tuple[RowsLeft, Tensor] | None:
         """The step's logits, where a graph was captured for such steps."""
         assert handle.buffer is not None
         if self.graphs is None:
             return None
-        key = self.graphs.find(plan)
+        direct = self._sampler.slots.direct
+        draws = self.drafter is None and not plan.constrained and bool(direct[plan.decode.slot].all())
+        key = self.graphs.find(plan, draws)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
             return None
-        rows, logits = self.graphs.run(key, plan, handle.buffer)
-        handle.hidden = self.graphs.hidden(key, plan.rows)
+        made = self.graphs.run(key, plan, handle.buffer)
+        handle.drawn = made.drawn
+        if self.drafter is not None:
+            handle.hidden = self.graphs.hidden(key, plan.rows)
         handle.each = key.each
         handle.uncaptured = self.graphs.uncaptured
-        return rows, logits
+        return made.rows, made.logits
 
     def _compute_micro_batches(
         self, plan: StepPlan, handle: StepHandle, done: LayerDone | None
-    ) -> tuple[StepRows, Tensor, list[Stretch]]:
+    ) -> tuple[RowsLeft, Tensor, list[Stretch]]:
         """The step's logits, computed as two micro-batches."""
         assert handle.buffer is not None
         rows, logits_index = self._builder.rows(plan, handle.buffer)
@@ -334,20 +337,20 @@ class Runner:
         if whole:
             self._keep(handle, hidden)
             hidden = hidden[logits_index]
-        return rows, drive(self._model.logits(hidden)), stretches
+        return lambda: rows, drive(self._model.logits(hidden)), stretches
 
-    def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[StepRows, Tensor]:
+    def _compute(self, plan: StepPlan, handle: StepHandle, done: LayerDone | None) -> tuple[RowsLeft, Tensor]:
         """The step's logits."""
         assert handle.buffer is not None
         build = self._builder.build_even if even(plan, most_each(plan)) else self._builder.build
         batch = build(plan, handle.buffer)
         if not self._reads_hidden(plan):
-            return batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
+            return lambda: batch, drive(self._model.steps(batch.step, self._cache, self._backends, done))
         wanted = drive(self._model.hidden(batch.step, self._cache, self._backends, done=done))
         self._keep(handle, wanted)
         if len(batch.step.logits_index) < len(wanted):
             wanted = wanted[batch.step.logits_index]
-        return batch, drive(self._model.logits(wanted))
+        return lambda: batch, drive(self._model.logits(wanted))
 
     def _reads_hidden(self, plan: StepPlan) -> bool:
         """Whether somebody reads the hidden states of all the plan's tokens."""
@@ -359,7 +362,12 @@ class Runner:
         if self.drafter is not None and self.drafter.reads_hidden:
             handle.hidden = hidden
 
-    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
+    def _sample(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy | Drawn:
+        if handle.drawn is not None:
+            if masks is not None:
+                raise EngineDead(f"token masks came for step {handle.plan.step}, which has drawn its tokens")
+            self._sampled(handle)
+            return handle.drawn
         failed = self._failed
         self._failed = True
         result = self._sample_whole(handle, masks)
@@ -368,13 +376,14 @@ class Runner:
 
     @torch.inference_mode()
     def _sample_whole(self, handle: StepHandle, masks: TokenMasks | None) -> HostCopy:
-        step, logits = handle.forwarded.result()
+        rows_left, logits = handle.forwarded.result()
         state = self._state
-        rows = step.sample_rows
         if masks is not None:
             masks.check(handle.plan, self._vocab_size)
         elif handle.plan.constrained:
             raise EngineDead(f"step {handle.plan.step} is constrained, and has no masks")
+        step = rows_left()
+        rows = step.sample_rows
         output = self._sampler.sample(
             logits, rows, state.history, state.num_prompt, NO_MASKS if masks is None else masks
         )
@@ -382,11 +391,15 @@ class Runner:
         state.history[rows.slot, rows.position] = output.tokens.to(state.history.dtype)
         state.advance(step.slots, step.counts, accepted, moves=self._has_state)
         drafts = None if self.drafter is None else self._propose(self.drafter, handle, step)
+        self._sampled(handle)
+        return HostCopy(output, accepted, drafts, handle.pooled)
+
+    def _sampled(self, handle: StepHandle) -> None:
+        """A step's ids are in the history, and so are its drafts."""
         if self._exports is not None:
             self._exports.drafted(handle.plan)
         if handle.times is not None:
             handle.times = replace(handle.times, drafting=self._launcher.take())
-        return HostCopy(output, accepted, drafts, handle.pooled)
 
     def _propose(self, drafter: Drafter, handle: StepHandle, step: StepRows) -> Tensor | None:
         """New drafts, which are in history when this returns."""
@@ -415,34 +428,8 @@ class Runner:
         parts = (self._model, self._cache, self._backends, self._builder, self._state)
         drafter = self.drafter if self._device.type == "cpu" else None
         hidden_sink = None if drafter is None else drafter.hidden_sink()
-        return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink)
-
-    def _make_drafter(
-        self, speculation: SpeculationSection | None, graphs: GraphOptions | None
-    ) -> Drafter | None:
-        if speculation is None or speculation.speculative_method == "none":
-            return None
-        capturing = None
-        if graphs is not None and graphs.lazy and self._device.type == "cpu":
-            capturing = CaptureOptions(
-                capture=graphs.capture,
-                contexts=context_buckets(self.kv.max_model_len + self.kv.copies),
-                most_rows=min(graphs.max_rows, MOST_EXACT),
-                most_each=graphs.most_each,
-                after=WORTH_CAPTURING,
-                most_kept=MOST_KEPT,
-            )
-        if speculation.speculative_method == "mtp":
-            return MtpDrafter(
-                self._model,
-                self._cache,
-                self._backends,
-                self._builder,
-                self._state.history,
-                self._vocab_size,
-                self.kv.block_size,
-                capturing,
-                defers=self._model.mesh.layout.domain == 1
-                and not any(pool.cache.window for pool in self.kv.pools),
-            )
-        return NgramDrafter(self._state.history, speculation.ngram_min_length, speculation.ngram_max_length)
+        end = None
+        if self.drafter is None:
+            like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
+            end = self._sampler.end(self._state, self._has_state, like)
+        return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink, end)

@@ -1,46 +1,53 @@
 """The sampler: parameters of every slot, and one call a step that turns logits into tokens.
 
-``alloc`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is
+``slots`` keeps what ``AllocSlot`` brings. Which rows need what (masks, penalties, filters, logprobs) is
 decided from these host copies; ids and positions come from device tensors alone, so ``sample`` of step N + 1
 can be launched before step N was read. Nothing here waits for a CUDA device.
 
-Order: ``sample`` of a step reads the host copies when it is called, so it must be called before ``alloc`` and
-``free`` of any later step.
+Order: ``sample`` of a step reads the host copies when it is called, so it must be called before any slot is
+allocated or freed for a later step.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from weft.common.errors import EngineDead
 from weft.ops import sampling as ops
 from weft.ops.cpu import sampling as direct
-from weft.ops.philox import signed_seed
 from weft.ops.upload import upload
-from weft.runner.token_lists import Lists, lists_of, pairs_of, words_of
+from weft.runner.slot_params import (
+    DIRECT,
+    FLOATS,
+    GREEDY,
+    INTS,
+    LISTS,
+    MASK,
+    MIN_P,
+    PENALTY,
+    STAGE,
+    TOP_K,
+    TOP_P,
+    SlotParams,
+)
+from weft.runner.slot_state import SlotState
+from weft.runner.token_lists import pairs_of, words_of
 from weft.runner.token_logprobs import LogprobTensors, assembled
-from weft.types.plan import AllocSlot, TokenMasks
-from weft.types.sampling import TokenParams
+from weft.types.plan import TokenMasks
 
 Tensor = torch.Tensor
+
+End: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From logits [rows, >= vocab] and slots (int64 [rows], on the device) to tokens int64 [rows] and errors bool
+[rows], with what ``Sampler.end`` says."""
 
 NO_MASKS = TokenMasks()
 CHUNK = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits worked on at a time (rows * vocabulary), which bounds the memory of a step of many rows."""
-
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-INTS = ("top_k", "min_tokens", "logprobs", "prompt_logprobs", "seed", "choice")
-
-# What a row needs, as bits of its class; rows are worked on class by class.
-GREEDY, LISTS, PENALTY, TOP_K, TOP_P, MIN_P, MASK = (1 << bit for bit in range(7))
-DIRECT = (0, GREEDY, MIN_P)  # classes that need neither changed logits nor an order of the tokens
-STAGE = 7
-"""The bits from here on number the first of ``ops.WIDTHS`` that holds the row's top_k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,39 +130,10 @@ class Sampler:
         self._vocab = vocab_size
         self._processed = processed
         self._device = torch.device(device)
-        self._taken = np.zeros(num_slots, dtype=bool)
-        self._floats = np.zeros((num_slots, len(FLOATS)), dtype=np.float64)
-        self._ints = np.zeros((num_slots, len(INTS)), dtype=np.int64)
-        self._classes = np.zeros(num_slots, dtype=np.int64)
-        self._lists: list[Lists | None] = [None] * num_slots
+        self.slots = SlotParams(num_slots, vocab_size, self._device)
+        """Whoever allocates and frees slots says so here."""
         empty = torch.empty(0, dtype=torch.int64, device=self._device)
         self._no_masks = empty.int(), empty
-
-    def alloc(self, op: AllocSlot) -> None:
-        """Gives the slot its sequence's parameters. Raises EngineDead when the slot is taken."""
-        if self._taken[op.slot]:
-            raise EngineDead(f"sampler: slot {op.slot} is given to a sequence before the last one was freed")
-        params = op.params
-        top_k = params.top_k if 0 < params.top_k < self._vocab else self._vocab
-        own = {"top_k": top_k, "seed": signed_seed(op.seed), "choice": op.choice}
-        self._taken[op.slot] = True
-        self._floats[op.slot] = [getattr(params, name) for name in FLOATS]
-        self._ints[op.slot] = [own[name] if name in own else getattr(params, name) for name in INTS]
-        lists = lists_of(params, self._vocab, self._device)
-        self._lists[op.slot] = lists
-        self._classes[op.slot] = self._class(params, top_k, lists)
-
-    def free(self, slot: int) -> None:
-        """Frees the slot. Raises EngineDead when it has no sequence."""
-        if not self._taken[slot]:
-            raise EngineDead(f"sampler: slot {slot} is freed and has no sequence")
-        self._taken[slot] = False
-        self._lists[slot] = None
-
-    def clear(self) -> None:
-        """Frees every slot."""
-        self._taken.fill(False)
-        self._lists = [None] * len(self._lists)
 
     def sample(
         self,
@@ -178,6 +156,28 @@ class Sampler:
             logprobs=self._sampled_logprobs(logits, rows, tokens, history, num_prompt, masks),
             prompt_logprobs=self._prompt_logprobs(logits, rows, history),
         )
+
+    def end(self, state: SlotState, moves: bool, logits: Tensor) -> End | None:
+        """What ends a step of one token a row in one call of the CPU extension, where all its slots are
+        ``direct`` and have no masks: ``sample``, and behind it ids go into the history and lengths move (and
+        recurrent states, with ``moves``). None where there is no such call for ``logits`` like these."""
+        if not direct.serves(logits):
+            return None
+        floats, ints = (torch.from_numpy(rows) for rows in (self.slots.floats, self.slots.ints))
+        columns = (
+            floats[:, FLOATS.index("temperature")],
+            floats[:, FLOATS.index("min_p")],
+            ints[:, INTS.index("seed")],
+            ints[:, INTS.index("choice")],
+        )
+        live = state.live if moves else None
+
+        def end(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            return direct.end_decode(
+                logits, slots, self._vocab, columns, state.history, state.num_computed, live
+            )
+
+        return end
 
     def _draw_all(
         self, logits: Tensor, rows: SampleRows, history: Tensor, num_prompt: Tensor, masks: TokenMasks
@@ -202,7 +202,7 @@ class Sampler:
 
     def _classes_of(self, rows: SampleRows, masks: TokenMasks) -> np.ndarray:
         """int64 [S]: what each entry needs."""
-        classes: np.ndarray = self._classes[rows.slot_host]
+        classes: np.ndarray = self.slots.classes[rows.slot_host]
         classes[masks.entries] |= MASK
         return classes
 
@@ -215,8 +215,8 @@ class Sampler:
             rows.slot[at],
             rows.logits_row[at],
             rows.position[at],
-            upload(self._floats[slots], self._device),
-            upload(self._ints[slots], self._device),
+            upload(self.slots.floats[slots], self._device),
+            upload(self.slots.ints[slots], self._device),
             *self._upload_masks(masks, order),
         )
 
@@ -227,20 +227,6 @@ class Sampler:
             return self._no_masks
         words, places = words_of(masks, order)
         return upload(words, self._device), upload(places, self._device)
-
-    # --- parameters ---
-
-    def _class(self, params: TokenParams, top_k: int, lists: Lists | None) -> int:
-        kind = 0 if lists is None else LISTS
-        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
-            kind |= PENALTY
-        if params.temperature < 1e-5:
-            return kind | GREEDY
-        if top_k < self._vocab:
-            kind |= TOP_K | bisect_left(ops.WIDTHS, top_k) << STAGE
-        kind |= TOP_P if params.top_p < 1 else 0
-        kind |= MIN_P if params.min_p > 0 else 0
-        return kind
 
     # --- one class of rows ---
 
@@ -349,7 +335,7 @@ class Sampler:
         ops.penalise_(x, penalties, history[rows.slot, :longest], num_prompt[rows.slot], rows.position)
 
     def _apply_lists(self, x: Tensor, rows: _Rows, history: Tensor, num_prompt: Tensor) -> None:
-        lists = [self._lists[slot] for slot in rows.slot_host]
+        lists = [self.slots.lists[slot] for slot in rows.slot_host]
         entries = [(row, of) for row, of in enumerate(lists) if of is not None]
         allowed = [(row, of.allowed) for row, of in entries if of.allowed is not None]
         if allowed:
@@ -385,7 +371,7 @@ class Sampler:
         num_prompt: Tensor,
         masks: TokenMasks,
     ) -> LogprobTensors | None:
-        asked = self._ints[rows.slot_host, INTS.index("logprobs")]
+        asked = self.slots.ints[rows.slot_host, INTS.index("logprobs")]
         entries = np.flatnonzero(asked >= 0)
         if not len(entries):
             return None
@@ -432,7 +418,7 @@ class Sampler:
             return None
         # An id outside the vocabulary (a placeholder) has no logprob of its own; any valid id stands in.
         tokens = history[rows.prompt_slot, rows.prompt_position].long().clamp(0, self._vocab - 1)
-        asked = self._ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
+        asked = self.slots.ints[rows.prompt_slot_host, INTS.index("prompt_logprobs")].clip(min=0)
         return self._logprobs(logits, rows.prompt_logits_row, tokens, np.arange(count), asked)
 
     def _logprobs(

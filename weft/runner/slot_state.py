@@ -67,6 +67,9 @@ class SlotState:
         self._gen = np.zeros(kv.num_slots, np.int64)
         self._live = np.zeros(kv.num_slots, bool)
         self._entries = np.zeros((len(kv.pools), kv.num_slots), np.int64)
+        self._covered: tuple[bytes, bytes, np.ndarray] | None = None
+        """Of the segment validated last, if nothing has changed since: slots, generations, and the positions
+        of each row that its block tables cover."""
 
     @property
     def num_slots(self) -> int:
@@ -81,9 +84,11 @@ class SlotState:
         """Every slot is free. What its rows hold, the next sequence writes over."""
         self._live.fill(False)
         self._entries.fill(0)
+        self._covered = None
 
     def apply(self, op: Op) -> None:
         """Carries out one op. Raises EngineDead when it contradicts the table (a diverged group)."""
+        self._covered = None
         if isinstance(op, AppendEach):
             self._append_each(op)
             return
@@ -196,12 +201,24 @@ class SlotState:
         those of its next drafts."""
         if not segment.rows:
             return
+        ends = segment.start.astype(np.int64) + segment.count + segment.next_k
+        if (ends > self._covers(segment)).any():
+            raise EngineDead("a row's positions lie beyond its block table")
+
+    def _covers(self, segment: Segment) -> np.ndarray:
+        """How many positions of each row its block tables cover. Raises EngineDead unless every row names a
+        live sequence."""
+        names = segment.slot.tobytes(), segment.gen.tobytes()
+        if self._covered is not None and self._covered[:2] == names:
+            return self._covered[2]
         slots = segment.slot
         if slots.min() < 0 or slots.max() >= self.num_slots:
             raise EngineDead("a row names a slot outside the table")
         if not self._live[slots].all() or (self._gen[slots] != segment.gen).any():
             raise EngineDead("a row names a slot without its sequence")
-        ends = segment.start.astype(np.int64) + segment.count + segment.next_k
+        covers = np.full(len(slots), np.iinfo(np.int64).max)
         for table, entries, size in zip(self.tables, self._entries, self._block_sizes, strict=True):
-            if table.shape[1] and (entries[slots] * size < ends).any():
-                raise EngineDead("a row's positions lie beyond its block table")
+            if table.shape[1]:
+                covers = np.minimum(covers, entries[slots] * size)
+        self._covered = *names, covers
+        return covers

@@ -60,14 +60,18 @@ def commit(
     if plan.constrained:
         _take_quietly(state, decode, tokens, calm)
     told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
-    for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
-        event = _commit_row(state, row, result)
-        told += [(0, event)] if event is not None else []
+    if prefill.rows:
+        for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
+            event = _commit_row(state, row, result)
+            told += [(0, event)] if event is not None else []
     quiet = calm.nonzero()[0]
-    plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
-    for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
-        event = _commit_row(state, row, result)
-        told += [(number, event)] if event is not None else []
+    if len(quiet) == decode.rows:  # as in most steps
+        plain = _commit_quiet(state, decode.slot, tokens)
+    else:
+        plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
+        for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
+            event = _commit_row(state, row, result)
+            told += [(number, event)] if event is not None else []
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
     state.counts.constrained_steps += plan.constrained
@@ -75,7 +79,7 @@ def commit(
     state.counts.steps += 1
     state.counts.idle_steps += not plan.rows
     state.counts.prefill_rows += prefill.rows
-    state.counts.prefill_tokens += prefill.tokens
+    state.counts.prefill_tokens += prefill.tokens if prefill.rows else 0
     state.counts.decode_rows += decode.rows
     state.counts.mixed_steps += bool(prefill.rows and decode.rows)
     return _merge(quiet, plain, told)

@@ -68,3 +68,26 @@ def sample(
         logits, rows, vocab_size, temperature, min_p, seed, choice, position, words, places
     )
     return ids, error
+
+
+def end_decode(
+    logits: Tensor,
+    slots: Tensor,
+    vocab_size: int,
+    columns: tuple[Tensor, Tensor, Tensor, Tensor],
+    history: Tensor,
+    num_computed: Tensor,
+    live: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The end of a step of one token a row, all of it: (tokens int64 [R], 0 of an error; error bool [R]).
+
+    Row r of ``logits`` gives slot ``slots[r]`` (int64 [R], each once) its next token: by ``greedy`` where its
+    temperature is below 1e-5, else by ``sample``. The token goes into ``history`` (int32 [., length]) behind
+    the position ``num_computed`` (int64), which goes on by one; ``live`` (int64) becomes 0.
+
+    columns: temperature and min_p (float64), seed and choice (int64), each of all slots.
+    """
+    ids, error = torch.ops.weft_cpu.end_decode_.default(
+        logits, slots, vocab_size, *columns, history, num_computed, live
+    )
+    return ids, error

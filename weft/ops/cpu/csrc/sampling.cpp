@@ -353,6 +353,76 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
   return {ids, error};
 }
 
+// A column of the slots' parameters, with any stride.
+template <class T>
+struct Column {
+  const T* first;
+  int64_t stride;
+  Column(const Tensor& of, int64_t slots, at::ScalarType type, const char* name)
+      : first(of.dim() == 1 && of.size(0) >= slots && of.scalar_type() == type ? of.const_data_ptr<T>() : nullptr),
+        stride(of.dim() == 1 ? of.stride(0) : 0) {
+    TORCH_CHECK(first, "end_decode_: ", name);
+  }
+  T operator[](int64_t slot) const { return first[slot * stride]; }
+};
+
+// The end of a step of one token a row: row r of the logits gives slot `slots[r]` its next token, as `greedy` does
+// where the slot's temperature is below kGreedy and `sample` elsewhere, and the slot goes on by one position:
+//
+//   history[slot, num_computed[slot] + 1] = token (0 of an error)     num_computed[slot] += 1      live[slot] = 0
+//
+// temperature, min_p, seed, choice: a column each, of all slots.
+std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots, int64_t vocab,
+                                      const Tensor& temperature, const Tensor& min_p, const Tensor& seed,
+                                      const Tensor& choice, const Tensor& history, const Tensor& num_computed,
+                                      const std::optional<Tensor>& live) {
+  constexpr double kGreedy = 1e-5;  // as weft/runner/slot_params.py has it
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1 && vocab > 0 && vocab <= logits.size(1) && slots.dim() == 1 &&
+                  slots.is_contiguous() && slots.size(0) <= logits.size(0), "end_decode_: logits");
+  TORCH_CHECK(history.dim() == 2 && history.is_contiguous() && num_computed.dim() == 1 &&
+                  num_computed.is_contiguous() && num_computed.size(0) == history.size(0) &&
+                  (!live || (live->is_contiguous() && live->numel() == history.size(0))), "end_decode_: slots");
+  const int64_t count = slots.size(0), length = history.size(1), most = temperature.size(0);
+  const int64_t* slot = slots.const_data_ptr<int64_t>();
+  const Column<double> t(temperature, most, at::kDouble, "temperature"), p(min_p, most, at::kDouble, "min_p");
+  const Column<int64_t> s(seed, most, at::kLong, "seed"), c(choice, most, at::kLong, "choice");
+  int32_t* ids = history.mutable_data_ptr<int32_t>();
+  int64_t* computed = num_computed.mutable_data_ptr<int64_t>();
+  int64_t* state = live ? live->mutable_data_ptr<int64_t>() : nullptr;
+  for (int64_t r = 0; r < count; ++r) {
+    TORCH_CHECK(slot[r] >= 0 && slot[r] < std::min(most, history.size(0)), "end_decode_: slot ", slot[r], " of ", most);
+    TORCH_CHECK(computed[slot[r]] >= 0 && computed[slot[r]] + 1 < length, "end_decode_: slot ", slot[r], " is full");
+  }
+  Tensor made = at::empty({count}, slots.options()), error = at::empty({count}, slots.options().dtype(at::kBool));
+  int64_t* token = made.mutable_data_ptr<int64_t>();
+  bool* wrong = error.mutable_data_ptr<bool>();
+  by_dtype(logits, "end_decode_", [&]<class T>(T) {
+    const T* x = logits.const_data_ptr<T>();
+    at::parallel_for(0, count, std::max<int64_t>(1, (1 << 15) / vocab), [&](int64_t begin, int64_t end) {
+      std::vector<float> groups;
+      for (int64_t r = begin; r < end; ++r) {
+        const T* row = x + r * logits.stride(0);
+        const int64_t of = slot[r];
+        if (t[of] < kGreedy) {
+          const Top top = top_of<false>(row, vocab, nullptr, nullptr);
+          token[r] = top.id, wrong[r] = top.broken();
+          continue;
+        }
+        groups.resize(size_t(vocab + kGroup - 1) / kGroup);
+        const Key key{uint32_t(s[of]), uint32_t(uint64_t(s[of]) >> 32), uint32_t(computed[of] + 1), uint32_t(c[of])};
+        std::tie(token[r], wrong[r]) = sample_row<false>(row, vocab, nullptr, float(t[of]), p[of], key, groups.data());
+      }
+    });
+  });
+  for (int64_t r = 0; r < count; ++r) {
+    const int64_t of = slot[r];
+    if (wrong[r]) token[r] = 0;
+    ids[of * length + ++computed[of]] = int32_t(token[r]);
+    if (state) state[of] = 0;
+  }
+  return {made, error};
+}
+
 // Rows of logits in float, with -inf for the tokens whose bit is clear in the row's mask; and broken rows.
 std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
                                       const Tensor& places) {
@@ -400,6 +470,10 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
       "sample(Tensor logits, Tensor rows, int vocab, Tensor temperature, Tensor min_p, Tensor seed, Tensor choice, "
       "Tensor position, Tensor? words, Tensor? places) -> (Tensor, Tensor)");
   m.def("allow_bits(Tensor logits, Tensor rows, int vocab, Tensor words, Tensor places) -> (Tensor, Tensor)");
+  m.def(
+      "end_decode_(Tensor logits, Tensor slots, int vocab, Tensor temperature, Tensor min_p, Tensor seed, "
+      "Tensor choice, Tensor(a!) history, Tensor(b!) num_computed, Tensor(c!)? live) -> (Tensor, Tensor)");
+  m.impl("end_decode_", c10::DispatchKey::CPU, TORCH_FN(end_decode));
   m.impl("allow_bits", c10::DispatchKey::CPU, TORCH_FN(allow_bits));
   m.impl("greedy", c10::DispatchKey::CPU, TORCH_FN(greedy));
   m.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));

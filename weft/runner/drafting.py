@@ -1,0 +1,68 @@
+"""Which drafter a runner has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.attention.base import Backends, LayerCache
+from weft.config.resolved import KVConfig
+from weft.config.sections import SpeculationSection
+from weft.models.base import Model
+from weft.runner.batch import BatchBuilder
+from weft.runner.graphs import MOST_EXACT, MOST_KEPT, WORTH_CAPTURING, GraphOptions, context_buckets
+from weft.runner.slot_state import SlotState
+from weft.speculation.base import Drafter
+from weft.speculation.chain import CaptureOptions
+from weft.speculation.mtp import MtpDrafter
+from weft.speculation.ngram import NgramDrafter
+
+
+class DraftedParts(NamedTuple):
+    """What of a runner its drafter works with."""
+
+    model: Model
+    cache: Sequence[LayerCache]
+    backends: Backends
+    builder: BatchBuilder
+    state: SlotState
+    vocab_size: int
+    kv: KVConfig
+
+
+def make_drafter(
+    parts: DraftedParts, speculation: SpeculationSection | None, graphs: GraphOptions | None
+) -> Drafter | None:
+    """None without speculation. ``graphs``: how decode steps are captured, if they are."""
+    if speculation is None or speculation.speculative_method == "none":
+        return None
+    history = parts.state.history
+    if speculation.speculative_method == "ngram":
+        return NgramDrafter(history, speculation.ngram_min_length, speculation.ngram_max_length)
+    kv = parts.kv
+    windows = any(pool.cache.window for pool in kv.pools)
+    return MtpDrafter(
+        parts.model,
+        parts.cache,
+        parts.backends,
+        parts.builder,
+        history,
+        parts.vocab_size,
+        kv.block_size,
+        _capturing(parts, graphs),
+        defers=parts.model.mesh.layout.domain == 1 and not windows,
+    )
+
+
+def _capturing(parts: DraftedParts, graphs: GraphOptions | None) -> CaptureOptions | None:
+    """How a drafter captures its own passes: on a CPU, as decode steps are."""
+    if graphs is None or not graphs.lazy or parts.model.device.type != "cpu":
+        return None
+    return CaptureOptions(
+        capture=graphs.capture,
+        contexts=context_buckets(parts.kv.max_model_len + parts.kv.copies),
+        most_rows=min(graphs.max_rows, MOST_EXACT),
+        most_each=graphs.most_each,
+        after=WORTH_CAPTURING,
+        most_kept=MOST_KEPT,
+    )
