@@ -54,7 +54,8 @@ class Meter:
 def instrument(core: EngineCore) -> Meter:
     """Times the parts of ``core``'s steps."""
     meter, runner = Meter(), core.runner.runner
-    meter.wrap(core.scheduler, "plan", "plan")
+    meter.wrap(core.scheduler, "build", "plan")
+    meter.wrap(core.scheduler, "seal", "plan")
     meter.wrap(core.scheduler, "commit", "commit")
     meter.wrap(runner, "forward", "forward")
     meter.wrap(runner, "sample", "sample")
@@ -117,7 +118,7 @@ def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
         if len(events) == batch and all(len(event.token_ids) == 1 for event in events):
             within = sum(spent.get(name, 0.0) for name in ("ops", "validate", "build", "model"))
             spent["rest of forward"] = spent.pop("forward") - within
-            spent["rest of sample"] = spent.pop("sample") - spent["sampler"]
+            spent["rest of sample"] = spent.pop("sample") - spent.get("sampler", 0.0)
             spent["encode"] = 1e3 * (ended - stepped)
             spent["step"] = 1e3 * (ended - began)
             spent["loop"] = spent["step"] - sum(spent[name] for name in spent if name != "step")

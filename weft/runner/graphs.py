@@ -235,8 +235,6 @@ class DecodeGraphs:
         self._end = end if options.exact else None
         self._drawn = torch.zeros(most, dtype=torch.int64, device=device)
         self._wrong = torch.zeros(most, dtype=torch.bool, device=device)
-        if self._end is not None:
-            self._drawn_on_host, self._wrong_on_host = self._drawn.numpy(), self._wrong.numpy()
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         """By rows and tokens of each: their slots, and their logits."""
         # Behind a GPU's graph there may be work of its own under way: none is dropped but with its epoch.
@@ -378,7 +376,7 @@ class DecodeGraphs:
 
         drawn = None
         if key.ends:
-            drawn = Drawn(self._drawn_on_host[:rows].copy(), self._wrong_on_host[:rows].copy())
+            drawn = Drawn(self._drawn.numpy()[:rows].copy(), self._wrong.numpy()[:rows].copy())
         return Replayed(logits, left, drawn)
 
     def hidden(self, key: Key, rows: int) -> Tensor:

@@ -142,8 +142,7 @@ class Runner:
         self._failed = False
         """Whether a step failed; until ``reset``."""
         self._has_state = any(pool.cache.kind == "state" for pool in kv.pools)
-        parts = DraftedParts(model, self._cache, backends, self._builder, self._state, vocab_size, kv)
-        self.drafter = make_drafter(parts, speculation, graphs)
+        self.drafter = self._make_drafter(speculation, graphs)
         """Proposes drafts; None without speculation."""
         self.graphs = None if graphs is None else self._make_graphs(graphs)
         """Decode steps that are replayed; None where none is."""
@@ -433,3 +432,17 @@ class Runner:
             like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
             end = self._sampler.end(self._state, self._has_state, like)
         return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink, end)
+
+    def _make_drafter(
+        self, speculation: SpeculationSection | None, graphs: GraphOptions | None
+    ) -> Drafter | None:
+        parts = DraftedParts(
+            self._model,
+            self._cache,
+            self._backends,
+            self._builder,
+            self._state,
+            self._vocab_size,
+            self.kv,
+        )
+        return make_drafter(parts, speculation, graphs)
