@@ -80,8 +80,8 @@ bench-peers:  ## make the environments of the engines that Weft is compared with
 bench: setup ops  ## compare Weft with the engines that are set up
 	$(BIN)/python -m bench.compare $(ARGS)
 
-wheel: setup ops  ## build the wheel and try it in an environment of its own
-	bash scripts/wheel_smoke.sh $(BIN)/python
+wheel: setup ops  ## build the wheel into dist, with the C++ operations of all levels of CPUs, and try it
+	bash scripts/wheel.sh $(BIN)/python
 
 clean:  ## remove what the targets above made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

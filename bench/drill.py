@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -32,7 +33,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from bench import record
-from bench.pictures import messages, noise
+from bench.pictures import messages, noise, picture
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 
@@ -101,6 +102,24 @@ BEFORE_S, AFTER_S = 2.0, 30.0
 """The time around a kill in which gaps are looked for."""
 
 
+def small_pictures() -> list[list[str]]:
+    """Of each prompt: noise."""
+    return [[noise(PICTURES * number + one) for one in range(PICTURES)] for number in range(len(PROMPTS))]
+
+
+def large_pictures(asked: str) -> list[list[str]]:
+    """Of each prompt, ``asked`` as ``5x1920x1080,2x3840x2160``: so many photographs of each size, out of
+    twice as many, so that no two prompts have the same ones in the same order.
+    """
+    shown: list[list[str]] = [[] for _ in PROMPTS]
+    for part in asked.split(","):
+        count, width, height = map(int, part.split("x"))
+        made = [picture(1000 * width + number, (width, height), 96) for number in range(2 * count)]
+        for number, each in enumerate(shown):
+            each += random.Random(number).sample(made, count)
+    return shown
+
+
 def title_of(pid: int) -> str:
     """``head prefill0 (model)``; empty for a process without a title, or that has ended."""
     with contextlib.suppress(OSError):
@@ -164,15 +183,13 @@ class Drill:
     async def run(self, victim: Victim) -> None:
         """Learns the answers, then kills ``--kills`` times under load. Raises RuntimeError."""
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        async with httpx.AsyncClient(timeout=180, trust_env=False, limits=limits) as http:
+        async with httpx.AsyncClient(timeout=self._args.timeout, trust_env=False, limits=limits) as http:
             self.prompts = [
                 prompt * (LONG if victim.roles and not victim.images else 1) for prompt in PROMPTS
             ]
             if victim.images:
-                self._pictures = {
-                    prompt: [noise(PICTURES * number + one) for one in range(PICTURES)]
-                    for number, prompt in enumerate(self.prompts)
-                }
+                shown = large_pictures(self._args.pictures) if self._args.pictures else small_pictures()
+                self._pictures = dict(zip(self.prompts, shown, strict=True))
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
             await asyncio.sleep(2.0)
@@ -346,7 +363,10 @@ def command_of(victim: Victim, model: str, file: Path) -> list[str]:
 def drill(victim: str, args: argparse.Namespace, log: Path) -> tuple[dict[str, Any], list[str]]:
     """One server, its row, and why requests were lost. Raises RuntimeError or WeftError."""
     environment = {"PYTHONPATH": str(Path(args.tree).resolve()), "OMP_NUM_THREADS": "1"}
-    command = command_of(VICTIMS[victim], args.model, log.with_suffix(".yaml"))
+    victims = VICTIMS[victim]
+    flags = victims.flags.replace("--mm-cache-bytes 256K", f"--mm-cache-bytes {args.mm_cache_bytes}")
+    flags += f" --max-request-bytes {args.max_request_bytes}" if args.max_request_bytes else ""
+    command = command_of(victims._replace(flags=flags), args.model, log.with_suffix(".yaml"))
     with ServerProcess(command, environment=environment, log_file=log) as server:
         server.wait_ready(180)
         under = Drill(server, args)
@@ -363,6 +383,10 @@ def main() -> None:
     parser.add_argument("--victims", default=",".join(VICTIMS), help=f"of {', '.join(VICTIMS)}")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=100, help="of each client")
+    parser.add_argument("--pictures", default="", help="e.g. 5x1920x1080,2x3840x2160; by default noise")
+    parser.add_argument("--mm-cache-bytes", default="256K", help="of each group, where there are images")
+    parser.add_argument("--max-request-bytes", default="", help="of bodies; they may have four times as much")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a request")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--every", type=float, default=4.0, help="seconds of load before each kill")

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import machine
-from weft.ops import coded, cpu, torch_ops
+from weft.ops import coded, cpu, ggml, torch_ops
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
 
@@ -44,9 +44,14 @@ BYTES = {
     "fp8": 1 + 4 / 128,
     "mxfp4": 0.5 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
+    "q8_0": 34 / 32,
+    "q4_0": 18 / 32,
+    "q4_k": 148 / 256,
+    "q6_k": 210 / 256,
     "torch f32": 4,
     "f32": 4,
 }
+CODED = ("int4", "fp8", "mxfp4", "nvfp4", "q8_0", "q4_0", "q4_k", "q6_k")
 
 
 def make(name: str) -> Callable[[int], list[Call]]:
@@ -77,14 +82,25 @@ def _codes(weight: Tensor, name: str) -> Codes:
     if name in ("int4", "fp8"):
         return coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
     outputs, inputs = weight.shape
+    if name.startswith("q"):
+        return _blocks(name.upper(), outputs, inputs)
     group, scale = (32, torch.float8_e8m0fnu) if name == "mxfp4" else (16, torch.float8_e4m3fn)
     scales = torch.full((outputs, inputs // group), 120 if group == 32 else 32, dtype=torch.uint8).view(scale)
     values = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
     return Codes(numbers="e2m1", values=values, inputs=inputs, group=group, scales=scales)
 
 
+def _blocks(kind: str, outputs: int, inputs: int) -> Codes:
+    """Blocks of GGML whose float16 are 2^-10, and all else random."""
+    size = ggml.BLOCKS[kind]
+    raw = torch.randint(0, 256, (outputs, inputs // size.numbers, size.bytes), dtype=torch.uint8)
+    for at in (0, 2) if kind == "Q4_K" else (208,) if kind == "Q6_K" else (0,):
+        raw[..., at : at + 2] = torch.tensor([0, 0x14], dtype=torch.uint8)
+    return coded.of_blocks(kind, raw.flatten(1))
+
+
 def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor]:
-    if name in ("int4", "fp8", "mxfp4", "nvfp4"):
+    if name in CODED:
         codes = _codes(weight, name)
         if gated:
             packed = ops.pack_gated_codes(codes)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.attention.sparse_scene import SMALL, Scene, segment_of
 from tests.support.specs import model_spec
 from weft.attention import sparse_torch
-from weft.attention.base import SegmentInput, StepInput
+from weft.attention.base import StepInput
 from weft.attention.compress import Compressor, completed_groups
 from weft.attention.registry import choose
-from weft.attention.sparse import Reads
 from weft.attention.sparse_torch import TorchSparse
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, RopeSpec
@@ -25,131 +25,7 @@ from weft.layers.rope import Rope
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-HEADS, DIM, INDEX_HEADS, INDEX_DIM = 3, 6, 4, 5
-
-
-def _segment(rows: list[tuple[int, int]], tables: tuple[Tensor, ...], bound: int = 0) -> SegmentInput:
-    counts = np.array([count for _, count in rows], np.int32)
-    starts = np.array([start for start, _ in rows], np.int32)
-    return SegmentInput(
-        begin=0,
-        rows=len(rows),
-        tokens=int(counts.sum()),
-        host_counts=counts,
-        host_starts=starts + np.int32(bound),
-        q_offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
-        starts=torch.tensor(starts.tolist(), dtype=torch.int64),
-        slots=torch.arange(len(rows)),
-        live=torch.zeros(len(rows), dtype=torch.int64),
-        tables=tables,
-    )
-
-
-class Scene:
-    """Rows over a cache of entries and one of groups, all else in both NaN."""
-
-    def __init__(
-        self,
-        rows: list[tuple[int, int]],
-        *,
-        window: int = 5,
-        ratio: int = 4,
-        top: int = 0,
-        block: int = 4,
-        bound: int = 0,
-        values: int = DIM,
-        sinks: bool = True,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        torch.manual_seed(0)
-        self.rows, self.values = rows, values
-        self.reads = Reads(
-            entries=0 if window else None,
-            window=window,
-            groups=1 if ratio else None,
-            ratio=ratio or 1,
-            top=top,
-            heads=HEADS,
-            dim=DIM,
-            index_heads=INDEX_HEADS,
-        )
-        per_block, width = 2, DIM + INDEX_DIM
-        sizes = (block, per_block * (ratio or 1))
-        tables = []
-        longest = max((start + count + bound for start, count in rows), default=0)
-        for size in sizes:
-            columns = -(-longest // size)
-            order = random.Random(0).sample(range(1, len(rows) * columns + 1), len(rows) * columns)
-            tables.append(torch.tensor(order, dtype=torch.int64).view(len(rows), columns))
-        blocks = [1 + table.numel() for table in tables]
-        self.caches = {
-            0: (torch.full((blocks[0], block, DIM), torch.nan, dtype=dtype),),
-            1: (torch.full((blocks[1], per_block, width), torch.nan, dtype=dtype),),
-        }
-        self.entries, self.groups = [], []
-        for row, (start, count) in enumerate(rows):
-            end = start + count
-            self.entries.append(torch.randn(end, DIM, dtype=torch.float64).to(dtype))
-            self.groups.append(torch.randn(end // self.reads.ratio, width, dtype=torch.float64).to(dtype))
-            for p in range(max(0, start - window + 1), end):
-                self.caches[0][0][tables[0][row, p // block], p % block] = self.entries[row][p]
-            for g in range(end // self.reads.ratio if ratio else 0):
-                place = tables[1][row, g // per_block]
-                self.caches[1][0][place, g % per_block] = self.groups[row][g]
-        self.segment = _segment(rows, tuple(tables), bound)
-        tokens = self.segment.tokens
-        self.q = torch.randn(tokens, HEADS, DIM, dtype=torch.float64).to(dtype)
-        self.index_q = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, dtype=torch.float64).to(dtype)
-        self.weights = torch.randn(tokens, INDEX_HEADS, dtype=torch.float64)
-        self.sinks = torch.randn(HEADS, dtype=torch.float64) if sinks else None
-
-    def select(self) -> Tensor | None:
-        backend = TorchSparse()
-        plan = backend.plan(self.segment, self.reads, self.caches)
-        return backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
-
-    def run(self) -> Tensor:
-        backend = TorchSparse()
-        plan = backend.plan(self.segment, self.reads, self.caches)
-        selected = None
-        if self.reads.top:
-            selected = backend.select(self.index_q, self.weights, self.caches, self.segment, self.reads, plan)
-        out = torch.full((len(self.q), HEADS, self.values), torch.nan, dtype=self.q.dtype)
-        backend.attend(self.q, out, self.caches, self.segment, self.reads, plan, selected, self.sinks, 0.4)
-        return out
-
-    def tokens(self) -> list[tuple[int, int]]:
-        """(row, position) of each."""
-        return [(r, p) for r, (start, count) in enumerate(self.rows) for p in range(start, start + count)]
-
-    def chosen(self, token: int, row: int, p: int) -> list[int]:
-        """The groups that a token reads, written out; ties go to the lowest."""
-        seen = range((p + 1) // self.reads.ratio if self.reads.groups is not None else 0)
-        if not self.reads.top:
-            return list(seen)
-        scores = []
-        for g in seen:
-            key = self.groups[row][g, DIM:].double()
-            each = [max(0.0, float(self.index_q[token, h].double() @ key)) for h in range(INDEX_HEADS)]
-            scores.append(sum(float(self.weights[token, h]) * each[h] for h in range(INDEX_HEADS)))
-        return sorted(sorted(seen, key=lambda g: (-scores[g], g))[: self.reads.top])
-
-    def expected(self) -> Tensor:
-        made = torch.empty(len(self.q), HEADS, self.values, dtype=torch.float64)
-        for token, (row, p) in enumerate(self.tokens()):
-            keys = []
-            if self.reads.entries is not None:
-                keys += [self.entries[row][i] for i in range(max(0, p - self.reads.window + 1), p + 1)]
-            keys += [self.groups[row][g, :DIM] for g in self.chosen(token, row, p)]
-            for head in range(HEADS):
-                scores = [float(self.q[token, head].double() @ key.double()) * 0.4 for key in keys]
-                if self.sinks is not None:
-                    scores.append(float(self.sinks[head]))
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-                of_keys = zip(weights.tolist(), keys, strict=False)  # a sink has no value
-                zero = torch.zeros(self.values, dtype=torch.float64)
-                made[token, head] = sum((w * k[: self.values].double() for w, k in of_keys), zero)
-        return made
+HEADS, DIM, INDEX_HEADS, INDEX_DIM = SMALL
 
 
 ROWS = [
@@ -277,13 +153,13 @@ class Groups:
     def step(self, start: int, entries: Tensor, bound: int = 0) -> None:
         """Computes positions ``start`` .. with these source entries."""
         count = len(entries)
-        segment = _segment([(start, count)], self.tables, bound)
+        segment = segment_of([(start, count)], self.tables, bound)
         positions = torch.arange(start, start + count)
         writes = []
         for table, size in zip(self.tables, (self.block, self.ratio * self.per_block), strict=True):
             writes.append(table[0, positions // size] * size + positions % size)
         step: Any = SimpleNamespace(
-            segments=(segment, _segment([], self.tables)), writes=tuple(writes), positions=positions
+            segments=(segment, segment_of([], self.tables)), writes=tuple(writes), positions=positions
         )
         assert set(vars(step)) <= set(StepInput.__slots__)
         self.sources.view(-1, self.entries.shape[1])[writes[0]] = entries

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.composition import seeing
+from tests.e1.rig import force_preemptions
 from tests.support.checkpoints import SHAPES, spread
 from tests.support.mtp_models import make_mtp_checkpoint
 from weft import LLM, SamplingParams
@@ -20,6 +21,7 @@ from weft.config.media_limits import media_limits
 from weft.config.memory import bytes_for, state_bytes
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections import CacheSection, MediaSection, SchedulerSection
+from weft.engine.core import EngineCore
 from weft.types.grammar import Grammar
 from weft.types.plan import MoveMedia
 
@@ -269,6 +271,8 @@ def run(
     """(answers by (prompt, choice), what was seen). ``grammar``: of every answer."""
     llm = engine(folder, case, alone=alone)
     seen = _watch(llm)
+    if case["preempt"]:
+        _preempt_some(llm)
     try:
         asked: list[Any] = asked_of(folder)
         if case["prefix"] and not alone:
@@ -280,6 +284,22 @@ def run(
     finally:
         llm.shutdown()
     return {(i, c.index): answer_of(c) for i, o in enumerate(outputs) for c in o.outputs}, seen
+
+
+def _preempt_some(llm: LLM) -> None:
+    """Beside those that make room for others: where outputs end early there is enough."""
+    core = llm._core
+    assert isinstance(core, EngineCore)
+    step, number = core.step, 0
+
+    def stepped() -> Any:
+        nonlocal number
+        number += 1
+        if number < 30:
+            force_preemptions(core, number)
+        return step()
+
+    core.step = stepped  # type: ignore[method-assign]
 
 
 def answer_of(choice: Any) -> Answer:

@@ -64,7 +64,8 @@ class Table:
             "",
             "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
             "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
-            "it gets alone, in float64.",
+            "it gets alone, in float64. Prompts of families that see images, in one batch: text alone,",
+            "one image and several, of odd sizes, the same one behind other text, images of several turns.",
             "A run of `pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
         ]
         for family in self._features:
@@ -112,7 +113,8 @@ class GroupTable:
             "cases in which the feature was seen at work. The cases of a form of attention have every pair",
             "of values of every two features. In each the cache of every sequence went over, every sequence",
             "got the tokens, text and logprobs that it gets alone, in float64, and all blocks came back at",
-            "both ends.",
+            "both ends. Where several ranks compute prompts with images, steps are divided (overlap).",
+            "Replicas that share experts are in `tests/e0/test_images.py`, `tests/launch/test_encode.py`.",
             "A run of `pytest tests/composition/test_groups.py -m grid --write-composition`",
             "writes this part.",
             "",

@@ -79,6 +79,7 @@ LATENT = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+INDEX = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 24}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"num_attention_heads": 4}),
@@ -101,6 +102,31 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 70}),
+    "deepseek_v32": ("DeepseekV32", {**LATENT, **INDEX}),
+    "deepseek_v4": (
+        "DeepseekV4",
+        {
+            **INDEX,
+            "num_key_value_heads": 1,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+            "sliding_window": 24,
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 48,
+            "o_groups": 2,
+            "o_lora_rank": 32,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+        },
+    ),
 }
 
 
@@ -270,7 +296,7 @@ def make_engine(
     of = model_of if mesh is None else model_of.__wrapped__  # ranks share nothing
     model, backends = of(folder, dtype, form, mtp, mesh, experts)
     spec = model.spec
-    sizes = {"full": blocks, "latent": blocks, "window": 2048, "state": 256}
+    sizes = {"full": blocks, "latent": blocks, "compressed": blocks, "window": 2048, "state": 256}
     pools = tuple(PoolSpec(cache=c, block_size=BLOCK, num_blocks=sizes[c.kind]) for c in spec.caches)
     kv = KVConfig(
         pools=pools,

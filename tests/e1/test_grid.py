@@ -197,6 +197,15 @@ OTHERS += [
         ("fallback", "bfloat16", 0, {"preempt": True}),
     )
 ]
+OTHERS += [
+    {"model": model, "form": "cpp", "dtype": dtype, "batch": 16, "chunk": chunk, **more}
+    for model in ("deepseek_v32", "deepseek_v4")
+    for dtype, chunk, more in (
+        ("bfloat16", 16, {"prefix": "hit", "preempt": True}),
+        ("bfloat16", 0, {"prefix": "hit", "threads": 2, "sampling": "seeded"}),
+        ("float32", 256, {"preempt": True, "depth": 1}),
+    )
+]
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 

@@ -27,6 +27,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "gpt_oss": {},
     "deepseek_v3": {"deterministic": True},
+    "deepseek_v32": {},
+    "deepseek_v4": {},
 }
 SUBMITS = [
     submit(

@@ -73,6 +73,23 @@ def llama() -> tuple[Any, dict[str, Any]]:
     return transformers.LlamaForCausalLM(config), texts | {"pre": "llama-bpe"}
 
 
+def wide_llama() -> tuple[Any, dict[str, Any]]:
+    """Random; inputs are whole blocks of 256."""
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+    )
+    _, texts = llama()
+    return transformers.LlamaForCausalLM(config), texts
+
+
 def latent_model() -> tuple[Any, dict[str, Any]]:
     """DeepSeek V3: latent attention, experts chosen in groups by sigmoid and bias."""
     return bundled("spool-mla")
@@ -118,11 +135,19 @@ def gpt_oss() -> tuple[Any, dict[str, Any]]:
         # llama.cpp rounds activations to 8 bits where weights are quantized.
         (text_model, "Q8_0", 0.05),
         (text_model, "Q4_0", 0.05),
+        (wide_llama, "Q8_0", 0.05),
+        (wide_llama, "Q4_K", 0.05),
+        (wide_llama, "Q6_K", 0.05),
+        (wide_llama, "Q4_K_M", 0.05),
     ],
 )
 def test_probabilities(make: Any, kind: str, tolerance: float, tmp_path: Path) -> None:
     model, texts = make()
-    gguf_files.write_model(tmp_path / "model.gguf", model, kind=kind, texts=texts)
+    kinds = {}
+    if kind == "Q4_K_M":  # a mixture
+        kinds = dict.fromkeys(("attn_v", "ffn_down", "output"), "Q6_K")
+    stored = kind.removesuffix("_M")
+    gguf_files.write_model(tmp_path / "model.gguf", model, kind=stored, kinds=kinds, texts=texts)
     theirs = server(tmp_path / "model.gguf")
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=TOP)
     with LLM(str(tmp_path / "model.gguf"), dtype="float32", max_num_seqs=2) as llm:

@@ -12,7 +12,12 @@ from tests.support.slowness import deadline
 
 
 @pytest.mark.timeout(400)
-def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
+def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(
+    tmp_path: Path, pools: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if pools == "staged":
+        monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
     run = soak(36, tmp_path / "log", seed=7, clients=6, every=deadline(1.5), deadline=deadline(250.0))
     assert not run.wrong, "\n".join([*run.wrong[:5], (tmp_path / "log").read_text()[-4000:]])
     assert run.counts["answered"] + run.counts["left"] == 36

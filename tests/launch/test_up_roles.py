@@ -67,8 +67,11 @@ def test_roles_change_no_answer(name: str, start: Any, due: list[Any]) -> None:
     ends_in_order(server)
 
 
-def test_a_group_of_either_role_may_die(start: Any) -> None:
+@pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
+def test_a_group_of_either_role_may_die(start: Any, pools: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, under requests, of which none fails or changes; after each pairs work again."""
+    if pools == "staged":
+        monkeypatch.setenv("WEFT_STAGED_POOLS", "1")
     server = start(str(EXAMPLES / "1p2d.yaml"), "--port", "0", command="up")
     base = server.url()
     running = engines(server)

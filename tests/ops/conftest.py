@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ops.stub_compiler import use_stub
 from weft.ops import cpu
+from weft.ops.cpu import build
 
 
 @pytest.fixture(params=["tiles", "brgemm"])
@@ -25,3 +28,24 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "one.cpp").write_text('#include "shared.h"\n')
+    (folder / "two.cpp").write_text("int two;\n")
+    (folder / "shared.h").write_text('#include "deep.h"\n')
+    (folder / "deep.h").write_text("int deep;\n")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def calls(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stub is the compiler; the file holds a line for each of its calls."""
+    file = tmp_path / "calls"
+    use_stub(tmp_path, monkeypatch, "1.0")
+    return file

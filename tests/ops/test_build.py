@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.ops.stub_compiler import count, use_stub
 from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.measurements import cache_folder
@@ -26,55 +26,6 @@ from weft.launch.build_ops import build_ops
 from weft.launch.main import main
 from weft.ops import cpu
 from weft.ops.cpu import build
-
-# Fails on sources that say so, and counts its calls. "-o FILE" comes last or before the libraries.
-STUB = """#!/bin/sh
-if [ "$1" = --version ]; then echo "stub {version}"; exit 0; fi
-echo "$*" >> "{calls}"
-previous=
-for word in "$@"; do
-  if [ "$previous" = -c ] && grep -q ^BEGIN "$word"; then
-    set -- $(head -1 "$word")
-    : > "$2"
-    while [ ! -e "$4" ]; do sleep 0.02; done
-  fi
-  if [ "$previous" = -c ] && grep -q DOES_NOT_COMPILE "$word"; then echo "error: told to fail"; exit 1; fi
-  if [ "$previous" = -o ]; then echo made > "$word"; fi
-  previous=$word
-done
-"""
-
-
-@pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "csrc"
-    folder.mkdir()
-    (folder / "one.cpp").write_text('#include "shared.h"\n')
-    (folder / "two.cpp").write_text("int two;\n")
-    (folder / "shared.h").write_text('#include "deep.h"\n')
-    (folder / "deep.h").write_text("int deep;\n")
-    monkeypatch.setattr(build, "SOURCES", folder)
-    monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "cache"))
-    return folder
-
-
-@pytest.fixture
-def calls(tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The stub is the compiler; the file holds a line for each of its calls."""
-    file = tmp_path / "calls"
-    use_stub(tmp_path, monkeypatch, "1.0")
-    return file
-
-
-def use_stub(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    stub = folder / f"stub-{version}"
-    stub.write_text(STUB.format(version=version, calls=folder / "calls"))
-    stub.chmod(stub.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("CXX", str(stub))
-
-
-def count(calls: Path) -> int:
-    return len(calls.read_text().splitlines()) if calls.exists() else 0
 
 
 @pytest.fixture

@@ -12,20 +12,28 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rehearsal.device import HiddenWait, Races, Rehearsal, current, running
-from tests.rehearsal.rig import rehearsed
+from tests.engine.pair_rig import EnginePair, submit, unified
+from tests.rehearsal.device import COMPUTE, HiddenWait, Races, Rehearsal, current, running
+from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import EVENTS, MOVES
 from tests.support.slowness import deadline
 from tests.transports import rig
+from weft.config.flags import from_keywords
+from weft.config.resolve import resolve
+from weft.config.resolved import EngineConfig
+from weft.engine import rank_rooms
 from weft.transports import copying, memory, sockets
 from weft.transports.copies import CudaCopies
 from weft.transports.memory import Sizes
+from weft.transports.worker import RankTransfer
 from weft.types.rooms import Outcome, RoomKey
+from weft.types.sampling import TokenParams
 
 Patch = pytest.MonkeyPatch
 ONE_SLOT = Sizes(slot=2048, slots=1, inbox=2048)
 KINDS = ("full", "latent, fp8", "compressed", "state")
 GPU = torch.device("cuda")
+GREEDY = TokenParams(temperature=0.0, max_tokens=6)
 
 
 class Pair(rig.Pair):
@@ -154,3 +162,72 @@ def test_a_planted_bug_is_found(
     folder = tmp_path_factory.mktemp("t")
     with pytest.raises(found), moved(monkeypatch, folder, "shm", plant) as (made, _):
         made.check()
+
+
+def config(folder: Path, role: str, device: str) -> EngineConfig:
+    made = from_keywords(
+        {
+            "model": str(folder),
+            "role": role,
+            "device": device,
+            "dtype": "float64",
+            "block_size": 16,
+            "max_model_len": 96,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "kv_cache_memory": "64M",
+            "decode_graphs": False,
+        }
+    )
+    return resolve(made)
+
+
+def without_threads(patch: Patch) -> list[RankTransfer]:
+    """Transfers of engines: they have turns when they are given some."""
+    transfers: list[RankTransfer] = []
+
+    def make(*given: Any) -> RankTransfer:
+        transfers.append(RankTransfer(*given, start=False))
+        return transfers[-1]
+
+    patch.setattr(rank_rooms, "RankTransfer", make)
+    return transfers
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)]
+)
+def test_engines_of_two_groups_give_the_tokens_of_one(
+    family: str, folder_of: Callable[[str], Path], monkeypatch: Patch
+) -> None:
+    """What computes, tells of layers and receives is the engines' own. That a copy waits for the pass which
+    wrote its block shows above, where nothing else is in the pool."""
+    folder = folder_of(family)
+    asked = [submit(n, [3 + (7 * n + 5 * i) % 60 for i in range(5 + 23 * n)], GREEDY) for n in range(4)]
+    expected = unified(config(folder, "unified", "cpu"), asked)
+    with rehearsed(monkeypatch, values=True) as made:
+        transfers = without_threads(monkeypatch)
+        pair = EnginePair(config(folder, "prefill", "cuda"), config(folder, "decode", "cuda"))
+        Answers(made, monkeypatch, pair.prefill.config.spec.vocab_size)
+        with running(made):
+            for one in asked:
+                pair.submit(one)
+            until = time.monotonic() + deadline(60)
+            while not pair.idle:
+                assert time.monotonic() < until
+                pair.turn()
+                for transfer in transfers:
+                    transfer.turn(0.0)
+            assert {number: answer.ids for number, answer in pair.answers.items()} == expected
+            pair.check_given_back()
+        # The trace sees a pool as one piece of memory: blocks of one that is computed beside another's copy.
+        pools = {
+            made.memory.piece(one, COMPUTE).name for t in transfers for one in t._transport._memory.regions
+        }
+        made.checker.races[:] = [race for race in made.checker.races if not any(n in race for n in pools)]
+        pair.close()
+        for transfer in transfers:
+            transfer._transport.close()
+    known = {(e.after, e.recorded, e.before, e.waited): name for name, e in EVENTS.items()}
+    assert not made.edges - known.keys()
+    assert {known[edge] for edge in made.edges} >= MOVES

@@ -103,16 +103,16 @@ class World(Rig):
 
     # ---- the front
 
-    def ask(self, request: Submit, *, rooms: bool = True) -> Stream:
+    def ask(self, request: Submit, *, rooms: bool = True, here: bool = False) -> Stream:
         """A client asks; request 0 is one of its own. ``rooms``: its images come by rooms; else it is a
-        sibling of one whose do."""
+        sibling of one whose do. ``here``: they are encoded here."""
         request = msgspec.structs.replace(request, request=request.request or 1000 + len(self.streams))
         stream = Stream(request, rooms)
         self.streams.append(stream)
-        self._send(stream, rooms)
+        self._send(stream, rooms, here)
         return stream
 
-    def _send(self, stream: Stream, rooms: bool) -> None:
+    def _send(self, stream: Stream, rooms: bool, here: bool = False) -> None:
         number = len(self.of)
         request = msgspec.structs.replace(
             stream.request, sequence=number, emitted_ids=ids_to_bytes(stream.tokens), attempt=stream.attempts
@@ -122,6 +122,7 @@ class World(Rig):
         self.of[number] = stream
         self.told[number] = Told(request)
         local = self.kv.media is not None and self.kv.media.tower and self.rng.random() < 0.3 * self.harm
+        local = local or here
         bare = request.media if local else without_pixels(request.media)
         if rooms and not local:
             bare = tuple(

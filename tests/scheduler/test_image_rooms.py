@@ -18,10 +18,12 @@ from weft.types.media import without_pixels
 from weft.types.plan import Encode, GatherMedia
 from weft.types.rooms import Peer, RoomKey, RoomTicket
 
+SECTION = ("max_num_seqs", "long_prefill_token_threshold")
+
 
 def world_of(depth: int = 1, **facts: object) -> World:
     """By hand."""
-    section = {name: facts.pop(name) for name in list(facts) if name in ("max_num_seqs",)}
+    section = {name: facts.pop(name) for name in list(facts) if name in SECTION}
     world = World(kv_config(media=limits(**facts)), depth, **section)
     world.by_hand = True
     return world
@@ -114,6 +116,32 @@ def test_nobody_is_let_in_before_who_comes_first() -> None:
     world.land(four)
     world.run()
     world.check_end()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_images_that_are_encoded_here_leave_room_for_who_comes_before_them(depth: int) -> None:
+    """However many there are: one waits for 6 of 6 blocks, and each of the others encodes an image of 2,
+    which it reads for some steps. Those that run already go on."""
+    world = world_of(depth, tower=True, cache_bytes=18, max_num_seqs=8, long_prefill_token_threshold=1)
+    for number in range(4):
+        world.ask(ask(0, [3], 211 + 5 * number, [5]), here=True)
+    go(world, 8)
+    waits = world.ask(ask(0, [3], 4, [5], 1))
+    one, two = rooms_of(world, waits)
+    world.offer(one)
+    world.offer(two)
+    others = [world.ask(ask(0, [3], 11 + 5 * number, [5]), here=True) for number in range(38)]
+    for _ in range(100):
+        world.turn()
+        if one.state == "bound":
+            break
+    assert (one.state, two.state) == ("bound", "bound")
+    assert sum(other.finish is not None for other in others) <= 4
+    world.land(one)
+    world.land(two)
+    world.run()
+    world.check_end()
+    assert waits.attempts == 1
 
 
 def test_an_image_that_is_held_or_came_meanwhile_is_not_sent() -> None:

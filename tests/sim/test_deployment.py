@@ -10,6 +10,7 @@ import pytest
 from weft.config.budget import with_budget
 from weft.config.sections import SchedulerSection
 from weft.launch.sim_plan import advice, divisions, table
+from weft.routing import encoders
 from weft.sim.deployment import Deployment, Groups, Outcome
 from weft.sim.engine import kv_config, simulate
 from weft.sim.images import ImageCosts
@@ -181,3 +182,28 @@ def test_the_plan_is_the_fewest_groups_that_reach_the_goal() -> None:
     assert advice(few, 0.3) == "30% is reached with 1 unified"
     assert "none reaches 99%; 1 prefill, 1 decode comes closest: 97%" in advice(few, 0.99)
     assert "1 prefill, 1 decode" in table(few)
+
+
+def test_images_go_where_they_belong_unless_others_would_encode_them_sooner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The margin is between 0, by which images have no home, and so much that nothing is evened out."""
+
+    def waits(repeats: float, margin: float) -> tuple[float, int]:
+        monkeypatch.setattr(encoders, "MARGIN", margin)
+        costs = ImageCosts(tokens=256, patch_seconds=390e-6, row_bytes=6144, repeats=repeats)
+        rate = 1.2 / (1024 * 390e-6 * (1 - repeats))  # 60% of what two can
+        arrivals = poisson(240, rate, Lengths(100, 300), Lengths(8, 8), random.Random(1))
+        shown = [dataclasses.replace(one, images=1) for one in arrivals]
+        section = with_budget(SchedulerSection(max_num_seqs=64, max_queued_requests=240), "cuda")
+        groups = Groups(unified=2, encode=2)
+        deployment = Deployment(
+            groups, kv_config(section, 600), section, COST, shown, FAST, seed=1, images=costs
+        )
+        outcome = deployment.run()
+        encoded = sum(group.scheduler.stats().images_encoded for group in deployment.groups.values())
+        return outcome.ttft.p99, encoded
+
+    chosen = encoders.MARGIN
+    assert waits(0.0, chosen)[0] < 0.85 * waits(0.0, 64.0)[0]
+    assert waits(0.9, chosen)[1] < 0.9 * waits(0.9, 0.0)[1]

@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import torch
 
+from tests.support.ggml_blocks import fitted
+
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
@@ -109,9 +111,16 @@ def _latent_facts(config: Any) -> dict[str, Any]:
 
 
 def write_model(
-    path: Path, model: Any, *, kind: str = "F32", texts: Mapping[str, Any] | None = None, **more: Any
+    path: Path,
+    model: Any,
+    *,
+    kind: str = "F32",
+    kinds: Mapping[str, str] | None = None,
+    texts: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> None:
-    """Writes ``model`` with matrices in the GGML type ``kind``. ``texts``: keys of the tokenizer, without
+    """Writes ``model`` with matrices in the GGML type ``kind``, or in that of ``kinds`` which has a part of
+    the tensor's name. ``texts``: keys of the tokenizer, without
     their beginning; ``more``: further keys of the model.
     """
     config = model.config
@@ -148,7 +157,8 @@ def write_model(
         del weights["lm_head.weight"]
     for name, values in _stored(config, weights).items():
         plain = values.ndim < 2 or name.endswith(".bias") or "gate_inp" in name
-        add_tensor(writer, name, values, "F32" if plain else kind)
+        own = next((other for part, other in (kinds or {}).items() if part in name), kind)
+        add_tensor(writer, name, values, "F32" if plain else own)
     _finish(writer)
 
 
@@ -157,6 +167,8 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     made = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, values.astype(np.float32 if kind == "F32" else np.float16))
+    elif kind in ("Q4_K", "Q6_K"):
+        writer.add_tensor(name, fitted(kind, values), raw_dtype=made)
     else:
         writer.add_tensor(name, gguf.quants.quantize(values, made), raw_dtype=made)
 

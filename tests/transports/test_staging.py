@@ -200,6 +200,36 @@ def test_a_thread_that_fails_ends_its_copies_before_it_says_that_it_has_stopped(
     assert closed[0]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_copied_ends_its_room_alone(
+    pair: Callable[..., Pair], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = pair(kind, kinds=("full",))
+    sender, planted = one.senders[0], list[int]()
+    out = copies_of(sender).out
+
+    def fails(*given: Any) -> Any:
+        if not planted:
+            planted.append(1)
+            raise IndexError("planted")
+        return out(*given)
+
+    monkeypatch.setattr(copies_of(sender), "out", fails)
+    one.expect(KEY)
+    one.begin(KEY)
+    one.compute(KEY)
+    said = sender.wait(KEY)
+    assert said.error is not None
+    assert "could not copy" in said.error.message
+    sender.transfer.stop(KEY)
+    sender.wait_stopped(KEY)
+    expected = one.expected()
+    assert one.transfer(AGAIN)[0].outcome is Outcome.done
+    assert same(one, expected)
+    assert sender.transfer.failure is None
+    until(lambda: memory_of(sender).outbox.free == SMALL.slots)
+
+
 def test_spans_longer_than_the_inbox_fail_their_room_with_words(pair: Callable[..., Pair]) -> None:
     one = pair("shm to staged shm", kinds=("full",))
     memory_of(one.receivers[0])._inbox.nbytes = 16

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.attention.base import Backends, LayerCache, StepInput
+from weft.attention.latent import Form
 from weft.attention.mla import LatentAttention
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import IndexSpec, ModelSpec
@@ -76,9 +77,15 @@ class IndexedAttention(LatentAttention):
         assert spec.mla is not None
         assert spec.mla.q_lora is not None
         self._reads = reads_of(build.local(spec), self._kind)
+        self._product = build.op("head_product").run
         self.indexer = None
         if layer in spec.index.layers:
             self.indexer = Indexer(spec.hidden, spec.mla.q_lora, spec.index, build)
+
+    @staticmethod
+    def _choose_forms(build: Build) -> tuple[Form, Form]:
+        """The entries that a token chose are never made into keys and values."""
+        return ("absorbed", "absorbed")
 
     def forward(
         self,
@@ -108,11 +115,12 @@ class IndexedAttention(LatentAttention):
         nope, turned = self.q_up(low).unflatten(1, (self._heads, -1)).split((mla.nope, mla.rope), dim=-1)
         turned = rotate_pairs(turned, *shared.angles, mla.interleaved)
         up = self.kv_up.matrices
-        q = torch.cat((torch.einsum("thd,hdl->thl", nope, up.keys), turned), dim=-1)
+        absorb, values = (None, None) if up.packed is None else (up.packed.absorb, up.packed.values)
+        q = torch.cat((self._product(nope, up.keys.transpose(1, 2), absorb), turned), dim=-1)
         latents = self._attend(q, index, shared, caches)
         if logits_indices is not None:
             latents = latents[logits_indices]
-        return self.out(torch.einsum("thl,hvl->thv", latents, up.values).flatten(1))
+        return self.out(self._product(latents, up.values, values).flatten(1))
 
     def _attend(
         self, q: Tensor, index: tuple[Tensor, Tensor] | None, shared: IndexedInput, caches: LayerCache

@@ -88,7 +88,12 @@ class LatentAttention(Layer):
         self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)
         fp8 = self._cache_spec.fp8
         self._cache_lines = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
-        self._forms = cast(tuple[Form, Form], build.op("latent_forms").run())
+        self._forms = self._choose_forms(build)
+
+    @staticmethod
+    def _choose_forms(build: Build) -> tuple[Form, Form]:
+        """Of the prefill segment and of the decode segment."""
+        return cast(tuple[Form, Form], build.op("latent_forms").run())
 
     def forward(
         self, x: Tensor, shared: AttentionInput, caches: LayerCache, logits_indices: Tensor | None = None

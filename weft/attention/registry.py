@@ -22,6 +22,7 @@ BACKENDS.add("triton-invariant", "weft.attention.triton_backend:TritonInvariant"
 BACKENDS.add("flashinfer", "weft.attention.flashinfer_backend:FlashInferAttention")
 
 SPARSE: Registry[type[SparseBackend]] = Registry("attention backend")
+SPARSE.add("cpu", "weft.attention.sparse_cpu:CpuSparse")
 SPARSE.add("torch", "weft.attention.sparse_torch:TorchSparse")
 
 LATENT: Registry[type[LatentBackend]] = Registry("attention backend")
@@ -50,7 +51,7 @@ PREFERRED: dict[str, dict[str, tuple[str, ...]]] = {
         "cpu": ("cpu", "torch", "invariant"),
         "cuda": ("torch", "invariant"),
     },
-    "sparse": {"cpu": ("torch",), "cuda": ("torch",)},
+    "sparse": {"cpu": ("cpu", "torch"), "cuda": ("torch",)},
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.common.errors import ConfigError
-from weft.gguf.container import StoredTensor
+from weft.gguf.container import CODED, StoredTensor
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -147,7 +147,20 @@ def config_of(
         made["sliding_window"] = facts.integer("attention.sliding_window")
         if any(tensor.name.endswith("_exps.weight") and tensor.kind == "MXFP4" for tensor in tensors):
             made["quantization_config"] = {"quant_method": "mxfp4"}
-    return made | _ends(metadata)
+    return _quantization(tensors) | made | _ends(metadata)
+
+
+def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
+    """Bits of an element of the layers' matrices, where some are held as they are: for the plan of memory."""
+    matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
+    elements = sum(math.prod(tensor.shape) for tensor in matrices)
+    if not any(tensor.kind in CODED for tensor in matrices):
+        return {}
+    bits = sum(
+        8 * math.prod(tensor.dims) if tensor.kind in CODED else 16 * math.prod(tensor.shape)
+        for tensor in matrices
+    )
+    return {"quantization_config": {"quant_method": "gguf", "bits": round(bits / elements, 2)}}
 
 
 def _head_size(facts: ModelFacts, hidden: int) -> int:

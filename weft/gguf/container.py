@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PLAIN = ("F32", "F16", "BF16", "F64")
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Types of quantized tensors that are read."""
+CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
+"""Those whose blocks stay as they are on a CPU: ``weft.ops.ggml`` reads them."""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
 _MOST_SHARDS = 1000
 

@@ -21,7 +21,7 @@ from weft.gguf.tokenizer import tokenizer_files
 
 log = get_logger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Of what is made: folders of another are not used."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"

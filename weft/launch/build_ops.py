@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 
 import click
 
@@ -15,21 +16,28 @@ from weft.ops.cpu import build
 @click.command("build-ops")
 @click.option("--force", is_flag=True, help="Compile again what is built already.")
 @click.option("--verbose", is_flag=True, help="Print the compiler's command lines and warnings.")
-def build_ops(force: bool, verbose: bool) -> None:
+@click.option(
+    "--wheel",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Compile for every level of CPUs into FOLDER, for a wheel, and print the wheel's platform.",
+)
+def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
     """Compile the C++ operations for this machine's CPU (once, minutes of CPU time; needs g++ or clang++).
 
     Without them Weft runs on torch's operations, which are slower on a CPU. What is compiled stays: a build
-    that was interrupted goes on where it was.
+    that was interrupted goes on where it was. An installed wheel may have them for this CPU already: then
+    nothing is compiled without --force.
     """
     terminal = _Terminal() if sys.stdout.isatty() else None
     try:
         with signals.ending():  # compilers are in groups of their own: nobody else would stop them
-            build.build(
-                force=force,
-                verbose=verbose,
-                say=click.echo if terminal is None else terminal.say,
-                show=None if terminal is None else terminal.show,
-            )
+            say = click.echo if terminal is None else terminal.say
+            show = None if terminal is None else terminal.show
+            if wheel is None:
+                build.build(force=force, verbose=verbose, say=say, show=show)
+            else:
+                say(build.build_for_wheel(wheel, verbose=verbose, say=say, show=show))
     except build.BuildError as error:
         if error.output:
             click.echo(error.output, err=True)

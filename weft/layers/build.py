@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.config import sharding
 from weft.config.spec import ModelSpec
-from weft.layers.held import allow_codes, take_codes
+from weft.layers.held import allow_codes, take_mixed
 from weft.layers.shard import Shard, keep_largest, largest_of, mark
 from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
@@ -154,7 +154,7 @@ class Packs(Layer, ABC):
     def _give(self, weight: str, op: Implementation) -> object:
         """What ``op`` takes for the parameter called ``weight``, which is dropped if it is not that."""
         plain = getattr(self, weight)
-        codes = take_codes(plain, op.pack_codes is not None)
+        codes = take_mixed(plain, op.pack_codes is not None, mixes=op.mixes)
         if codes is not None and op.pack_codes is not None:
             setattr(self, weight, None)
             return op.pack_codes(codes)

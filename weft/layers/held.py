@@ -7,13 +7,14 @@ What is held as codes is not written to the memory of the parameter itself, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from weft.ops import torch_ops
-from weft.ops.coded import Codes, dequantize, joined, stacked
+from weft.ops.coded import Codes, MixedCodes, dequantize, joined, mixed, stacked
 
 
 class _Piece(NamedTuple):
@@ -22,21 +23,41 @@ class _Piece(NamedTuple):
     codes: Codes
 
 
+@dataclass(slots=True)
+class Held:
+    """What waits on one parameter, and what became of it."""
+
+    pieces: dict[int, list[_Piece]] = field(default_factory=dict)
+    """By matrix."""
+    coded: int = 0
+    """Bytes of codes that its layer could not take."""
+    widened: int = 0
+    """Bytes that those are dequantized."""
+
+
 def allow_codes(parameter: nn.Parameter) -> nn.Parameter:
     """Lets the loader hold codes for ``parameter``, [N, K] or [E, N, K]: its layer calls ``take_codes``."""
-    parameter.held = {}  # type: ignore[attr-defined]
+    parameter.held = Held()  # type: ignore[attr-defined]
     return parameter
 
 
-def allows_codes(parameter: nn.Parameter) -> bool:
-    """Whether its layer can take codes."""
-    return getattr(parameter, "held", None) is not None
+def held_on(parameter: nn.Parameter) -> Held | None:
+    """None where its layer takes no codes."""
+    held: Held | None = getattr(parameter, "held", None)
+    return held
+
+
+def holds_codes(parameter: nn.Parameter) -> bool:
+    """Whether codes wait on it: then its own memory does not have all of it."""
+    held = held_on(parameter)
+    return held is not None and bool(held.pieces)
 
 
 def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> None:
     """``codes`` are rows ``row`` and on of the local ``parameter[matrix]`` (of a matrix: 0)."""
-    held: dict[int, list[_Piece]] = parameter.held  # type: ignore[attr-defined]
-    held.setdefault(matrix, []).append(_Piece(row, codes))
+    held = held_on(parameter)
+    assert held is not None
+    held.pieces.setdefault(matrix, []).append(_Piece(row, codes))
 
 
 def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
@@ -44,11 +65,26 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
 
     allowed: whether codes are wanted. Those of a part are dequantized, as are parts of different kinds.
     """
-    held: dict[int, list[_Piece]] = getattr(parameter, "held", None) or {}
-    if not held:
+    found = take_mixed(parameter, allowed, mixes=False)
+    assert not isinstance(found, MixedCodes)
+    return found
+
+
+def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
+    """Likewise; with ``mixes`` the rows of a matrix may be of different kinds."""
+    waiting = held_on(parameter)
+    if waiting is None or not waiting.pieces:
         return None
+    held = waiting.pieces
     shape = parameter.shape[-2:]
     count = parameter.shape[0] if parameter.dim() == 3 else 1
+    if allowed and mixes and parameter.dim() == 2 and _whole(held.get(0, ()), shape[0]):
+        pieces = [piece.codes for piece in sorted(held[0], key=_row)]
+        one = joined(pieces)
+        both = mixed(pieces) if one is None else one
+        if both is not None:
+            held.clear()
+            return both
     if allowed and all(_whole(held.get(matrix, ()), shape[0]) for matrix in range(count)):
         made = [joined([piece.codes for piece in sorted(held[matrix], key=_row)]) for matrix in range(count)]
         found = [one for one in made if one is not None]
@@ -60,7 +96,7 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
             if result is not None:
                 held.clear()
                 return result
-    _write(parameter, held)
+    _write(parameter, waiting)
     return None
 
 
@@ -79,10 +115,12 @@ def _whole(pieces: Sequence[_Piece], rows: int) -> bool:
 
 
 @torch.no_grad()
-def _write(parameter: nn.Parameter, held: dict[int, list[_Piece]]) -> None:
-    for matrix, pieces in held.items():
+def _write(parameter: nn.Parameter, held: Held) -> None:
+    for matrix, pieces in held.pieces.items():
         target = parameter.data[matrix] if parameter.dim() == 3 else parameter.data
         for row, codes in pieces:
-            values = dequantize(codes, torch_ops.wide(target.dtype))
-            target[row : row + len(codes)].copy_(values)
-    held.clear()
+            rows = target[row : row + len(codes)]
+            rows.copy_(dequantize(codes, torch_ops.wide(target.dtype)))
+            held.coded += codes.nbytes
+            held.widened += rows.nbytes
+    held.pieces.clear()

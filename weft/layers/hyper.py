@@ -13,62 +13,59 @@ import torch
 from weft.config.spec import HyperSpec
 from weft.layers.build import Build, Layer
 from weft.layers.linear import Linear
-from weft.ops.sparse_ops import stream_weights
-from weft.ops.torch_ops import wide
+from weft.ops.sparse_ops import logistic, stream_weights, sum_streams
 
 Tensor = torch.Tensor
 
 
-def _unit(x: Tensor, eps: float) -> Tensor:
-    """The streams of x [T, N, hidden] as one vector of root mean square 1: wide [T, N * hidden]."""
-    flat = x.flatten(1).to(wide(x.dtype))
-    return flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+class _Mixer(Layer):
+    """Weights of the streams of a token, a linear function of all of them at a root mean square of 1."""
 
-
-def _weighted(x: Tensor, weights: Tensor) -> Tensor:
-    """x [T, N, hidden] summed by weights, wide [T, N]: [T, hidden] in x's dtype."""
-    return torch.bmm(weights.unsqueeze(1), x.to(weights.dtype)).squeeze(1).to(x.dtype)
-
-
-class HyperConnection(Layer):
-    """How one layer is connected to the streams. Weights and their computation are wide."""
-
-    def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
+    def __init__(self, hidden: int, spec: HyperSpec, outputs: int, eps: float, build: Build) -> None:
         super().__init__()
-        n = spec.streams
-        self.mixer = Linear(n * hidden, (2 + n) * n, build, wide=True)
-        self.base = build.weight((2 + n) * n, wide=True)
-        self.scale = build.weight(3, wide=True)
+        inputs = spec.streams * hidden
+        self.mixer = Linear(inputs, outputs, build, wide=True)
+        self.base = build.weight(outputs, wide=True)
+        self._norm = build.op("rms_norm", wide=True).run
+        self._ones = torch.ones(inputs, dtype=build.wide, device=build.device)
         self._spec = spec
         self._eps = eps
 
+    def mixed(self, x: Tensor) -> Tensor:
+        """x: [T, N, hidden]; returns wide [T, outputs]."""
+        made: Tensor = self.mixer(self._norm(x.flatten(1).to(self._ones.dtype), self._ones, self._eps))
+        return made
+
+
+class HyperConnection(_Mixer):
+    """How one layer is connected to the streams. Weights and their computation are wide."""
+
+    def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
+        super().__init__(hidden, spec, (2 + spec.streams) * spec.streams, eps, build)
+        self.scale = build.weight(3, wide=True)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [T, N, hidden]; (the layer's input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N])."""
-        mixed = self.mixer(_unit(x, self._eps))
         into, out, mix = stream_weights(
-            mixed, self.scale, self.base, self._spec.streams, self._spec.iterations, self._spec.eps
+            self.mixed(x), self.scale, self.base, self._spec.streams, self._spec.iterations, self._spec.eps
         )
-        return _weighted(x, into), out, mix
+        return sum_streams(x, into).to(x.dtype), out, mix
 
     @staticmethod
     def add(x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
         """The streams after the layer made [T, hidden] of its input: [T, N, hidden] in x's dtype."""
-        mixed = torch.bmm(mix.transpose(1, 2), x.to(mix.dtype))
-        return mixed.addcmul_(out.unsqueeze(2), made.to(mix.dtype).unsqueeze(1)).to(x.dtype)
+        given = made.to(mix.dtype).unsqueeze(1) * out.unsqueeze(2)
+        return (sum_streams(x, mix) + given).to(x.dtype)
 
 
-class HyperHead(Layer):
+class HyperHead(_Mixer):
     """The streams as one, after the last layer."""
 
     def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
-        super().__init__()
-        self.mixer = Linear(spec.streams * hidden, spec.streams, build, wide=True)
-        self.base = build.weight(spec.streams, wide=True)
+        super().__init__(hidden, spec, spec.streams, eps, build)
         self.scale = build.weight(1, wide=True)
-        self._spec = spec
-        self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, N, hidden]; returns [T, hidden]."""
-        mixed = self.mixer(_unit(x, self._eps))
-        return _weighted(x, torch.sigmoid(mixed * self.scale + self.base) + self._spec.eps)
+        weights = logistic(self.mixed(x) * self.scale + self.base) + self._spec.eps
+        return sum_streams(x, weights).to(x.dtype)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from weft.layers.build import Build, Packs
+from weft.layers.held import take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
@@ -66,7 +68,8 @@ class Embedding(Packs):
     """Rows of a table, which ranks divide. ids: int64 [T]; returns a partial, [T, hidden].
 
     With ``tied`` the table is the head's matrix too. Where the op that computes logits has a layout of its
-    own and can read rows from it, both share that one; else the head makes its own copy of the table.
+    own and can read rows from it, both share that one; else the head makes its own copy of the table. A table
+    of codes is in the layout of that op in any case.
     """
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
@@ -74,21 +77,31 @@ class Embedding(Packs):
         self.shard = build.part(vocab_size)
         """This rank's rows. The table has as many as the largest share; what is beyond its own is zero."""
         rows_of_all = -(-vocab_size // build.comm.size)
-        self.weight = build.weight(rows_of_all, hidden, shard=self.shard)
+        self.weight = build.matrix(rows_of_all, hidden, shard=self.shard)
         self._first = self.shard.spans[0][0]
+        self._coded = False
         matrix = build.op("linear")
         rows = build.op("embedding")
         self._matrix = matrix if tied and rows.name == matrix.name else None
         self._rows = rows.run if self._matrix is not None else torch_ops.embedding
+        self._codes_of = matrix.pack_codes
+        self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
         """What ``forward`` reads."""
 
     @property
     def shared(self) -> bool:
         """Whether ``table`` is in the layout of the head's op."""
-        return self._matrix is not None
+        return self._matrix is not None or self._coded
 
     def pack(self) -> None:
+        codes = take_codes(self.weight, self._codes_of is not None)
+        if codes is not None and self._codes_of is not None:
+            self.table = self._codes_of(codes)
+            self._rows = self._coded_rows
+            self._coded = True
+            setattr(self, "weight", None)  # noqa: B010
+            return
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -110,7 +123,7 @@ class LMHead(Packs):
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
         self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
-        self.weight = None if tied else build.weight(*embedding.weight.shape, shard=embedding.shard)
+        self.weight = None if tied else build.matrix(*embedding.weight.shape, shard=embedding.shard)
         self._vocab_size = embedding.shard.size
         self._comm = build.comm
         self._op = build.op("linear")

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from weft.common.errors import ConfigError
 from weft.config.families.facts import read_json
 from weft.gguf.folder import gguf_files, weights_of
-from weft.models.gguf_tensor import GGUFTensor
+from weft.models.gguf_tensor import GGUFTensor, Maps
 
 #: Types of plain numbers, as safetensors names them.
 _PLAIN = ("F64", "F32", "BF16", "F16")
@@ -96,7 +96,9 @@ class WeightFile:
             if self._path.suffix == ".safetensors":
                 self._safe = safe_open(str(self._path), framework="pt", device="cpu").__enter__()
             elif self._path.suffix == ".gguf":
-                self._loaded = {name: GGUFTensor(one) for name, one in weights_of(self._path).items()}
+                maps = Maps()
+                found = weights_of(self._path)
+                self._loaded = {name: GGUFTensor(one, maps) for name, one in found.items()}
             else:
                 self._loaded = _unpickle(self._path)
         except ConfigError:
@@ -138,6 +140,11 @@ class WeightFile:
         if isinstance(found, GGUFTensor):
             return found.floating
         return found.is_floating_point() and found.element_size() > 1
+
+    def gguf(self, name: str) -> GGUFTensor | None:
+        """The weight called ``name``, of a GGUF file."""
+        found = self._loaded.get(name)
+        return found if isinstance(found, GGUFTensor) else None
 
     def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         """``tensor(name)[place]``, and nothing else of it is read."""

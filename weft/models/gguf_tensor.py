@@ -1,25 +1,90 @@
-"""A weight of a GGUF file as torch sees it: read, dequantized, put in its published form, part by part."""
+"""A weight of a GGUF file as torch sees it: read, dequantized, put in its published form, part by part; or as
+codes, which are the mapped file where rows are in its order.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from weft.gguf.container import PLAIN, StoredTensor, dequantized
 from weft.gguf.names import MXFP4_BYTES, Form, Published
+from weft.models.quantized.coding import CodedPiece
+from weft.ops import ggml
+from weft.ops.coded import of_blocks
 
 Tensor = torch.Tensor
 Place = tuple[slice, ...]
 
 
+class Maps:
+    """Mapped tensors of one file, each once: experts are parts of the same. What is mapped stays so for as
+    long as something refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, Tensor] = {}
+
+    def bytes_of(self, stored: StoredTensor) -> Tensor:
+        """uint8 [.., bytes of a row], of a tensor in blocks. Not to be written to."""
+        if stored.name not in self._found:
+            # Mapped privately: torch warns of memory that cannot be written.
+            mapped: Any = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.dims)
+            self._found[stored.name] = torch.from_numpy(mapped)
+        return self._found[stored.name]
+
+
 class GGUFTensor:
     """The weight; indexing reads the part."""
 
-    def __init__(self, weight: Published) -> None:
+    def __init__(self, weight: Published, maps: Maps) -> None:
         self._weight = weight
+        self._maps = maps
         self.shape = weight.shape
         self.floating = weight.form not in (Form.BLOCKS, Form.SCALES)
         """Whether it is numbers, not codes of 8 bits."""
+
+    @property
+    def quantized(self) -> tuple[str, int] | None:
+        """(type, bytes in the file) where it is dequantized when it is read."""
+        parts = self._weight.parts
+        if not self.floating or parts[0].kind in PLAIN:
+            return None
+        matrices = parts[0].shape[0] if self._weight.form is Form.EXPERT else 1
+        return parts[0].kind, sum(math.prod(part.dims) for part in parts) // matrices
+
+    def codes(self, wanted: Callable[[int], bool]) -> tuple[str, Iterator[CodedPiece]] | None:
+        """(type, the weight in pieces, those that are ``wanted`` of a stack), nothing of it read but rows in
+        another order; None for a type or a form without codes.
+        """
+        weight = self._weight
+        kinds = {part.kind for part in weight.parts}
+        if len(kinds) > 1 or (kind := kinds.pop()) not in ggml.BLOCKS:
+            return None
+        parts = [self._maps.bytes_of(part) for part in weight.parts]
+        match weight.form:
+            case Form.STORED if parts[0].dim() == 2:
+                return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=True))])
+            case Form.EXPERT:
+                one = of_blocks(kind, parts[0][weight.number], mapped=True)
+                return kind, iter([CodedPiece((), one)])
+            case Form.HALVES if parts[0].dim() == 2:
+                pairs = parts[0].unflatten(0, (weight.number, -1, 2))
+                return kind, iter([CodedPiece((), of_blocks(kind, pairs.transpose(1, 2).flatten(0, 2)))])
+            case Form.IN_TURN | Form.TRANSPOSED if parts[0].dim() == 3:
+                return kind, (
+                    CodedPiece(
+                        (i,),
+                        of_blocks(kind, torch.stack([part[i] for part in parts], dim=1).flatten(0, 1)),
+                        turned=True,
+                    )
+                    for i in filter(wanted, range(len(parts[0])))
+                )
+        return None
 
     def __getitem__(self, place: Place) -> Tensor:
         """``place`` of the weight: float32 where it is quantized, otherwise in its own type; codes as uint8.

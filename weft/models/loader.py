@@ -22,6 +22,7 @@ from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
+from weft.layers.held import holds_codes
 from weft.layers.shard import cut, global_shape, shard_of
 from weft.models.base import Model
 from weft.models.decoder import Decoder
@@ -110,6 +111,7 @@ def load_model(
         routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
         for module, placement in zip(routed, placements, strict=True):
             module.place(placement)
+    filled: Target | None = None
     if load_format == "dummy":
         fill_randomly(model, seed)
     else:
@@ -120,9 +122,11 @@ def load_model(
             fill_randomly(model, seed)
         held = pack and packed and quantization == "none" and device.type == "cpu"
         saved = _saved_layers(path, spec)
-        fill(model, WEIGHTS.get(spec.family)(spec), files, saved, progress, partial, packed=held)
+        filled = fill(model, WEIGHTS.get(spec.family)(spec), files, saved, progress, partial, packed=held)
     if pack:
         model.pack()
+    if filled is not None:
+        filled.report(dtype)
     if model.experts is not None and mesh is not None:
         apart = replace(mesh, formed=[])  # what is loaded only to be looked at agrees on nothing
         given: dict[str, Any] = {
@@ -169,9 +173,9 @@ def fill(
     partial: bool = False,
     *,
     packed: bool = False,
-) -> None:
+) -> Target:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
-    ``partial``: layers may be missing whole; what is in them stays.
+    ``partial``: layers may be missing whole; what is in them stays. Returns what can report what was read.
 
     Quantized weights are dequantized one by one (``weft.models.quantized``); ``packed``: where layers can
     compute with codes, those are left for them.
@@ -188,8 +192,9 @@ def fill(
                     if source.path == path:
                         target.fill(source, file)
                         bar.update()
-    target.report(model.dtype)
     _check_repeated(model, weights, files)
+    target.settle()
+    return target
 
 
 def _check_names(
@@ -278,6 +283,8 @@ def _check_repeated(model: Loadable, weights: WeightMap, files: Sequence[Path]) 
                 if name not in weights.same_as:
                     continue
                 placement = weights.placements[weights.same_as[name]]
+                if holds_codes(parameters[placement.parameter]):
+                    continue  # neither is plain numbers
                 if not _repeats(file, name, parameters[placement.parameter], placement):
                     raise ConfigError(
                         f"config.json ties {name} to {weights.same_as[name]}, but the checkpoint "

@@ -2,6 +2,7 @@
 
     w[n, k] = (number(code[n, k]) - zero[n, group of k]) * scale[n, group of k] * factor[n]
 
+Blocks of GGML (``weft.ops.ggml``) are kept whole, as the file has them: what they mean is said there.
 On a CPU the C++ extension packs these and multiplies by them (csrc/coded.h); without it torch dequantizes one
 matrix each time that it is read. Importing registers nothing.
 """
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from weft.ops import ggml
 
 Tensor = torch.Tensor
 
@@ -31,26 +34,34 @@ class Codes:
     """A matrix [N, K], or a stack of E: then every tensor but ``order`` has E as its first dim."""
 
     numbers: str
-    """``int4``, ``int8`` (both unsigned, less a zero point), ``e2m1``, ``e4m3``."""
+    """``int4``, ``int8`` (both unsigned, less a zero point), ``e2m1``, ``e4m3``; or of ``ggml.BLOCKS``."""
     values: Tensor
-    """uint8 [N, K]; of 4 bits [N, ceil(K / 2)], the first of a pair in the low half."""
+    """uint8 [N, K]; of 4 bits [N, ceil(K / 2)], a pair's first in the low half; of blocks the bytes."""
     inputs: int
     """K."""
     group: int
-    """Inputs that have a scale in common; the last group may have fewer. Even, or at least K."""
+    """Inputs that have a scale in common, or are a block; the last group may have fewer. Even, or at least K.
+    """
     scales: Tensor
-    """[N, G] in one of ``SCALES``."""
+    """[N, G] in one of ``SCALES``; of blocks [N, 0]."""
     zeros: Tensor | None = None
     """uint8 [N, G], of integers; None: ``MIDDLE``."""
     factors: Tensor | None = None
     """float64 [N]."""
     order: Tensor | None = None
     """int64 [K]: column i here is input ``order[i]``; None: in order."""
+    mapped: bool = False
+    """Whether ``values`` are a file that is mapped, and written by nobody: packing drops its pages."""
 
     @property
     def four(self) -> bool:
         """Whether a code has 4 bits."""
         return self.numbers in ("int4", "e2m1")
+
+    @property
+    def block(self) -> ggml.Block | None:
+        """Of what size blocks are, where they are blocks."""
+        return ggml.BLOCKS.get(self.numbers)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +75,8 @@ class Codes:
     @property
     def coding(self) -> list[int]:
         """What csrc/coded.h wants to know."""
+        if self.block is not None:
+            return list(self.block.coding)
         numbers = NUMBERS.index(self.numbers)
         return [numbers, SCALES.index(self.scales.dtype), int(self.zeros is not None), self.group]
 
@@ -80,6 +93,7 @@ class Codes:
         return replace(
             self,
             values=self.values[place],
+            mapped=self.mapped and not isinstance(place, Tensor),
             scales=as_bytes(self.scales)[place].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[place],
             factors=None if self.factors is None else self.factors[place],
@@ -89,6 +103,8 @@ class Codes:
         """Inputs begin .. end of a matrix; None where that cuts a group, or they are in another order."""
         if (begin, end) == (0, self.inputs):
             return self
+        if self.block is not None:
+            return self._blocks(begin, end, self.block)
         whole = self.group >= self.inputs
         if self.order is not None or begin % 2 or (not whole and begin % self.group):
             return None
@@ -105,6 +121,13 @@ class Codes:
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
 
+    def _blocks(self, begin: int, end: int, block: ggml.Block) -> Codes | None:
+        if begin % block.numbers or end % block.numbers:
+            return None
+        first = begin // block.numbers * block.bytes
+        values = self.values[:, first : end // block.numbers * block.bytes]
+        return replace(self, values=values, inputs=end - begin)
+
     def regrouped(self, group: int) -> Codes:
         """The same with scales for fewer inputs each: ``group`` divides that of before, or there is one."""
         if group == self.group:
@@ -116,6 +139,30 @@ class Codes:
             scales=as_bytes(self.scales)[..., index].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[..., index],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MixedCodes:
+    """Rows of one matrix in several forms, one after another."""
+
+    parts: tuple[Codes, ...]
+    """Without an order of inputs."""
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+
+def of_blocks(kind: str, values: Tensor, *, mapped: bool = False) -> Codes:
+    """uint8 [N, bytes of a row] (or a stack) of blocks of GGML's type ``kind``. mapped: as of ``Codes``."""
+    block = ggml.BLOCKS[kind]
+    return Codes(
+        numbers=kind,
+        values=values,
+        inputs=values.shape[-1] // block.bytes * block.numbers,
+        group=block.numbers,
+        scales=torch.empty(*values.shape[:-1], 0),
+        mapped=mapped,
+    )
 
 
 def nibbles(codes: Tensor) -> Tensor:
@@ -141,11 +188,23 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
     return replace(
         first,
         group=group,
+        mapped=False,
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([as_bytes(part.scales) for part in parts]).view(first.scales.dtype),
         zeros=_all_zeros(parts),
         factors=_all_factors(parts),
     )
+
+
+def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
+    """Likewise, neighbours of one kind joined; None where inputs are in different orders."""
+    if any(part.order is not None for part in parts):
+        return None
+    made: list[Codes] = []
+    for part in parts:
+        both = joined([made[-1], part]) if made else None
+        made[-1 if both is not None else len(made) :] = [part if both is None else both]
+    return MixedCodes(tuple(made))
 
 
 def stacked(parts: list[Codes]) -> Codes | None:
@@ -169,6 +228,7 @@ def stacked(parts: list[Codes]) -> Codes | None:
         if made is None:
             made = replace(
                 part,
+                mapped=False,
                 values=part.values.new_empty(count, *part.values.shape),
                 scales=part.scales.new_empty(count, *part.scales.shape),
                 zeros=None if part.zeros is None else part.zeros.new_empty(count, *part.zeros.shape),
@@ -180,9 +240,13 @@ def stacked(parts: list[Codes]) -> Codes | None:
     return made
 
 
-def dequantize(codes: Codes, dtype: torch.dtype) -> Tensor:
+def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
     """The matrix [N, K] (or the stack) in ``dtype``, a wide one."""
+    if isinstance(codes, MixedCodes):
+        return torch.cat([dequantize(part, dtype) for part in codes.parts])
     values = codes.values
+    if codes.block is not None:
+        return ggml.dequantize(codes.numbers, values, dtype)
     if codes.four:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)[..., : codes.inputs]
     if codes.numbers == "e2m1":

@@ -97,6 +97,14 @@ def latent_up(keys: Tensor, values: Tensor) -> None:
     return
 
 
+def head_product(x: Tensor, matrices: Tensor, packed: object) -> Tensor:
+    """x [T, heads, n] through each head's own matrix of ``matrices`` [heads, m, n]: [T, heads, m].
+
+    packed: what ``latent_up`` made of the same matrices, for the implementations that take it.
+    """
+    return torch.einsum("thn,hmn->thm", x, matrices)
+
+
 def both_forms() -> tuple[str, str]:
     """(prefill segment, decode segment): each the form that it is fastest in."""
     return ("expanded", "absorbed")
@@ -110,6 +118,7 @@ def one_form() -> tuple[str, str]:
 for _op in (latent_rope_cache, latent_rope_cache_fp8):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True, devices=("cpu",)))
     register(_op.__name__, Implementation(name="torch-cuda", run=_op, devices=("cuda",)))
+register("head_product", Implementation(name="torch", run=head_product))
 register("latent_up", Implementation(name="torch", run=latent_up, invariant=True))
 register("latent_forms", Implementation(name="expanded and absorbed", run=both_forms, priority=1))
 register("latent_forms", Implementation(name="absorbed", run=one_form, invariant=True))

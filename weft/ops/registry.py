@@ -37,6 +37,8 @@ class Implementation:
     op that rounds, also given the largest magnitude of each row where the weight's rows are parts of rows."""
     pack_codes: Callable[[Any], Any] | None = None
     """Likewise, from ``coded.Codes``; None: it wants plain weights."""
+    mixes: bool = False
+    """Whether ``pack_codes`` takes ``coded.MixedCodes`` as well."""
     asks: bool = False
     """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from weft.ops.torch_ops import wide
@@ -59,11 +61,38 @@ def stream_weights(
     sizes = (streams, streams, streams * streams)
     into, out, mix = mixed.split(sizes, dim=-1)
     into_base, out_base, mix_base = base.split(sizes)
-    into = torch.sigmoid(into * scale[0] + into_base) + eps
-    out = 2 * torch.sigmoid(out * scale[1] + out_base)
+    into = logistic(into * scale[0] + into_base) + eps
+    out = 2 * logistic(out * scale[1] + out_base)
     mix = (mix * scale[2] + mix_base).unflatten(-1, (streams, streams)).softmax(dim=-1) + eps
-    mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+    mix = mix / (_added(mix, 1) + eps)
     for _ in range(iterations - 1):
-        mix = mix / (mix.sum(dim=-1, keepdim=True) + eps)
-        mix = mix / (mix.sum(dim=-2, keepdim=True) + eps)
+        mix = mix / (_added(mix, 2) + eps)
+        mix = mix / (_added(mix, 1) + eps)
     return into, out, mix
+
+
+def logistic(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))``; torch.sigmoid computes the last elements of a loop by another function."""
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def sum_streams(x: Tensor, weights: Tensor) -> Tensor:
+    """``sum over i of weights[:, i] * x[:, i]``, one after the other, so that a row's bits are its own.
+
+    x: [T, N, ...]; weights: wide [T, N] or [T, N, M]. Returns wide [T, ...], or [T, M, ...].
+    """
+    made = None
+    for i in range(x.shape[1]):
+        part = x[:, i].to(weights.dtype)
+        share = weights[:, i]
+        if weights.dim() == 3:
+            part = part.unsqueeze(1)
+        term = part * share.unsqueeze(-1)
+        made = term if made is None else made + term
+    assert made is not None
+    return made
+
+
+def _added(x: Tensor, dim: int) -> Tensor:
+    """The sum over a short dim, kept, in its order."""
+    return functools.reduce(torch.add, x.split(1, dim=dim))

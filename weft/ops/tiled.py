@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from weft.ops import fixed_shapes, torch_ops
-from weft.ops.coded import Codes, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, to_fp8, to_int4
 from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, wide
@@ -67,12 +67,14 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
     """``fixed_shapes.linear``; codes are dequantized each time."""
     return fixed_shapes.linear(x, torch_ops.plain(weight, x.dtype), bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
+) -> Tensor:
     """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
     return gated(linear(x, weight, bias), activation)
 
@@ -108,5 +110,6 @@ for _name, _op, _pack in (
             invariant=True,
             priority=-1,
             pack_codes=torch_ops.as_they_are if _pack is pack else None,
+            mixes=_pack is pack,
         ),
     )

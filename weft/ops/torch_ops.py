@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from weft.ops.coded import Codes, dequantize, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, dequantize, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -141,17 +141,19 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     return (x.to(exact) / (1 + (-gate.to(exact)).exp())).to(x.dtype)
 
 
-def plain(weight: Tensor | Codes, dtype: torch.dtype) -> Tensor:
+def plain(weight: Tensor | Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
     """The matrix itself, or what codes mean, in ``dtype``."""
     return weight if isinstance(weight, Tensor) else dequantize(weight, wide(dtype)).to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time."""
     return F.linear(x, plain(weight, x.dtype), bias)
 
 
-def gated_linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, activation: str) -> Tensor:
+def gated_linear(
+    x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
+) -> Tensor:
     """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
     return gated(linear(x, weight, bias), activation)
 
@@ -159,6 +161,11 @@ def gated_linear(x: Tensor, weight: Tensor | Codes, bias: Tensor | None, activat
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows of a table. ids: int64 [T], weight: [V, n]; [T, n]."""
     return F.embedding(ids, weight)
+
+
+def coded_embedding(ids: Tensor, table: Codes, dtype: torch.dtype) -> Tensor:
+    """Rows of a table of codes, [T, n] in ``dtype``, dequantized when they are read. ids: int64 [T]."""
+    return plain(table[ids], dtype)
 
 
 #: ``x @ weight.T`` of x [T, K], weight [N, K].
@@ -208,8 +215,8 @@ def as_they_are(codes: Codes) -> Codes:
     return codes
 
 
-register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are))
-register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are))
+register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are, mixes=True))
+register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are, mixes=True))
 for _name, _pack in (("int4", to_int4), ("fp8", to_fp8)):
     _rounds = Implementation(name="torch", run=linear, pack=_pack, devices=("cpu",))
     register(f"linear_{_name}", _rounds)
@@ -218,7 +225,7 @@ register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_in
 register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
 register("gated", Implementation(name="torch", run=gated))
 # Every output element is a function of its own row alone, computed in one fixed order.
-for _op in (embedding, sigmoid_gate):
+for _op in (embedding, coded_embedding, sigmoid_gate):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
 # Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
 for _op_name, _run in (

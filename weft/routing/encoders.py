@@ -21,9 +21,10 @@ from weft.types.sampling import TokenParams
 
 ENCODE_SINCE = 6
 """The version of messages in which heads encode for others, and say whether they encode at all."""
-MARGIN = 16.0
+MARGIN = 8.0
 """Load by which an instance that encodes may be above the least loaded one and still get the images that
-belong to it. A guess: of 4,096 tokens of images, which are two of full HD."""
+belong to it: of some small images, or less than one of full HD. Above it new images wait where others would
+encode them at once; below it images that came before are encoded twice (docs/encode.md)."""
 
 
 def encodes_for(encoder: Instance, compute: Instance) -> bool:

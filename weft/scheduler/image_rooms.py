@@ -197,6 +197,10 @@ class ImageRooms:
         coming.room = None
         self._leave(held.key)
 
+    def waits_before(self, sequence: Sequence) -> bool:
+        """Whether one that comes before ``sequence`` waits for blocks for all of its images."""
+        return any(images.sequence.key < sequence.key for images in self._wanting.values())
+
     def late(self, now: float) -> list[Sequence]:
         """Those whose images did not come in time."""
         return [images.sequence for images in self._images.values() if images.due <= now]

@@ -212,6 +212,12 @@ class MediaBook:
             for item in sequence.media
         )
 
+    def encodes(self, sequence: Sequence, start: int) -> bool:
+        """Whether an image of ``sequence``, from position ``start`` on, is to be encoded for it."""
+        return any(
+            item.start + item.count > start and self.cache.find(item.key) is None for item in sequence.media
+        )
+
     def spoil(self, sequence: Sequence) -> None:
         """A sequence has failed: nobody else is to find what was encoded for it, if nobody uses it."""
         for item in sequence.media:

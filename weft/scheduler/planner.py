@@ -195,7 +195,7 @@ class Planner:
                 self._reserver.preempt(yielding, builder, yields=True)
                 promised = self.promised()
                 continue
-            end = self._chunk_end(sequence, num_hit, known, builder)
+            end = self._first_end(sequence, num_hit, known, builder)
             if end <= num_hit:
                 return
             marks = state.marks(sequence, hashes, num_hit)
@@ -218,6 +218,17 @@ class Planner:
             self._state.evict(sequence, "an image that another group encoded is there no more")
             return gone
         return False
+
+    def _first_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
+        """Where the first chunk of one that is admitted ends; at ``start``, too, where images are to be
+        encoded for it while somebody before it waits for blocks for all of its own: those that run leave
+        that many at once only if others do not follow them.
+        """
+        state = self._state
+        waits = state.running and sequence.media and state.images.waits_before(sequence)
+        if waits and state.media.encodes(sequence, start):
+            return start
+        return self._chunk_end(sequence, start, known, builder)
 
     def _chunk_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
         """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from weft.common.errors import EngineDead
+from weft.common.log import get_logger
 from weft.transfer.outbox import Outbox
-from weft.transfer.pushes import Write
+from weft.transfer.pushes import Write, Written
 from weft.transfer.spans import Part
 from weft.transports.copies import Copies
 from weft.transports.copying import copy_spans
@@ -30,6 +31,9 @@ from weft.types.rooms import RoomKey
 
 Tensor = torch.Tensor
 
+log = get_logger(__name__)
+
+_NOT_COPIED = EngineDead("a rank could not copy what a transfer sends").info()
 _SOONEST_S, _LATEST_S = 0.0005, 0.004
 """Until copies under way are asked for again."""
 _PIECE = 1 << 20
@@ -52,6 +56,9 @@ class Memory(Protocol):
 
     def ready(self) -> list[Write]:
         """What is to be sent by now, in terms of ``shown``, without digests."""
+
+    def failed(self) -> list[Written]:
+        """Writes whose bytes could not be copied, since the last call."""
 
     def patience(self) -> float | None:
         """Seconds until ``ready`` may have something; None: whoever has a slot must answer first."""
@@ -95,6 +102,9 @@ class Direct:
         return write
 
     def ready(self) -> list[Write]:
+        return []
+
+    def failed(self) -> list[Written]:
         return []
 
     def patience(self) -> float | None:
@@ -162,6 +172,7 @@ class Staged:
         self._inbox = SharedMemory(sizes.inbox if takes else 0, "weft-inbox")
         self._filled = 0
         self._copying: list[_Copying] = []
+        self._failed: list[Written] = []
         self.shared: Sequence[SharedMemory] = [self._ring]
         self.shown: Sequence[Tensor] = [self._ring.tensor]
         self._sends = sends
@@ -187,7 +198,14 @@ class Staged:
             return []
         now = time.monotonic()
         for slot, write in self._outbox.begin():
-            copy = self._copies.out(self.regions, write.parts, self._slot(slot), write.ready)
+            try:
+                copy = self._copies.out(self.regions, write.parts, self._slot(slot), write.ready)
+            except Exception:  # what is wrong with one write ends its room alone
+                log.exception("a write of transfer %d/%d could not be copied", *write.key[:2])
+                self._failed.append(Written(write.key, write.peer, write.number, _NOT_COPIED))
+                self._outbox.copied(slot)
+                self._outbox.ended(write.peer, write.key, write.number)
+                continue
             self._copying.append(_Copying(slot, copy, now))
         made, under_way = list[Write](), list[_Copying]()
         for one in self._copying:
@@ -197,6 +215,10 @@ class Staged:
                 made.append(self._in_slot(copied, one.slot))
         self._copying = under_way
         return made
+
+    def failed(self) -> list[Written]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def patience(self) -> float | None:
         if not self._copying:

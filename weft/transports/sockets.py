@@ -247,6 +247,7 @@ class SocketTransport:
             seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
             digests = digest_parts(self._memory.shown, write.parts, seed)
             self._send(msgspec.structs.replace(write, digests=digests))
+        self._events += self._memory.failed()
 
     def _ended(self, peer: str, key: RoomKey, number: int, error: ErrorInfo | None) -> None:
         self._memory.ended(peer, key, number)

@@ -157,6 +157,14 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=bits)
 
 
+def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
+    """Of a folder that was made of a GGUF file, whose tensors say themselves what they are."""
+    bits = fields.get("bits")
+    if isinstance(bits, bool) or not isinstance(bits, int | float) or not 1 <= bits <= 32:
+        raise fields.fail("bits", f"must be a number of bits, not {bits!r}")
+    return QuantizedSpec(method=method, bits=float(bits))
+
+
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
     fields.names("modules_to_not_convert")
     return QuantizedSpec(method=method, bits=_ABOUT[4])
@@ -236,6 +244,7 @@ _METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec]] = {
     "mxfp4": _mxfp4,
     "awq": _awq,
     "gptq": _gptq,
+    "gguf": _gguf,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,

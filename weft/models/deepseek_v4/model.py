@@ -79,6 +79,12 @@ class StreamsDecoder(Decoder):
         }
         self._reads = {kind: _reads(self.spec, kind, layer) for kind, layer in self._first_layers.items()}
 
+    @property
+    def asking(self) -> tuple[str, ...]:
+        """On a CPU the host looks which groups are complete, so each step makes those and no others."""
+        groups = any(reads.groups is not None for reads in self._reads.values())
+        return (*super().asking, *(["groups of positions"] if groups and self.device.type == "cpu" else []))
+
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> SparseInput:
         backend = backends["sparse"]
         assert isinstance(backend, SparseBackend)

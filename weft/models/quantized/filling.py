@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from torch import nn
 from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
-from weft.layers.held import allows_codes, hold_codes
+from weft.layers.held import Held, held_on, hold_codes
 from weft.layers.shard import largest_of
 from weft.models.files import WeightFile
 from weft.models.quantized.coding import CodedPiece, arranged, read_codes
@@ -71,6 +71,14 @@ class Target:
     """Of ``held``, what was dequantized."""
     cut_groups: int = 0
     """Weights that were dequantized because ranks cut their groups."""
+    waiting: list[Held] = field(default_factory=list)
+    """Of ``settle``."""
+
+    def settle(self) -> None:
+        """All is filled: what waits on parameters is kept for ``report``, and they are not."""
+        found = (held_on(parameter) for parameter in self.parameters.values())
+        self.waiting = [held for held in found if held is not None and held.pieces]
+        self.parameters = {}
 
     def fill(self, source: Source, file: WeightFile) -> None:
         """Copies of ``source`` what this rank holds. ``file``: the open file at ``source.path``.
@@ -82,8 +90,10 @@ class Target:
         parameter = self.parameters[placement.parameter]
         taken = windows(parameter, placement.index)
         divided = bool(taken) and bool(taken[0].source) and _sliceable(placement, parameter)
-        if not taken or (divided and self._fill_slices(source, file, taken)):
+        if not taken or self._hold_blocks(source, file, parameter):
             return
+        if divided and self._fill_slices(source, file, taken):
+            return self._count_widened(source, file, sum(parameter.data[w.target].nbytes for w in taken))
         try:
             cut_parts = self._cut(source, file, taken) if divided else None
             if cut_parts is not None:
@@ -118,10 +128,31 @@ class Target:
                 param="--model",
             ) from error
         if form:
-            self.counts[form] += 1
-            self.published += sum(part.nbytes for part in parts.values())
-            self.held += size
-            self.wide_held += size
+            self._count(form, sum(part.nbytes for part in parts.values()), size, size)
+        else:
+            self._count_widened(source, file, size)
+
+    def _count(self, form: str, published: int, held: int, widened: int = 0) -> None:
+        self.counts[form] += 1
+        self.published += published
+        self.held += held
+        self.wide_held += widened
+
+    def _count_widened(self, source: Source, file: WeightFile, size: int) -> None:
+        """Of a weight of a GGUF file that was dequantized when it was read, to ``size`` bytes."""
+        stored = file.gguf(source.name)
+        if stored is not None and stored.quantized is not None:
+            kind, published = stored.quantized
+            self._count(kind, published, size, size)
+
+    def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
+        """Leaves a weight of a GGUF file packed on ``parameter``. False, where it is to be dequantized."""
+        stored = file.gguf(source.name)
+        if not self.packed or stored is None or stored.quantized is None or held_on(parameter) is None:
+            return False
+        placement = self.weights.placements[source.name]
+        found = stored.codes(_wanted(placement, parameter))
+        return found is not None and self._hold_pieces(*found, stored.quantized[1], placement, parameter)
 
     def _hold(
         self,
@@ -135,22 +166,31 @@ class Target:
 
         cut_to: the one window that ``parts`` were cut to already. Raises Misfit.
         """
-        if not self.packed or spec is None or not allows_codes(parameter):
+        if not self.packed or spec is None or held_on(parameter) is None:
             return False
         placement = self.weights.placements[source.name]
         found = read_codes(parts, spec, _wanted(placement, parameter))
         if found is None:
             return False
-        form, pieces = found
+        published = sum(part.nbytes for part in parts.values())
+        return self._hold_pieces(*found, published, placement, parameter, cut_to)
+
+    def _hold_pieces(
+        self,
+        form: str,
+        pieces: Iterator[CodedPiece],
+        published: int,
+        placement: Placement,
+        parameter: nn.Parameter,
+        cut_to: list[Window] | None = None,
+    ) -> bool:
         held = 0
         for piece in pieces:
             size = self._hold_piece(piece, placement, parameter, cut_to)
             if size is None:
                 return False
             held += size
-        self.counts[form] += 1
-        self.published += sum(part.nbytes for part in parts.values())
-        self.held += held
+        self._count(form, published, held)
         return True
 
     def _hold_piece(
@@ -217,9 +257,12 @@ class Target:
         return True
 
     def report(self, dtype: torch.dtype) -> None:
-        """One log line, where anything was quantized."""
+        """One log line, where anything was quantized; behind ``pack``, when layers have taken their codes."""
         if not self.counts:
             return
+        for held in self.waiting:
+            self.held += held.widened - held.coded
+            self.wide_held += held.widened
         formats = ", ".join(f"{count} {form}" for form, count in self.counts.items())
         _log.info(
             "quantized weights: %s; %.1f MB in the files, held in %.1f MB, of which %.1f MB are dequantized "

@@ -31,16 +31,16 @@ from weft.common import env
 from weft.common.cores import usable_cores
 from weft.common.measurements import cache_folder
 from weft.config.devices import available_memory
+from weft.ops.cpu import prebuilt
 from weft.ops.cpu.compilers import BuildError, CompilerReport, Say, compile_files, run, temporary
+from weft.ops.cpu.prebuilt import LIBRARY
 
 SOURCES = Path(__file__).parent / "csrc"
-LIBRARY = "libweft_cpu.so"
 
 #: -ffp-contract=off: sources say where a product and a sum are fused, and the compiler adds none.
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fopenmp",
     "-fPIC",
     "-fvisibility=hidden",
@@ -52,6 +52,8 @@ FLAGS = (
     "-DAT_PARALLEL_OPENMP=1",
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
+NATIVE = ("-march=native",)
+"""For the machine that compiles; a wheel has `prebuilt.LEVELS`."""
 _COMPILERS = ("g++", "c++", "clang++")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _KEEP_DAYS = 30
@@ -60,11 +62,13 @@ SECONDS = {
     "moe.cpp": 44,
     "latent.cpp": 39,
     "gemm.cpp": 26,
-    "coded.cpp": 21,
+    "coded.cpp": 24,
     "delta.cpp": 18,
     "attention.cpp": 17,
     "fused.cpp": 17,
     "program.cpp": 17,
+    "coded_pack.cpp": 13,
+    "sparse.cpp": 26,
     "collectives.cpp": 15,
     "sampling.cpp": 15,
     "transfer.cpp": 12,
@@ -85,9 +89,10 @@ class Compiler:
 
 
 def find() -> Path | None:
-    """The newest library built from these sources for this torch and CPU, or None.
+    """The newest library built from these sources for this torch and CPU, else the wheel's, or None.
 
-    Only one that this user or root made: what it holds will run in this process. Raises OSError.
+    Of those built here, only one that this user or root made: what it holds will run in this process.
+    Raises OSError.
     """
     made = {}
     for path in cache_folder().glob(f"{base_key()}-*/{LIBRARY}"):
@@ -96,7 +101,9 @@ def find() -> Path | None:
             folder = path.parent.stat()
             if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
                 made[path] = file.st_mtime
-    return max(made, key=lambda path: made[path], default=None)
+    if made:
+        return max(made, key=lambda path: made[path])
+    return prebuilt.find(sources_digest())
 
 
 def find_compiler() -> Compiler:
@@ -119,8 +126,14 @@ def find_compiler() -> Compiler:
 def base_key() -> str:
     """What a library depends on, but for the compiler."""
     digest = hashlib.sha256()
-    for part in (_machine(), *FLAGS):
+    for part in (_machine(), sources_digest(), *FLAGS, *NATIVE):
         digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def sources_digest() -> str:
+    """Of all files in ``csrc``."""
+    digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -129,12 +142,7 @@ def base_key() -> str:
 
 def _machine() -> str:
     """torch's version, the architecture and the CPU's features (what -march=native looks at)."""
-    features = ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.split(":")[0].strip() in ("flags", "Features"):
-                features = " ".join(sorted(line.split(":")[1].split()))
-                break
+    features = " ".join(sorted(prebuilt.cpu_features()))
     return f"torch {importlib.metadata.version('torch')} {platform.machine()} {features}"
 
 
@@ -160,13 +168,47 @@ def build(
         if target.exists() and not force:
             say("the C++ operations are built already")
             return target
+        ready = None if force else prebuilt.find(sources_digest())
+        if ready is not None:
+            say(
+                f"the installed wheel has them for this CPU ({ready.parent.name}); --force compiles them here"
+            )
+            return ready
         began = time.monotonic()
         _sweep(cache)
-        objects = _compile_all(compiler, cache / "objects", force, verbose, CompilerReport(say, show))
+        report = CompilerReport(say, show)
+        objects = _compile_all(compiler, NATIVE, cache / "objects", force, verbose, report)
         _link(compiler, objects, target, verbose, say)
         _prune(cache, target)
         say(f"built the C++ operations in {time.monotonic() - began:.0f} s")
         return target
+
+
+def build_for_wheel(
+    folder: Path, *, verbose: bool = False, say: Say = lambda line: None, show: Say | None = None
+) -> str:
+    """Builds a library for each of `prebuilt.LEVELS` into ``folder``, and returns the wheel's platform tag.
+
+    ``verbose``, ``say`` and ``show`` as of `build`. Objects are kept as its are. Raises BuildError,
+    OSError.
+    """
+    if platform.machine() != "x86_64":
+        raise BuildError(f"libraries of wheels are for x86-64, and this is {platform.machine()}")
+    compiler = find_compiler()
+    sources = sources_digest()
+    cache = cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    made = []
+    with _lock(cache, say):
+        _sweep(cache)
+        for level in prebuilt.LEVELS:
+            say(f"for {level.name}:")
+            report = CompilerReport(say, show)
+            objects = _compile_all(compiler, level.flags, cache / "objects", False, verbose, report)
+            made.append(folder / level.name / LIBRARY)
+            _link(compiler, objects, made[-1], verbose, say)
+    prebuilt.write_manifest(folder, sources, compiler.version)
+    return prebuilt.platform_tag(made)
 
 
 @contextlib.contextmanager
@@ -195,16 +237,22 @@ def _torch_folder() -> Path:
 
 
 def _compile_all(
-    compiler: Compiler, folder: Path, force: bool, verbose: bool, report: CompilerReport
+    compiler: Compiler,
+    target: Sequence[str],
+    folder: Path,
+    force: bool,
+    verbose: bool,
+    report: CompilerReport,
 ) -> list[Path]:
-    """Objects of all sources. Those that are there stay, also when another does not compile."""
+    """Objects of all sources for the CPUs of ``target``. Those that are there stay, also when another does
+    not compile."""
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"
-    flags = [*FLAGS, "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
+    flags = [*FLAGS, *target, "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
+    machine = _machine() if target == NATIVE else f"torch {importlib.metadata.version('torch')}"
     sources = sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
     objects = [
-        folder / f"{_hash(compiler.version, _machine(), *flags, *_with_headers(source))}.o"
-        for source in sources
+        folder / f"{_hash(compiler.version, machine, *flags, *_with_headers(source))}.o" for source in sources
     ]
     missing = [pair for pair in zip(sources, objects, strict=True) if force or not pair[1].exists()]
     if missing:

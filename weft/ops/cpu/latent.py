@@ -35,6 +35,12 @@ def latent_up(keys: Tensor, values: Tensor) -> PackedUp:
     )
 
 
+def head_product(x: Tensor, matrices: Tensor, packed: Tensor) -> Tensor:
+    """``latent_ops.head_product`` with matrices as ``latent_up`` packed them."""
+    made: Tensor = torch.ops.weft_cpu.latent_multiply.default(x, packed, matrices.shape[1])
+    return made
+
+
 def latent_rope_cache(
     joined: Tensor,
     q_weight: Tensor | None,
@@ -77,5 +83,5 @@ def latent_rope_cache_fp8(
     return made if q_weight is not None else joined[:, : joined.shape[1] - cache.shape[2] - keys.shape[2]]
 
 
-for _op in (latent_up, latent_rope_cache, latent_rope_cache_fp8):
+for _op in (latent_up, head_product, latent_rope_cache, latent_rope_cache_fp8):
     serve(_op.__name__, _op)

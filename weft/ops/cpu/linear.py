@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.ops import coded, cpu
-from weft.ops.coded import Codes
+from weft.ops.coded import Codes, MixedCodes
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.torch_ops import to_int8
 
@@ -34,6 +34,19 @@ class PackedMatrix:
     """int64 [inputs], of codes: which input each column takes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """A weight whose rows are codes of several forms, one after another."""
+
+    data: list[Tensor]
+    rows: list[int]
+    """Of each part."""
+    scales: Tensor | None
+    """float32 [rows of all]: factors."""
+    coding: list[int]
+    """Of each part, one after another."""
+
+
 def pack(weight: Tensor) -> PackedMatrix:
     """For ``linear`` and ``embedding``. weight: bf16 or float32 [N, K]."""
     return _packed(weight, gated=False)
@@ -54,9 +67,20 @@ def pack_gated_int8(weight: Tensor) -> PackedMatrix:
     return _packed_int8(weight, gated=True)
 
 
-def pack_codes(codes: Codes) -> PackedMatrix:
+def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
     """For ``linear``: a matrix [N, K]."""
-    return _packed_codes(codes, gated=False)
+    if isinstance(codes, Codes):
+        return _packed_codes(codes, gated=False)
+    parts = [_packed_codes(part, gated=False) for part in codes.parts]
+    scales = None
+    if any(part.scales is not None for part in parts):
+        scales = torch.cat([torch.ones(p.rows) if p.scales is None else p.scales for p in parts])
+    return PackedRows(
+        data=[part.data for part in parts],
+        rows=[part.rows for part in parts],
+        scales=scales,
+        coding=[number for part in parts for number in part.coding or ()],
+    )
 
 
 def pack_gated_codes(codes: Codes) -> PackedMatrix:
@@ -64,7 +88,7 @@ def pack_gated_codes(codes: Codes) -> PackedMatrix:
     return _packed_codes(codes, gated=True)
 
 
-def pack_int4(weight: Tensor) -> PackedMatrix:
+def pack_int4(weight: Tensor) -> PackedMatrix | PackedRows:
     """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_int4`` does."""
     return pack_codes(coded.to_int4(weight.detach()))
 
@@ -74,7 +98,7 @@ def pack_gated_int4(weight: Tensor) -> PackedMatrix:
     return pack_gated_codes(coded.to_int4(weight.detach()))
 
 
-def pack_fp8(weight: Tensor) -> PackedMatrix:
+def pack_fp8(weight: Tensor) -> PackedMatrix | PackedRows:
     """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_fp8`` does."""
     return pack_codes(coded.to_fp8(weight.detach()))
 
@@ -86,6 +110,11 @@ def pack_gated_fp8(weight: Tensor) -> PackedMatrix:
 
 def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
     """(bytes [blocks, bytes of a block] in the extension's layout, its coding), of a matrix."""
+    if codes.block is not None:
+        number = codes.block.number
+        pack_ggml = torch.ops.weft_cpu.pack_ggml.default
+        blocks = pack_ggml(codes.values, codes.inputs, gated, number, codes.mapped)
+        return blocks, codes.coding
     codes = coded.storable(codes)
     scales = codes.scales.contiguous()
     if scales.dtype != torch.float32:
@@ -121,8 +150,12 @@ def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) 
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales)
 
 
-def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also of int8 and of codes."""
+    if isinstance(weight, PackedRows):
+        parts = torch.ops.weft_cpu.linear_parts.default
+        made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.coding)
+        return made
     return _run(x, weight, bias, 0)
 
 
@@ -153,6 +186,19 @@ def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
     return result
 
 
+def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Tensor:
+    """Likewise of a table packed by ``pack_codes``, [T, K] in ``dtype``."""
+    ops = torch.ops.weft_cpu
+    made: Tensor = ops.embedding_coded.default(
+        ids, table.data, table.rows, table.inputs, table.scales, table.coding, dtype
+    )
+    if table.order is None:
+        return made
+    found = torch.empty_like(made)
+    found[:, table.order] = made
+    return found
+
+
 def available() -> bool:
     """Built, and for a CPU with AVX2 (as those with AVX-512 have): without it torch's products are faster."""
     return cpu.load() and "avx2" in cpu.capabilities()
@@ -168,5 +214,6 @@ for _op, _product, _pack, _pack_codes in (
     ("linear_fp8", linear, pack_fp8, None),
     ("gated_linear_fp8", gated_linear, pack_gated_fp8, None),
     ("embedding", embedding, pack, None),
+    ("coded_embedding", coded_embedding, None, None),
 ):
-    serve(_op, _product, _pack, available, _pack_codes)
+    serve(_op, _product, _pack, available, _pack_codes, mixes=_pack_codes is pack_codes)

@@ -22,6 +22,8 @@ def serve(
     pack: Callable[[Any], Any] | None = None,
     available: Callable[[], bool] = cpu.load,
     pack_codes: Callable[[Any], Any] | None = None,
+    *,
+    mixes: bool = False,
 ) -> None:
     """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
     implementation = Implementation(
@@ -34,5 +36,6 @@ def serve(
         priority=10,
         available=available,
         pack_codes=pack_codes,
+        mixes=mixes,
     )
     register(op, implementation)

@@ -1,7 +1,9 @@
-// Weights of few bits: packing them, and the sums of a block (coded.h).
+// Weights of few bits: the sums of a block (coded.h).
 //
-// bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind the
-// products. For float32 rows, and where AVX2 multiplies more than two, some groups are unpacked in memory as floats.
+// Few bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind
+// the products. With AVX-512 some groups at a time are unpacked in memory for many rows, whose tiles are half as high:
+// so they keep what groups add up to in registers. For float32 rows, and where AVX2 multiplies more than two, some
+// groups are unpacked in memory as floats.
 #include "coded.h"
 
 #include "fp8.h"
@@ -12,12 +14,9 @@ namespace {
 
 constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
+constexpr int64_t kManyRows = 32, kManyRowsOfMany = 20;  // for which codes are unpacked in memory; where groups cost more
+constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
 constexpr uint32_t kHigh = 0xffff0000u;
-
-// Where a step keeps the 8 bits of (column, k of the pair).
-inline int eight_slot(Numbers numbers, int column, int k) {
-  return numbers == Numbers::e4m3 ? int8_slot(column, k) : column / 16 * 32 + k * 16 + column % 16;
-}
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
 
@@ -47,9 +46,10 @@ constexpr uint16_t e2m1_bf16(int code) {
 }
 
 struct Tables {
-  alignas(64) uint16_t integers[32], e2m1[32];          // of i - 16; of i & 15
+  alignas(64) uint16_t integers[32], e2m1[32], sixes[64];  // of i - 16; of i & 15; of i - 32
   alignas(16) uint8_t size_low[16], size_high[16], e2m1_low[16], e2m1_high[16];  // bytes; the first of 0 to 15
-  constexpr Tables() : integers(), e2m1(), size_low(), size_high(), e2m1_low(), e2m1_high() {
+  constexpr Tables() : integers(), e2m1(), sixes(), size_low(), size_high(), e2m1_low(), e2m1_high() {
+    for (int i = 0; i < 64; ++i) sixes[i] = small_bf16(i - 32);
     for (int i = 0; i < 32; ++i) integers[i] = small_bf16(i - 16), e2m1[i] = e2m1_bf16(i & 15);
     for (int i = 0; i < 16; ++i) {
       size_low[i] = uint8_t(small_bf16(i)), size_high[i] = uint8_t(small_bf16(i) >> 8);
@@ -74,15 +74,16 @@ inline Bf16::Step by_words(F f) {
 #endif
 
 // Each is made at a group's beginning, of its zero points where it has some, and reads one step after another.
-template <bool zeros>
+template <Zeros zeros>
 struct Int4 {
   static constexpr int64_t bytes = 32;
+  static constexpr int kZero = zeros == Zeros::minimums ? 0 : 8;
 #if WEFT_AVX512
   __m512i shift[2];
   explicit Int4(const uint8_t* zero) {
     for (int half = 0; half < 2; ++half) {
-      shift[half] = _mm512_set1_epi16(8);
-      if (!zeros) continue;
+      shift[half] = _mm512_set1_epi16(16 - kZero);
+      if (zeros != Zeros::points) continue;
       const __m512i read = _mm512_cvtepu8_epi32(load_as<__m128i>(zero + 16 * half));
       shift[half] = _mm512_sub_epi16(_mm512_set1_epi16(16), _mm512_or_si512(read, _mm512_slli_epi32(read, 16)));
     }
@@ -99,7 +100,7 @@ struct Int4 {
   __m128i zero[4];
   explicit Int4(const uint8_t* from) {
     for (int half = 0; half < 2; ++half) {
-      const __m128i read = zeros ? four(from + 16 * half) : _mm_set1_epi8(8);
+      const __m128i read = zeros == Zeros::points ? four(from + 16 * half) : _mm_set1_epi8(kZero);
       zero[2 * half] = _mm_unpacklo_epi8(read, read), zero[2 * half + 1] = _mm_unpackhi_epi8(read, read);
     }
   }
@@ -120,7 +121,7 @@ struct Int4 {
   explicit Int4(const uint8_t* from) : zero(from) {}
   Bf16::Step load(const uint8_t* w) const {
     return by_words([&](int half, int word) {
-      return small_bf16((w[word] >> (4 * half) & 15) - (zeros ? zero[16 * half + word / 2] : 8));
+      return small_bf16((w[word] >> (4 * half) & 15) - (zeros == Zeros::points ? zero[16 * half + word / 2] : kZero));
     });
   }
 #endif
@@ -152,6 +153,49 @@ struct E2M1 {
 #endif
 };
 
+struct Int6 {
+  static constexpr int64_t bytes = 48;
+  explicit Int6(const uint8_t*) {}
+#if WEFT_AVX512
+  Bf16::Step load(const uint8_t* w) const {
+    const __m512i low = load_as<__m512i>(kTables.sixes), high = load_as<__m512i>(kTables.sixes + 32);
+    const __m512i both = _mm512_cvtepu8_epi16(load_as<__m256i>(w)), upper = _mm512_set1_epi16(0x30);
+    const __m256i bits = _mm256_cvtepu8_epi16(load_as<__m128i>(w + 32));
+    const __m512i more = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_slli_epi16(bits, 4)), bits, 1);
+    const __m512i fours = _mm512_set1_epi16(15);
+    // (fours & both) | (upper & more), each
+    const __m512i first = _mm512_ternarylogic_epi32(_mm512_and_si512(fours, both), upper, more, 0xf8);
+    const __m512i second = _mm512_ternarylogic_epi32(_mm512_srli_epi16(both, 4), upper, _mm512_srli_epi16(more, 2), 0xf8);
+    return {{recast<Pairs>(_mm512_permutex2var_epi16(low, first, high)),
+             recast<Pairs>(_mm512_permutex2var_epi16(low, second, high))}};
+  }
+#elif WEFT_AVX2
+  // 16 codes, neighbours the two k of a column.
+  static Half part(__m128i code) {
+    const Half words = Half(_mm256_cvtepu8_epi16(code));
+    const auto bits = [](Half codes) {
+      const __m256i numbers = _mm256_sub_epi32(__m256i(codes), _mm256_set1_epi32(32));
+      return Half(_mm256_castps_si256(_mm256_cvtepi32_ps(numbers)));
+    };
+    return (bits(words & 0xffffu) >> 16) | bits(words >> 16);
+  }
+  Bf16::Step load(const uint8_t* w) const {
+    const __m128i a = four(w), b = four(w + 16), bits = four(w + 32), low = _mm_set1_epi8(15);
+    const __m128i two = _mm_set1_epi8(0x30);
+    const auto upper = [&](__m128i x) { return _mm_and_si128(_mm_srli_epi16(x, 4), low); };
+    const auto both = [&](__m128i x, __m128i y) { return part(_mm_or_si128(x, _mm_and_si128(y, two))); };
+    return {{{both(_mm_and_si128(a, low), _mm_slli_epi16(bits, 4)), both(_mm_and_si128(b, low), bits)},
+             {both(upper(a), _mm_slli_epi16(bits, 2)), both(upper(b), _mm_srli_epi16(bits, 2))}}};
+  }
+#else
+  Bf16::Step load(const uint8_t* w) const {
+    return by_words([&](int half, int word) {
+      return small_bf16(((w[word] >> (4 * half) & 15) | (w[32 + word % 16] >> (word / 16 * 4 + half * 2) & 3) << 4) - 32);
+    });
+  }
+#endif
+};
+
 template <bool zeros>
 struct Int8 {
   static constexpr int64_t bytes = 64;
@@ -159,7 +203,22 @@ struct Int8 {
   explicit Int8(const uint8_t* from) {
     for (int half = 0; half < 2; ++half) zero[half] = zeros ? to_floats(widen_codes(from + 16 * half)) : splat(128.0f);
   }
+#if WEFT_INT8_TABLE
+  static Bf16::Step look_up(const uint8_t* w) {
+    const __m512i* tables = reinterpret_cast<const __m512i*>(&kInt8Table);
+    const __m512i code = _mm512_loadu_si512(w), sign = _mm512_set1_epi8(char(0x80));
+    const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);
+    const __m512i signed_high = _mm512_ternarylogic_epi32(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+    const __mmask64 least = _mm512_cmpeq_epi8_mask(code, sign);                          // -128, whose low byte is 0
+    const __m512i high = _mm512_mask_mov_epi8(signed_high, least, _mm512_set1_epi8(char(0xc3)));
+    return {{recast<Pairs>(_mm512_unpacklo_epi8(low, high)), recast<Pairs>(_mm512_unpackhi_epi8(low, high))}};
+  }
+#endif
   Bf16::Step load(const uint8_t* w) const {
+#if WEFT_INT8_TABLE
+    if constexpr (!zeros) return look_up(w);
+#endif
     Bf16::Step step;
     for (int half = 0; half < 2; ++half)
       step.w[half] = pairs_of(to_floats(widen_codes(w + 32 * half)) - zero[half],
@@ -191,9 +250,14 @@ template <class F>
 auto by_numbers(const Coding& coding, F f) {
   switch (coding.numbers) {
     case Numbers::int4:
-      return coding.zeros ? f.template operator()<Int4<true>>() : f.template operator()<Int4<false>>();
+      if (coding.minimums()) return f.template operator()<Int4<Zeros::minimums>>();
+      if (coding.zeros == Zeros::points) return f.template operator()<Int4<Zeros::points>>();
+      return f.template operator()<Int4<Zeros::middle>>();
     case Numbers::int8:
-      return coding.zeros ? f.template operator()<Int8<true>>() : f.template operator()<Int8<false>>();
+      if (coding.zeros == Zeros::points) return f.template operator()<Int8<true>>();
+      return f.template operator()<Int8<false>>();
+    case Numbers::int6:
+      return f.template operator()<Int6>();
     case Numbers::e2m1:
       return f.template operator()<E2M1>();
     default:
@@ -203,17 +267,46 @@ auto by_numbers(const Coding& coding, F f) {
 
 // --- sums -----------------------------------------------------------------------------------------------------
 
-inline vf scales_of(const Coding& coding, const uint8_t* head, int half) {
+// A group's head, its upper level of scales, and which group it is.
+struct Head {
+  const uint8_t *at, *upper;
+  int64_t number;
+};
+
+// 16 float16, exactly.
+inline vf halves(const uint8_t* from) {
+#if WEFT_AVX512
+  return _mm512_cvtph_ps(load_as<__m256i>(from));
+#elif WEFT_AVX2 && defined(__F16C__)
+  return {_mm256_cvtph_ps(four(from)), _mm256_cvtph_ps(four(from + 16))};
+#else
+  float made[kLanes];
+  uint16_t read[kLanes];
+  std::memcpy(read, from, sizeof(read));
+  for (int i = 0; i < kLanes; ++i) made[i] = c10::detail::fp16_ieee_to_fp32_value(read[i]);
+  return load(made);
+#endif
+}
+
+inline vf scales_of(const Coding& coding, const Head& head, int half) {
   switch (coding.scales) {
     case Scales::floats:
-      return load_as<vf>(head + 64 * half);
+      return load_as<vf>(head.at + 64 * half);
+    case Scales::halves:
+      return halves(head.at + 32 * half);
+    case Scales::levels:
+      return int8_floats(head.at + 16 * half) * halves(head.upper + 32 * half);  // exact: 7 + 11 bits
     case Scales::e4m3:
-      return from_codes(head + 16 * half);
+      return from_codes(head.at + 16 * half);
     default: {
-      const Words power = widen_codes(head + 16 * half);
+      const Words power = widen_codes(head.at + 16 * half);
       return as<vf>(pick(power < 1u, power + 0x400000u, power << 23));  // 2^-127 has no exponent
     }
   }
+}
+
+inline vf minimums_of(const Head& head, int half) {
+  return int8_floats(head.at + 32 + 16 * half) * halves(head.upper + 64 + 32 * half);
 }
 
 // Some whole groups of a block, from k `begin` to `end` of `inputs`.
@@ -224,7 +317,16 @@ struct Range {
 
   template <class F>
   void each(F f) const {
-    for (int64_t k = begin; k < end; k += coding.group) f(k, std::min(coding.group, end - k), block + coding.offset(k));
+    if (begin >= end) return;
+    const int64_t upper = coding.upper(), group = coding.group, head = coding.head(), step = coding.step();
+    Head now{block + coding.head_at(begin), block + coding.upper_at(begin), begin / group};
+    for (int64_t k = begin;;) {
+      const int64_t count = std::min(group, end - k);
+      f(k, count, now);
+      if ((k += group) >= end) return;
+      now.at += head + group / 2 * step, ++now.number;
+      if (upper && k % Coding::kSpan == 0) now.upper = now.at, now.at += upper;
+    }
   }
 };
 
@@ -235,8 +337,8 @@ struct Direct {
   static constexpr int64_t bytes = C::bytes;
   C codes;
   const uint8_t* at;
-  Direct(const Range& range, const uint8_t*, const uint8_t* head, int64_t)
-      : codes(head + range.coding.scale_bytes()), at(head + range.coding.head()) {}
+  Direct(const Range& range, const uint8_t*, const Head& head, int64_t)
+      : codes(head.at + range.coding.scale_bytes()), at(head.at + range.coding.head()) {}
   Bf16::Step load(int64_t step) const { return codes.load(at + step * bytes); }
 };
 
@@ -244,7 +346,7 @@ struct Unpacked {
   using F = F32;
   static constexpr int64_t bytes = F::bytes;
   const uint8_t* at;
-  Unpacked(const Range& range, const uint8_t* made, const uint8_t*, int64_t k) : at(made + (k - range.begin) * bytes) {}
+  Unpacked(const Range& range, const uint8_t* made, const Head&, int64_t k) : at(made + (k - range.begin) * bytes) {}
   F::Step load(int64_t step) const { return F::load(at + step * bytes); }
 };
 
@@ -290,11 +392,11 @@ void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride
 
 // Adds a range's sums, each group's times its scales, to float32 [rows, 32].
 template <class Read, int rows>
-void add_groups(const Range& range, const uint8_t* made, const typename Read::F::X* x, int64_t x_stride, float* sums) {
-  range.each([&](int64_t k, int64_t count, const uint8_t* head) {
+void add_groups(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, float* sums) {
+  range.each([&](int64_t k, int64_t count, const Head& head) {
     const Read read(range, made, head, k);
     vf sum[rows][2];
-    group_sums<Read, rows>(read, x + (k - range.begin), x_stride, count, sum);
+    group_sums<Read, rows>(read, x.x + (k - range.begin), x.x_stride, count, sum);
     for (int half = 0; half < 2; ++half) {
       const vf scale = scales_of(range.coding, head, half);
 #pragma GCC unroll 16
@@ -302,12 +404,20 @@ void add_groups(const Range& range, const uint8_t* made, const typename Read::F:
         float* to = sums + row * kBlock + half * kLanes;
         store(to, fma(sum[row][half], scale, load(to)));
       }
+      if (!range.coding.minimums()) continue;
+      const vf minimum = minimums_of(head, half);
+      const float* of_x = x.sums + head.number;
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        float* to = sums + row * kBlock + half * kLanes;
+        store(to, fma(splat(-of_x[row * x.sums_stride]), minimum, load(to)));
+      }
     }
   });
 }
 
 template <class Read>
-using Adds = void (*)(const Range&, const uint8_t*, const typename Read::F::X*, int64_t, float*);
+using Adds = void (*)(const Range&, const uint8_t*, const Rows<typename Read::F::X>&, float*);
 
 template <class Read, int... rows>
 constexpr std::array<Adds<Read>, sizeof...(rows)> make_adds(std::integer_sequence<int, rows...>) {
@@ -319,11 +429,10 @@ constexpr auto adds = make_adds<Read>(std::make_integer_sequence<int, most>{});
 
 // All rows, in tiles of like size.
 template <class Read, int most>
-void add_rows(const Range& range, const uint8_t* made, const typename Read::F::X* x, int64_t x_stride, int64_t rows,
-              float* sums) {
+void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, int64_t rows, float* sums) {
   for (int64_t row = 0; row < rows;) {
     const int64_t left = rows - row, tile = divide_up(left, divide_up(left, most));
-    adds<Read, most>[tile - 1](range, made, x + row * x_stride, x_stride, sums + row * kBlock);
+    adds<Read, most>[tile - 1](range, made, x.from(row), sums + row * kBlock);
     row += tile;
   }
 }
@@ -332,15 +441,17 @@ void add_rows(const Range& range, const uint8_t* made, const typename Read::F::X
 
 // The numbers of a range without their scales: steps of bf16's format, or of float32's.
 template <class Form>
-void unpack(const Range& range, uint8_t* to) {
+void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
-    range.each([&](int64_t, int64_t count, const uint8_t* head) {
-      const C codes(head + range.coding.scale_bytes());
-      const uint8_t* from = head + range.coding.head();
-      for (int64_t step = 0; step < divide_up(count, 2); ++step, to += 2 / Form::depth * Form::bytes) {
+    range.each([&](int64_t k, int64_t count, const Head& head) {
+      const C codes(head.at + range.coding.scale_bytes());
+      const uint8_t* from = head.at + range.coding.head();
+      uint8_t* to = made + (k - range.begin) / Form::depth * Form::bytes;
+      const int64_t steps = divide_up(count, 2);
+      for (int64_t step = 0; step < steps; ++step, to += 2 / Form::depth * Form::bytes) {
         const Bf16::Step read = codes.load(from + step * C::bytes);
         if constexpr (std::is_same_v<Form, Bf16>) {
-          std::memcpy(to, &read, sizeof(read));
+          for (int half = 0; half < 2; ++half) std::memcpy(to + 64 * half, &read.w[half], 64);
         } else {
           float* floats = reinterpret_cast<float*>(to);
           for (int half = 0; half < 2; ++half) {
@@ -353,10 +464,11 @@ void unpack(const Range& range, uint8_t* to) {
   });
 }
 
+// Begins a line of the cache: registers of 64 bytes do not cross one.
 uint8_t* memory_of(int64_t bytes) {
   static thread_local std::vector<uint8_t> memory;
-  if (memory.size() < size_t(bytes)) memory.resize(size_t(bytes));
-  return memory.data();
+  if (memory.size() < size_t(bytes) + 64) memory.resize(size_t(bytes) + 64);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
 }
 
 // `run(range, what was unpacked of it)` of some groups after others.
@@ -371,11 +483,117 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
   }
 }
 
+#if WEFT_AVX512
+
+// A range in memory: steps of bf16's format, and for each group its scales (and minimums) of 32 columns.
+struct Whole {
+  const uint8_t* steps;
+  const float *scales, *minimums;
+};
+
+Whole unpack_whole(const Range& range) {
+  const int64_t groups = range.coding.groups(range.end - range.begin), steps = (range.end - range.begin) / 2 + groups;
+  uint8_t* made = memory_of(steps * Bf16::bytes + 2 * groups * kBlock * int64_t(sizeof(float)));
+  float* scales = reinterpret_cast<float*>(made + steps * Bf16::bytes);
+  float* minimums = scales + groups * kBlock;
+  unpack<Bf16>(range, made);
+  const int64_t first = range.begin / range.coding.group;
+  range.each([&](int64_t, int64_t, const Head& head) {
+    for (int half = 0; half < 2; ++half) {
+      const int64_t at = (head.number - first) * kBlock + half * kLanes;
+      store(scales + at, scales_of(range.coding, head, half));
+      if (range.coding.minimums()) store(minimums + at, minimums_of(head, half));
+    }
+  });
+  return {made, scales, minimums};
+}
+
+// `add_groups` by the same sequence of operations, with the totals in registers.
+template <int rows, int steps>
+void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
+  const int64_t group = range.coding.group;
+  vf total[rows][2];
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
+  const uint8_t* w = whole.steps;
+  const int64_t first = range.begin / group;  // of all groups
+  for (int64_t k = range.begin, at = 0; k < range.end; k += group, ++at) {
+    const int64_t count = std::min(group, range.end - k);
+    vf sum[rows][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
+    const bf16* from = x.x + k;
+    const int64_t whole_steps = steps ? steps : count / 2;
+#pragma GCC unroll 8
+    for (int64_t step = 0; step < whole_steps; ++step, w += Bf16::bytes, from += 2) {
+      const auto weights = Bf16::load(w);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const auto value = Bf16::x(from + row * x.x_stride);
+        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
+        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+      }
+    }
+    if (!steps && count % 2) {
+      const auto weights = Bf16::load(w);
+      w += Bf16::bytes;
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const auto value = Bf16::x_last(from + row * x.x_stride);
+        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
+        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const vf scale = load(whole.scales + at * kBlock + half * kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) total[row][half] = fma(sum[row][half], scale, total[row][half]);
+      if (!range.coding.minimums()) continue;
+      const vf minimum = load(whole.minimums + at * kBlock + half * kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row)
+        total[row][half] = fma(splat(-x.sums[row * x.sums_stride + first + at]), minimum, total[row][half]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row)
+    for (int half = 0; half < 2; ++half) store(sums + row * kBlock + half * kLanes, total[row][half]);
+}
+
+template <int steps, int... rows>
+constexpr auto make_wholes(std::integer_sequence<int, rows...>) {
+  return std::array{add_whole<rows + 1, steps>...};
+}
+
+void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums) {
+  constexpr std::make_integer_sequence<int, kTotalRows> tiles_of;
+  constexpr auto any = make_wholes<0>(tiles_of), eights = make_wholes<8>(tiles_of), sixteens = make_wholes<16>(tiles_of);
+  const auto& adds_whole = inputs % coding.group ? any : coding.group == 16 ? eights : coding.group == 32 ? sixteens : any;
+  const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
+  for (int64_t k = 0; k < inputs; k += most) {
+    const Range range{coding, w, inputs, k, std::min(inputs, k + most)};
+    const Whole whole = unpack_whole(range);
+    for (int64_t row = 0; row < rows;) {
+      const int64_t left = rows - row, tile = divide_up(left, divide_up(left, kTotalRows));
+      adds_whole[size_t(tile - 1)](range, whole, x.from(row), sums + row * kBlock);
+      row += tile;
+    }
+  }
+}
+
+#endif
+
 }  // namespace
 
-void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows,
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
+#if WEFT_AVX512
+  if (rows >= (coding.group < 32 || coding.minimums() ? kManyRowsOfMany : kManyRows))
+    return add_many(coding, w, inputs, x, rows, sums);
+#endif
 #if WEFT_AVX2
   if (rows > kDirectRows) {
     static thread_local std::vector<float> memory;
@@ -383,122 +601,87 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const bf
       const int64_t count = range.end - range.begin;
       if (memory.size() < size_t(rows * count)) memory.resize(size_t(rows * count));
       for (int64_t row = 0; row < rows; ++row)
-        for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x[row * x_stride + range.begin + k]);
-      add_rows<Unpacked, kRows>(range, made, memory.data(), count, rows, sums);
+        for (int64_t k = 0; k < count; ++k) memory[size_t(row * count + k)] = widen(x.x[row * x.x_stride + range.begin + k]);
+      add_rows<Unpacked, kRows>(range, made, {memory.data(), count, x.sums, x.sums_stride}, rows, sums);
     });
   }
 #endif
   by_numbers(coding, [&]<class C>() {
-    add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, x_stride, rows, sums);
+    add_rows<Direct<C>, kDirectRows>({coding, w, inputs, 0, inputs}, nullptr, x, rows, sums);
   });
 }
 
-void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const float* x, int64_t x_stride, int64_t rows,
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows,
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
   in_ranges(coding, w, inputs, [&](const Range& range, const uint8_t* made) {
-    add_rows<Unpacked, kRows>(range, made, x + range.begin, x_stride, rows, sums);
+    add_rows<Unpacked, kRows>(range, made, {x.x + range.begin, x.x_stride, x.sums, x.sums_stride}, rows, sums);
   });
-}
-
-const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs) {
-  uint8_t* made = memory_of(divide_up(inputs, 2) * Bf16::bytes);
-  const Range range{coding, w, inputs, 0, inputs};
-  unpack<Bf16>(range, made);
-  range.each([&](int64_t k, int64_t count, const uint8_t* head) {
-    for (int half = 0; half < 2; ++half) {
-      const vf scale = scales_of(coding, head, half);
-      for (int64_t step = 0; step < divide_up(count, 2); ++step) {
-        uint8_t* at = made + (k / 2 + step) * Bf16::bytes + 64 * half;
-        const Pairs read = load_as<Pairs>(at);
-        bf16 rounded[2][kLanes];
-        store(rounded[0], recast<vf>(read << 16) * scale);
-        store(rounded[1], recast<vf>(read & kHigh) * scale);
-        const Pairs scaled = pairs_of(load(rounded[0]), load(rounded[1]));
-        std::memcpy(at, &scaled, sizeof(scaled));
-      }
-    }
-  });
-  return made;
 }
 
 namespace {
 
-// --- packing --------------------------------------------------------------------------------------------------
-
-struct Published {
-  const uint8_t *values, *zeros, *scales;  // zeros: null where there are none
-  int64_t line, groups;                    // bytes a row of values, scales a row
-
-  int code(bool four, int64_t row, int64_t k) const {
-    if (!four) return values[row * line + k];
-    return values[row * line + k / 2] >> (k % 2 * 4) & 15;
-  }
-};
-
-// The code of 0.
-int nothing(const Coding& coding) {
-  return coding.numbers == Numbers::int4 ? 8 : coding.numbers == Numbers::int8 ? 128 : 0;
-}
-
-void pack_block(const Coding& coding, const Published& from, const Layout& layout, int64_t block, uint8_t* to) {
-  const int64_t inputs = layout.inputs, wide = coding.scales == Scales::floats ? 4 : 1;
-  for (int64_t group = 0; group < coding.groups(inputs); ++group) {
-    const int64_t begin = group * coding.group, end = std::min(inputs, begin + coding.group);
-    uint8_t* head = to + coding.offset(begin);
-    uint8_t* steps = head + coding.head();
-    std::memset(head, 0, size_t(coding.head() + divide_up(end - begin, 2) * coding.step()));
-    for (int column = 0; column < kBlock; ++column) {
-      const int64_t row = layout.row(block, column);
-      int zero = nothing(coding);
-      if (row >= 0) std::memcpy(head + column * wide, from.scales + (row * from.groups + group) * wide, size_t(wide));
-      if (row >= 0 && coding.zeros) zero = from.zeros[row * from.groups + group];
-      if (coding.zeros) head[coding.scale_bytes() + column] = uint8_t(zero);
-      for (int64_t k = begin; k < begin + divide_up(end - begin, 2) * 2; ++k) {
-        const int code = row >= 0 && k < end ? from.code(coding.four(), row, k) : zero, j = int((k - begin) % 2);
-        uint8_t* step = steps + (k - begin) / 2 * coding.step();
-        if (coding.four())
-          step[2 * (column % 16) + j] = uint8_t(step[2 * (column % 16) + j] | code << (column / 16 * 4));
-        else
-          step[eight_slot(coding.numbers, column, j)] = uint8_t(code);
-      }
+template <class X>
+void sum_groups(const Coding& coding, int64_t inputs, const X* x, int64_t x_stride, int64_t rows, float* sums) {
+  for (int64_t row = 0; row < rows; ++row, x += x_stride)
+    for (int64_t k = 0; k < inputs; k += coding.group) {
+      const int64_t end = std::min(inputs, k + coding.group);
+      vf sum = splat(0.0f);
+      for (int64_t at = k; at < end; at += kLanes) sum = sum + load_n(x + at, int(std::min<int64_t>(kLanes, end - at)));
+      *sums++ = reduce_add(sum);
     }
-  }
 }
 
-// values: bytes [rows, inputs], or [rows, inputs / 2 rounded up] of 4 bits, the first of a pair in the low half; scales
-// [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
-Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
-                  bool gated, std::vector<int64_t> given) {
-  const Coding coding = Coding::of(given);
-  TORCH_CHECK(bool(coding) && coding.zeros == zeros.has_value(), "pack_coded: zero points as the coding says");
-  TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
-  const int64_t rows = values.size(0), groups = coding.groups(inputs);
-  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
-  TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
-  const auto fits = [&](const Tensor& part, at::ScalarType type) {
-    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
-           part.size(1) == groups;
-  };
-  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte), "pack_coded: scales");
-  TORCH_CHECK(!zeros || fits(*zeros, at::kByte), "pack_coded: zeros");
-  const Layout layout{inputs, rows, gated};
-  const int64_t block_bytes = coding.offset(inputs);
-  Tensor packed = at::empty({layout.blocks(), block_bytes}, values.options());
-  const Published from{values.const_data_ptr<uint8_t>(), zeros ? zeros->const_data_ptr<uint8_t>() : nullptr,
-                       static_cast<const uint8_t*>(scales.const_data_ptr()), values.size(1), groups};
-  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
-  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) pack_block(coding, from, layout, block, to + block * block_bytes);
+// A range's numbers in float32, scaled: [k, 32].
+void scale_up(const Range& range, float* made) {
+  unpack<F32>(range, reinterpret_cast<uint8_t*>(made));
+  range.each([&](int64_t k, int64_t count, const Head& head) {
+    for (int half = 0; half < 2; ++half) {
+      const vf scale = scales_of(range.coding, head, half);
+      const vf minimum = range.coding.minimums() ? minimums_of(head, half) : splat(0.0f);
+      float* at = made + (k - range.begin) * kBlock + half * kLanes;
+      for (int64_t i = 0; i < count; ++i, at += kBlock) store(at, load(at) * scale - minimum);
+    }
   });
-  return packed;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
-  m.impl("pack_coded", c10::DispatchKey::CPU, TORCH_FN(pack_coded));
+void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums) {
+  sum_groups(coding, inputs, x, x_stride, rows, sums);
+}
+
+void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_stride, int64_t rows, float* sums) {
+  sum_groups(coding, inputs, x, x_stride, rows, sums);
+}
+
+const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs) {
+  static thread_local std::vector<float> floats;
+  uint8_t* made = memory_of(divide_up(inputs, 2) * Bf16::bytes);
+  floats.assign(size_t((coding.group + 2) * kBlock), 0.0f);
+  for (int64_t k = 0; k < inputs; k += coding.group) {
+    const int64_t end = std::min(inputs, k + coding.group);
+    scale_up({coding, w, inputs, k, end}, floats.data());
+    for (int64_t at = k; at < end; at += 2)
+      for (int half = 0; half < 2; ++half) {
+        const float* from = floats.data() + (at - k) * kBlock + half * kLanes;
+        bf16 rounded[2][kLanes];
+        store(rounded[0], load(from)), store(rounded[1], load(from + kBlock));
+        const Pairs pairs = pairs_of(load(rounded[0]), load(rounded[1]));
+        std::memcpy(made + at / 2 * Bf16::bytes + 64 * half, &pairs, sizeof(pairs));
+      }
+  }
+  return made;
+}
+
+void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to) {
+  static thread_local std::vector<float> floats;
+  floats.resize(size_t((coding.group + 2) * kBlock));
+  for (int64_t k = 0; k < inputs; k += coding.group) {
+    const int64_t end = std::min(inputs, k + coding.group);
+    scale_up({coding, w, inputs, k, end}, floats.data());
+    for (int64_t at = k; at < end; ++at) to[at] = floats[size_t((at - k) * kBlock + column)];
+  }
 }
 
 }  // namespace weft

@@ -1,13 +1,20 @@
 // Weights of few bits, kept so: what a block of 32 packed columns is made of, and its sums (coded.cpp).
 //
-//   w[n, k] = (number(code) - zero of its group) * scale of its group * factor of its row
+//   w[n, k] = ((number(code) - zero of its group) * scale of its group - minimum of its group) * factor of its row
 //
 //   block      groups of K, one after another; the last may have fewer k
-//   group      scales of 32 columns (float32, or bytes: E4M3, E8M0), zero points of 32 columns (bytes), steps
-//   step       2 k of 32 columns: 32 bytes of 4-bit codes, 64 bytes of 8-bit codes
+//   group      scales of 32 columns (float32, float16, or bytes: E4M3, E8M0), zero points of 32 columns (bytes), steps
+//   step       2 k of 32 columns: 32 bytes of 4-bit codes, 48 bytes of 6-bit codes, 64 bytes of 8-bit codes
 //
 //   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
+//   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of what is in the low
+//              and the high half of byte i, and likewise of byte 16 + i
 //   8 bits     `eight_slot`
+//
+// Of scales in two levels (GGML's K-quants) groups have signed bytes, with minimums two of them, and in front of 256 k
+// there is a float16 for each column that multiplies its scales, and one that multiplies its minimums. With minimums
+// integers are as stored, without a zero point, and what is subtracted is the minimum times the sum of a group's x,
+// which callers make once for all blocks (`input_sums`).
 //
 // INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16); groups are
 // added up in order, each times its scale. Neither depends on how many rows there are: where codes are unpacked in
@@ -20,37 +27,68 @@
 
 namespace weft {
 
-enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4 };
-enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2 };
+enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5 };
+enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
+enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
 struct Coding {
   Numbers numbers = Numbers::none;  // none: the weights are plain
   Scales scales = Scales::floats;
-  bool zeros = false;  // else a zero point is 8 (int4) or 128 (int8)
-  int64_t group = 0;   // k a group; even
+  Zeros zeros = Zeros::middle;
+  int64_t group = 0;  // k a group; even
+
+  static constexpr int64_t kSpan = 256;  // k that have the upper of two levels in common
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
-  int64_t scale_bytes() const { return scales == Scales::floats ? 128 : 32; }
-  int64_t head() const { return scale_bytes() + (zeros ? 32 : 0); }
-  int64_t step() const { return four() ? 32 : 64; }
+  bool minimums() const { return zeros == Zeros::minimums; }
+  int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
+  int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
+  int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes, for kSpan k
+  int64_t step() const { return four() ? 32 : numbers == Numbers::int6 ? 48 : 64; }
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from a block's beginning to that of `k`, which begins a group or is the end.
-  int64_t offset(int64_t k) const { return groups(k) * head() + (k + 1) / 2 * step(); }
+  int64_t offset(int64_t k) const {
+    return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
+  }
+  // To the head of the group at `k`: behind the upper level that may begin there.
+  int64_t head_at(int64_t k) const { return offset(k) + (k % kSpan == 0 ? upper() : 0); }
+  // To the upper level of `k`.
+  int64_t upper_at(int64_t k) const { return offset(k / kSpan * kSpan); }
 
   static Coding of(const std::vector<int64_t>& given) {
     if (given.empty()) return {};
-    TORCH_CHECK(given.size() == 4 && given[0] >= 1 && given[0] <= 4 && given[1] >= 0 && given[1] <= 2 &&
-                    given[3] >= 2 && given[3] % 2 == 0, "a coding is numbers, scales, zeros, group");
-    return {Numbers(given[0]), Scales(given[1]), given[2] != 0, given[3]};
+    TORCH_CHECK(given.size() == 4 && given[0] >= 1 && given[0] <= 5 && given[1] >= 0 && given[1] <= 4 &&
+                    given[2] >= 0 && given[2] <= 2 && given[3] >= 2 && given[3] % 2 == 0,
+                "a coding is numbers, scales, zeros, group");
+    const Coding made{Numbers(given[0]), Scales(given[1]), Zeros(given[2]), given[3]};
+    TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
+    TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4, "a coding with minimums is of 4 bits");
+    return made;
   }
 };
 
+// Rows that are multiplied; `sums`: of each group of x, where there are minimums (`input_sums`).
+template <class X>
+struct Rows {
+  const X* x;
+  int64_t x_stride;
+  const float* sums;  // [rows, sums_stride]
+  int64_t sums_stride;
+
+  Rows from(int64_t row) const { return {x + row * x_stride, x_stride, sums + row * sums_stride, sums_stride}; }
+};
+
 // sums[row, column] of `rows` rows against the block at `w`, float32 [rows, 32]; without bias and the rows' factors.
-void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows,
-                float* sums);
-void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const float* x, int64_t x_stride, int64_t rows,
-                float* sums);
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums);
+void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows, float* sums);
+
+// The sum of each group of x, float32 [rows, groups]: each in one order.
+void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums);
+void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_stride, int64_t rows, float* sums);
+
+// Column `column` of the block at `w`: its `inputs` numbers, without the row's factor.
+void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to);
 
 // The block at `w` in bf16, scaled and rounded, as `pack` lays it out; for brgemm. Until this thread's next call.
 const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs);

@@ -26,9 +26,10 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
   Finish finish;
   for (int64_t row = row_begin; row < row_end; row += chunk) {
+    const auto summed = with_sums(product, row, std::min(row + chunk, row_end));
     for (int64_t block = block_begin; block < block_end; ++block) {
       prepare(product, block, finish);
-      run_block<F>(product, product.weights + block * bytes, finish, row, std::min(row + chunk, row_end),
+      run_block<F>(summed, product.weights + block * bytes, finish, row, std::min(row + chunk, row_end),
                    block * layout.width());
     }
   }
@@ -83,21 +84,30 @@ void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const s
   scales && !coding ? run<Narrow>(product) : run<Plain>(product);
 }
 
-// Rows and scales (or factors) of the right sizes; what the products of both entries have in common.
-Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
-  const int64_t rows = layout.rows;
+void check_rows(const Tensor& x, int64_t rows, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales) {
   TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->numel() == rows && bias->is_contiguous()),
               "the bias must be [", rows, "] in x's dtype");
   TORCH_CHECK(!scales || (scales->scalar_type() == at::kFloat && scales->numel() == rows && scales->is_contiguous()),
               "the scales must be float32 [", rows, "]");
+}
+
+Tensor rowwise(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
+
+void run_any(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+             const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out) {
+  if (x.scalar_type() == at::kBFloat16)
+    run_as<Int8Bf16, Bf16, bf16>(layout, x, packed, bias, scales, activation, coding, out);
+  else
+    run_as<Int8F32, F32, float>(layout, x, packed, bias, scales, activation, coding, out);
+}
+
+// Rows and scales (or factors) of the right sizes; what the products of both entries have in common.
+Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
+  check_rows(x, layout.rows, bias, scales);
   Tensor out = at::empty({x.size(0), layout.outputs()}, x.options());
   if (out.numel() == 0) return out;
-  const Tensor rowwise = layout.inputs <= 1 || x.stride(1) == 1 ? x : x.contiguous();
-  if (x.scalar_type() == at::kBFloat16)
-    run_as<Int8Bf16, Bf16, bf16>(layout, rowwise, packed, bias, scales, Activation(activation), coding, out);
-  else
-    run_as<Int8F32, F32, float>(layout, rowwise, packed, bias, scales, Activation(activation), coding, out);
+  run_any(layout, rowwise(x), packed, bias, scales, Activation(activation), coding, out);
   return out;
 }
 
@@ -120,16 +130,49 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
   return multiply(x, packed, layout, bias, scales, activation, {});
 }
 
-// The same of weights of few bits (coded.h), packed by `pack_coded`; factors: float32 [rows] or none.
+void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
+  TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs),
+              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+}
+
+// The same of weights of few bits (coded.h), packed by `pack_coded` or `pack_ggml`; factors: float32 [rows] or none.
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
                     const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given) {
   check_x(x);
   const Layout layout{x.size(1), rows, activation != 0};
   const Coding coding = Coding::of(given);
-  TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs),
-              "x has ", layout.inputs, " inputs, and the packed weight is for others");
+  check_coded(packed, layout, coding);
   return multiply(x, packed, layout, bias, factors, activation, coding);
+}
+
+// The same of rows in several codings, one after another: for each of `packed` its rows, and four numbers of `codings`.
+Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& factors, std::vector<int64_t> codings) {
+  check_x(x);
+  TORCH_CHECK(rows.size() == packed.size() && codings.size() == 4 * packed.size(), "rows and codings for each part");
+  int64_t all = 0;
+  for (const int64_t count : rows) {
+    TORCH_CHECK(count >= 0, "rows");
+    all += count;
+  }
+  check_rows(x, all, bias, factors);
+  Tensor out = at::empty({x.size(0), all}, x.options());
+  const Tensor from = rowwise(x);
+  const auto part = [](const std::optional<Tensor>& of, int64_t begin, int64_t count) {
+    return of ? std::optional<Tensor>(of->narrow(0, begin, count)) : std::nullopt;
+  };
+  int64_t begin = 0;
+  for (size_t i = 0; i < packed.size(); begin += rows[i], ++i) {
+    const Layout layout{x.size(1), rows[i], false};
+    const Coding coding = Coding::of({codings.begin() + int64_t(4 * i), codings.begin() + int64_t(4 * i + 4)});
+    check_coded(packed[i], layout, coding);
+    Tensor to = out.narrow(1, begin, rows[i]);
+    if (to.numel() == 0) continue;
+    run_any(layout, from, packed[i], part(bias, begin, rows[i]), part(factors, begin, rows[i]), Activation::none, coding,
+            to);
+  }
+  return out;
 }
 
 template <class X>
@@ -246,12 +289,14 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
   m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
   m.def("linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
         " -> Tensor");
+  m.def("linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, int[] codings) -> Tensor");
   m.def("pack(Tensor weight, bool gated) -> Tensor");
   m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
   m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
   m.def("set_brgemm(bool value) -> bool", &set_brgemm);
   m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
   m.impl("linear_coded", c10::DispatchKey::CPU, TORCH_FN(linear_coded));
+  m.impl("linear_parts", c10::DispatchKey::CPU, TORCH_FN(linear_parts));
   m.impl("pack", c10::DispatchKey::CPU, TORCH_FN(pack));
   m.impl("pack_int8", c10::DispatchKey::CPU, TORCH_FN(pack_int8));
   m.impl("embedding", c10::DispatchKey::CPU, TORCH_FN(embedding));

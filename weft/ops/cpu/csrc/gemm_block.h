@@ -67,6 +67,7 @@ struct Product {
   int64_t out_stride;
   float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
   Coding coding = {};                // of weights of few bits; `scales` are then the rows' factors
+  const float* x_sums = nullptr;     // [rows, groups] where the coding has minimums: `with_sums`
 };
 
 // Bytes of a block of weights in F's format, or coded.
@@ -190,6 +191,19 @@ inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
   return memory.data();
 }
 
+// `product` with what minimums need of rows [begin, end), where it is not there; until this thread's next call.
+template <class X, class Out>
+Product<X, Out> with_sums(Product<X, Out> product, int64_t begin, int64_t end) {
+  if (!product.coding.minimums()) return product;
+  static thread_local std::vector<float> memory;
+  const int64_t groups = product.coding.groups(product.layout.inputs), stride = product.x_stride;
+  if (memory.size() < size_t(end * groups)) memory.resize(size_t(end * groups));
+  input_sums(product.coding, product.layout.inputs, product.x + begin * stride, stride, end - begin,
+             memory.data() + begin * groups);
+  product.x_sums = memory.data();
+  return product;
+}
+
 template <class X, class Out>
 void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column) {
@@ -202,7 +216,9 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
   for (int64_t row = begin; row < end; row += kCodedRows) {
     const int64_t rows = std::min(kCodedRows, end - row);
     float* sums = memory.data();
-    coded_sums(product.coding, w, inputs, product.x + row * product.x_stride, product.x_stride, rows, sums);
+    const int64_t groups = product.x_sums ? product.coding.groups(inputs) : 0;
+    const Rows<X> x{product.x, product.x_stride, product.x_sums, groups};
+    coded_sums(product.coding, w, inputs, x.from(row), rows, sums);
     for (int64_t r = 0; r < rows; ++r, sums += kBlock)
       finish_row(load(sums), load(sums + kLanes), finish, product.out + (row + r) * product.out_stride + column);
   }

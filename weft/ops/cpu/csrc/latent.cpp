@@ -73,6 +73,23 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   });
 }
 
+// x [T, heads, inputs], strided but for its last dim -> [T, heads, outputs], each head through its own matrix.
+Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs) {
+  TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
+  const int64_t tokens = x.size(0), heads = x.size(1), inputs = x.size(2);
+  Tensor made = at::empty({tokens, heads, outputs}, x.options());
+  by_dtype(x, "latent_multiply", [&]<class T>(T) {
+    const auto matrices = HeadMatrices<T>::of(packed, heads, inputs, outputs);
+    const T* from = x.const_data_ptr<T>();
+    T* to = made.mutable_data_ptr<T>();
+    over_heads(heads, tokens, inputs * outputs, [&](int64_t head, int64_t first, int64_t count) {
+      matrices.multiply(head, from + first * x.stride(0) + head * x.stride(1), x.stride(0), count,
+                        to + (first * heads + head) * outputs, heads * outputs);
+    });
+  });
+  return made;
+}
+
 // --- rotation -------------------------------------------------------------------------------------------------
 
 inline void take_pairs(const bf16* from, int n, vf& first, vf& second) {
@@ -538,6 +555,8 @@ TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
       "latent_expanded(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
       "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
       "int engine=0, int budget=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
+  m.def("latent_multiply(Tensor x, Tensor packed, int outputs) -> Tensor");
+  m.impl("latent_multiply", c10::DispatchKey::CPU, TORCH_FN(latent_multiply));
   m.impl("latent_rope_cache", c10::DispatchKey::CPU, TORCH_FN(latent_rope_cache));
   m.impl("latent_absorbed", c10::DispatchKey::CPU, TORCH_FN(latent_absorbed));
   m.impl("latent_expanded", c10::DispatchKey::CPU, TORCH_FN(latent_expanded));

@@ -387,10 +387,11 @@ class Pass {
                                       moe_.alpha,
                                       matrix.coding};
     const int64_t bytes = block_bytes<Format>(matrix.coding, matrix.layout.inputs);
+    const auto summed = with_sums(product, 0, rows);
     Finish finish;
     for (int64_t block = item.block_begin; block < item.block_end; ++block) {
       prepare(product, block, finish);
-      run_block<Format>(product, weights + block * bytes, finish, 0, rows, block * matrix.layout.width());
+      run_block<Format>(summed, weights + block * bytes, finish, 0, rows, block * matrix.layout.width());
     }
   }
 

@@ -1,0 +1,111 @@
+"""The libraries that a wheel brings: which CPU takes which, and what is compiled all the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.ops.stub_compiler import count
+from weft.launch.build_ops import build_ops
+from weft.ops.cpu import build, prebuilt
+
+NAMES = [level.name for level in prebuilt.LEVELS]
+
+
+@pytest.fixture
+def wheel(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of an installed wheel's libraries, which the stub compiled."""
+    folder = tmp_path / "prebuilt"
+    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    build.build_for_wheel(folder)
+    calls.unlink()
+    return folder
+
+
+def cpu_of(monkeypatch: pytest.MonkeyPatch, name: str, without: str = "") -> None:
+    """From here on the CPU is one of the level ``name``, without one of its features."""
+    needs = next(level.needs for level in prebuilt.LEVELS if level.name == name) - {without}
+    monkeypatch.setattr(prebuilt, "cpu_features", lambda: needs | {"another"})
+
+
+def test_levels_go_from_the_best_to_the_oldest() -> None:
+    for better, older in zip(prebuilt.LEVELS, prebuilt.LEVELS[1:], strict=False):
+        assert older.needs < better.needs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cpu_takes_the_best_library_that_it_can_run(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    cpu_of(monkeypatch, name)
+    assert build.find() == wheel / name / build.LIBRARY
+
+
+def test_a_cpu_that_lacks_one_feature_takes_the_next(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_of(monkeypatch, "avx512", without="avx512dq")
+    assert build.find() == wheel / "avx2" / build.LIBRARY
+    cpu_of(monkeypatch, "avx2", without="fma")
+    assert build.find() is None
+
+
+def test_each_level_is_compiled_with_its_own_flags(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    tag = build.build_for_wheel(tmp_path / "out")
+    compiled = [line.split() for line in calls.read_text().splitlines() if " -c " in line]
+    assert len(compiled) == len(prebuilt.LEVELS) * 2
+    for level in prebuilt.LEVELS:
+        assert sum(set(level.flags) <= set(words) for words in compiled) >= 2, level
+    assert not any("-march=native" in words for words in compiled)
+    assert tag == "manylinux_2_17_x86_64"  # what the stub makes needs no glibc
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["torch"] == prebuilt.torch_version()
+
+
+def test_nothing_is_compiled_beside_a_wheel_unless_told(
+    wheel: Path, calls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_of(monkeypatch, "avx512_bf16")
+    said = CliRunner().invoke(build_ops, [])
+    assert (
+        said.output == "the installed wheel has them for this CPU (avx512_bf16); --force compiles them here\n"
+    )
+    assert count(calls) == 0
+    own = build.build(force=True)
+    assert own.is_relative_to(build.cache_folder())
+    assert build.find() == own  # what is made for the machine goes first
+
+
+def test_another_torch_or_other_sources_compile(
+    wheel: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_of(monkeypatch, "amx")
+    monkeypatch.setattr(prebuilt, "torch_version", lambda: "9.9.0")
+    assert build.find() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(prebuilt, "FOLDER", wheel)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    (sources / "two.cpp").write_text("int changed;\n")
+    assert prebuilt.find(build.sources_digest()) is None
+
+
+def test_builds_of_one_torch_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuilt.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert prebuilt.torch_version() == "2.13.0"
+
+
+def test_a_wheel_is_for_the_oldest_glibc_that_loads_it(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"\0GLIBC_2.2.5\0GLIBC_2.33\0GLIBCXX_3.4.30\0")
+    (tmp_path / "two").write_bytes(b"\0GLIBC_2.14\0")
+    assert prebuilt.platform_tag([tmp_path / "one", tmp_path / "two"]) == "manylinux_2_33_x86_64"
+
+
+def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    with pytest.raises(build.BuildError, match="for x86-64, and this is aarch64"):
+        build.build_for_wheel(tmp_path / "out")
+    assert count(calls) == 0

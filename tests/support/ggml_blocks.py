@@ -1,0 +1,84 @@
+"""GGML's blocks: drawn, of types that the ``gguf`` package reads and does not make."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import torch
+
+from weft.ops import ggml
+
+Tensor = torch.Tensor
+
+#: Where a block's float16 are, and about how large a number is that they multiply.
+_SCALES = {
+    "Q8_0": ((0,), 74.0),
+    "Q4_0": ((0,), 4.6),
+    "Q4_K": ((0, 2), 300.0),
+    "Q5_K": ((0, 2), 600.0),
+    "Q6_K": ((208,), 1370.0),
+}
+
+
+def drawn(kind: str, rows: int, inputs: int, seed: int = 0, size: float = 0.0) -> np.ndarray:
+    """uint8 [rows, bytes of a row]; numbers are of order ``size``, by default so that sums are 1."""
+    random = np.random.default_rng(seed)
+    numbers, block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    places, largest = _SCALES[kind]
+    raw = random.integers(0, 256, (rows, inputs // numbers, block), np.uint8)
+    for at in places:
+        scales = (0.5 + random.random((rows, inputs // numbers, 1))) * (size or inputs**-0.5) / largest
+        raw[..., at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def meaning(kind: str, raw: np.ndarray) -> Tensor:
+    """float32, by the package."""
+    return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+
+
+def fitted(kind: str, values: np.ndarray) -> np.ndarray:
+    """float32 [.., n] in Q4_K or Q6_K, plainly: one scale (and minimum) for 32 or 16 numbers, all of a
+    block's in multiples of one float16. Far from the best that the type can do.
+    """
+    lines = values.astype(np.float32).reshape(-1, values.shape[-1])
+    blocks = lines.reshape(len(lines), -1, 256)
+    made = np.zeros((*blocks.shape[:2], ggml.BLOCKS[kind].bytes), np.uint8)
+    pack = _fit_q4_k if kind == "Q4_K" else _fit_q6_k
+    for block, to in zip(blocks.reshape(-1, 256), made.reshape(-1, made.shape[-1]), strict=True):
+        to[:] = pack(block)
+    return made.reshape(*values.shape[:-1], -1)
+
+
+def _fit_q4_k(block: np.ndarray) -> np.ndarray:
+    groups = block.reshape(8, 32)
+    low = np.minimum(groups.min(1), 0)
+    steps = np.maximum((np.maximum(groups.max(1), 0) - low) / 15, 1e-12)
+    d = np.float16(max(steps.max() / 63, 1e-7))
+    m = np.float16(max(-low.min() / 63, 1e-7))
+    scale = np.clip(np.ceil(steps / np.float32(d)), 1, 63).astype(np.uint8)
+    minimum = np.clip(np.round(-low / np.float32(m)), 0, 63).astype(np.uint8)
+    exact = (groups + (np.float32(m) * minimum)[:, None]) / (np.float32(d) * scale)[:, None]
+    codes = np.clip(np.round(exact), 0, 15).astype(np.uint8).reshape(4, 2, 32)
+    packed = np.empty(12, np.uint8)
+    packed[:4] = scale[:4] | scale[4:] >> 4 << 6
+    packed[4:8] = minimum[:4] | minimum[4:] >> 4 << 6
+    packed[8:] = (scale[4:] & 15) | (minimum[4:] & 15) << 4
+    halves = np.array([d, m]).view(np.uint8)
+    return np.concatenate((halves, packed, (codes[:, 0] | codes[:, 1] << 4).reshape(-1)))
+
+
+def _fit_q6_k(block: np.ndarray) -> np.ndarray:
+    groups = block.reshape(16, 16)
+    steps = np.maximum(np.abs(groups).max(1) / 31, 1e-12)
+    d = np.float16(max(steps.max() / 127, 1e-7))
+    scale = np.clip(np.ceil(steps / np.float32(d)), 1, 127).astype(np.int8)
+    exact = groups / (np.float32(d) * scale)[:, None]
+    codes = (np.clip(np.round(exact), -32, 31) + 32).astype(np.uint8).reshape(2, 4, 32)
+    low = codes & 15
+    low = np.concatenate((low[:, 0] | low[:, 2] << 4, low[:, 1] | low[:, 3] << 4), axis=1)
+    high = codes >> 4
+    high = high[:, 0] | high[:, 1] << 2 | high[:, 2] << 4 | high[:, 3] << 6
+    return np.concatenate(
+        (low.reshape(-1), high.reshape(-1), scale.view(np.uint8), np.array([d]).view(np.uint8))
+    )

@@ -1,0 +1,129 @@
+"""Sparse attention of the CPU extension (csrc/sparse.cpp), in bf16 and float32.
+
+One call a segment for the choice of groups and one for core attention; nothing is planned. A token's bits
+depend on its own query and on the entries that it sees, in their order: neither on other tokens nor on
+threads.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
+from weft.attention.sparse import Reads, SparseBackend
+from weft.common.errors import ConfigError
+from weft.config.spec import CacheSpec, ModelSpec
+from weft.ops import cpu
+from weft.ops.cpu.served import DTYPES
+
+Tensor = torch.Tensor
+
+MAX_DIM = 1024
+"""Elements of a query, and of an indexer's key."""
+
+
+class CpuSparse(SparseBackend):
+    """Serves bf16 and float32, any window and block size, and sizes that are multiples of 16.
+
+    Stateless; any number of threads may share it. bf16: products are exact, sums and exponentials float32,
+    weights are rounded to bf16 before they meet the values, and outputs once.
+    """
+
+    invariant = True
+    capturable = True
+
+    def check(
+        self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
+        if dtype not in DTYPES:
+            raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
+        refuse_fp8("cpu", cache)
+        for what, size in _sizes(spec):
+            if size % 16 or not 0 < size <= MAX_DIM:
+                raise ConfigError(
+                    f"attention backend 'cpu' has no sparse attention with {what} of {size}: it needs a "
+                    f"multiple of 16 up to {MAX_DIM}",
+                    param="--attention-backend",
+                )
+        if not cpu.load():
+            raise ConfigError(
+                "attention backend 'cpu' needs the C++ operations: run `weft build-ops`",
+                param="--attention-backend",
+            )
+
+    def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> None:
+        return None
+
+    def select(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        caches: LayerCache,
+        segment: SegmentInput,
+        reads: Reads,
+        plan: object,
+    ) -> Tensor:
+        assert reads.groups is not None
+        made: Tensor = torch.ops.weft_cpu.sparse_select.default(
+            q,
+            weights.contiguous(),
+            caches[reads.groups][0],
+            segment.q_offsets,
+            segment.starts,
+            segment.tables[reads.groups],
+            reads.ratio,
+            reads.top,
+        )
+        return made
+
+    def attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        caches: LayerCache,
+        segment: SegmentInput,
+        reads: Reads,
+        plan: object,
+        selected: Tensor | None,
+        sinks: Tensor | None,
+        scale: float,
+    ) -> None:
+        entries = groups = entry_table = group_table = None
+        if reads.entries is not None:
+            entries = caches[reads.entries][0]
+            entry_table = segment.tables[reads.entries]
+        if reads.groups is not None:
+            groups = caches[reads.groups][0]
+            group_table = segment.tables[reads.groups]
+        torch.ops.weft_cpu.sparse_attend.default(
+            q,
+            out,
+            segment.q_offsets,
+            segment.starts,
+            entries,
+            entry_table,
+            reads.window,
+            groups,
+            group_table,
+            reads.ratio,
+            selected,
+            sinks,
+            scale,
+        )
+
+
+def _sizes(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What is read of entries and queries, by name."""
+    if spec.mla is not None and spec.index is not None:
+        mla = spec.mla
+        return [
+            ("kv_lora + rope", mla.kv_lora + mla.rope),
+            ("kv_lora", mla.kv_lora),
+            ("index_head_dim", spec.index.dim),
+        ]
+    sizes = [("head_dim", spec.head_dim)]
+    if spec.sparse is not None and "chosen" in spec.sparse.types:
+        sizes.append(("index_head_dim", spec.sparse.index_dim))
+    return sizes

@@ -1,0 +1,269 @@
+// Packing weights of few bits (coded.h): from codes and scales apart, and from GGML's blocks; rows of what was packed.
+#include "gemm_block.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace weft {
+namespace {
+
+// Integers of 8 bits without zero points are looked up in a table of bytes, where there is one, as E4M3 is.
+bool looked_up(const Coding& coding) {
+  return coding.numbers == Numbers::e4m3 || (WEFT_INT8_TABLE && coding.zeros == Zeros::middle);
+}
+
+// Where a step keeps the 8 bits of (column, k of the pair).
+inline int eight_slot(const Coding& coding, int column, int k) {
+  return looked_up(coding) ? int8_slot(column, k) : column / 16 * 32 + k * 16 + column % 16;
+}
+
+// The byte that is stored for an integer of 8 bits that is looked up: sign and magnitude, and -0 for -128.
+inline uint8_t eight_byte(const Coding& coding, int code) {
+  if (coding.numbers == Numbers::e4m3 || !looked_up(coding)) return uint8_t(code);
+  return code == 0 ? 0x80 : int8_code(code - 128);
+}
+
+struct Published {
+  const uint8_t *values, *zeros, *scales;  // zeros: null where there are none
+  int64_t line, groups;                    // bytes a row of values, scales a row
+
+  int code(bool four, int64_t row, int64_t k) const {
+    if (!four) return values[row * line + k];
+    return values[row * line + k / 2] >> (k % 2 * 4) & 15;
+  }
+};
+
+// The code of 0.
+int nothing(const Coding& coding) {
+  return coding.numbers == Numbers::int4 ? 8 : coding.numbers == Numbers::int8 ? 128 : 0;
+}
+
+// Puts a code where the steps of its group, which were zeroed, keep that of (k, column).
+inline void put(const Coding& coding, uint8_t* steps, int column, int64_t k, int code) {
+  uint8_t* step = steps + k / 2 * coding.step();
+  const int word = 2 * (column % 16) + int(k % 2), half = column / 16;
+  if (coding.numbers != Numbers::int6 && !coding.four()) {
+    step[eight_slot(coding, column, int(k % 2))] = eight_byte(coding, code);
+    return;
+  }
+  step[word] = uint8_t(step[word] | (code & 15) << (4 * half));
+  if (coding.numbers == Numbers::int6)
+    step[32 + word % 16] = uint8_t(step[32 + word % 16] | code >> 4 << (word / 16 * 4 + half * 2));
+}
+
+void pack_block(const Coding& coding, const Published& from, const Layout& layout, int64_t block, uint8_t* to) {
+  const int64_t inputs = layout.inputs, wide = coding.scales == Scales::floats ? 4 : 1;
+  for (int64_t group = 0; group < coding.groups(inputs); ++group) {
+    const int64_t begin = group * coding.group, end = std::min(inputs, begin + coding.group);
+    uint8_t* head = to + coding.offset(begin);
+    uint8_t* steps = head + coding.head();
+    std::memset(head, 0, size_t(coding.head() + divide_up(end - begin, 2) * coding.step()));
+    for (int column = 0; column < kBlock; ++column) {
+      const int64_t row = layout.row(block, column);
+      int zero = nothing(coding);
+      if (row >= 0) std::memcpy(head + column * wide, from.scales + (row * from.groups + group) * wide, size_t(wide));
+      const bool points = coding.zeros == Zeros::points;
+      if (row >= 0 && points) zero = from.zeros[row * from.groups + group];
+      if (points) head[coding.scale_bytes() + column] = uint8_t(zero);
+      for (int64_t k = begin; k < begin + divide_up(end - begin, 2) * 2; ++k)
+        put(coding, steps, column, k - begin, row >= 0 && k < end ? from.code(coding.four(), row, k) : zero);
+    }
+  }
+}
+
+// values: bytes [rows, inputs], or [rows, inputs / 2 rounded up] of 4 bits, the first of a pair in the low half; scales
+// [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
+Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
+                  bool gated, std::vector<int64_t> given) {
+  const Coding coding = Coding::of(given);
+  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
+                  coding.scales != Scales::halves && coding.scales != Scales::levels,
+              "pack_coded: numbers, scales and zero points as the coding says");
+  TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
+  const int64_t rows = values.size(0), groups = coding.groups(inputs);
+  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
+  TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
+  const auto fits = [&](const Tensor& part, at::ScalarType type) {
+    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
+           part.size(1) == groups;
+  };
+  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte), "pack_coded: scales");
+  TORCH_CHECK(!zeros || fits(*zeros, at::kByte), "pack_coded: zeros");
+  const Layout layout{inputs, rows, gated};
+  const int64_t block_bytes = coding.offset(inputs);
+  Tensor packed = at::empty({layout.blocks(), block_bytes}, values.options());
+  const Published from{values.const_data_ptr<uint8_t>(), zeros ? zeros->const_data_ptr<uint8_t>() : nullptr,
+                       static_cast<const uint8_t*>(scales.const_data_ptr()), values.size(1), groups};
+  uint8_t* to = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) pack_block(coding, from, layout, block, to + block * block_bytes);
+  });
+  return packed;
+}
+
+// --- GGML's blocks --------------------------------------------------------------------------------------------
+//
+// A row is blocks of 32 or 256 numbers, each with its scales (float16 d, and minimums m):
+//
+//   Q8_0   d, 32 signed bytes                                                                    34 bytes of 32
+//   Q4_0   d, 16 bytes: number i in the low half of byte i, 16 + i in the high one; 8 is 0       18 bytes of 32
+//   Q4_K   d, m, 12 bytes of 6-bit scales and minimums for each 32, 128 bytes of halves          144 bytes of 256
+//   Q6_K   the low four bits, 128 bytes; the high two, 64; signed scales for each 16, 16; d      210 bytes of 256
+//
+// Source: ggml-org/ggml, ggml-common.h and ggml-quants.c.
+
+enum class Kind : int64_t { q8_0 = 0, q4_0 = 1, q4_k = 2, q6_k = 3 };
+
+int64_t numbers_of(Kind kind) { return kind == Kind::q8_0 || kind == Kind::q4_0 ? 32 : 256; }
+int64_t bytes_of(Kind kind) { return kind == Kind::q8_0 ? 34 : kind == Kind::q4_0 ? 18 : kind == Kind::q4_k ? 144 : 210; }
+
+constexpr int64_t kDropBytes = 1 << 20;  // of a mapped file, at a time
+
+Coding coding_of(Kind kind) {
+  switch (kind) {
+    case Kind::q8_0:
+      return {Numbers::int8, Scales::halves, Zeros::middle, 32};
+    case Kind::q4_0:
+      return {Numbers::int4, Scales::halves, Zeros::middle, 32};
+    case Kind::q4_k:
+      return {Numbers::int4, Scales::levels, Zeros::minimums, 32};
+    default:
+      return {Numbers::int6, Scales::levels, Zeros::middle, 16};
+  }
+}
+
+// Scale and minimum of 32 numbers of a Q4_K block; `at`: its 12 bytes of them.
+std::array<uint8_t, 2> six_bits(const uint8_t* at, int64_t group) {
+  if (group < 4) return {uint8_t(at[group] & 63), uint8_t(at[group + 4] & 63)};
+  return {uint8_t((at[group + 4] & 15) | at[group - 4] >> 6 << 4), uint8_t(at[group + 4] >> 4 | at[group] >> 6 << 4)};
+}
+
+// The code of number i of a block.
+int ggml_code(Kind kind, const uint8_t* block, int64_t i) {
+  switch (kind) {
+    case Kind::q8_0:
+      return int(int8_t(block[2 + i])) + 128;
+    case Kind::q4_0:
+      return block[2 + i % 16] >> (i / 16 * 4) & 15;
+    case Kind::q4_k:  // 64 numbers in 32 bytes
+      return block[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+    default: {  // 128 numbers in 64 bytes, and in 32 of high bits
+      const int64_t part = i / 128, in = i % 128;
+      return (block[part * 64 + in % 64] >> (in / 64 * 4) & 15) | (block[128 + part * 32 + in % 32] >> (in / 32 * 2) & 3) << 4;
+    }
+  }
+}
+
+// One column of a packed block at `to`, which was zeroed; row: its blocks of GGML.
+void pack_ggml_column(Kind kind, const uint8_t* row, int64_t inputs, int column, uint8_t* to) {
+  const Coding coding = coding_of(kind);
+  const int64_t each = numbers_of(kind), size = bytes_of(kind);
+  for (int64_t k = 0; k < inputs; k += coding.group) {
+    const uint8_t* block = row + k / each * size;
+    const int64_t within = k % each;
+    uint8_t *head = to + coding.head_at(k), *upper = to + coding.upper_at(k);
+    if (coding.scales == Scales::halves) {
+      std::memcpy(head + 2 * column, block, 2);
+    } else if (kind == Kind::q4_k) {
+      const auto [scale, minimum] = six_bits(block + 4, within / 32);
+      head[column] = scale, head[32 + column] = minimum;
+      std::memcpy(upper + 2 * column, block, 2), std::memcpy(upper + 64 + 2 * column, block + 2, 2);
+    } else {
+      head[column] = block[192 + within / 16];
+      std::memcpy(upper + 2 * column, block + 208, 2);
+    }
+    for (int64_t i = 0; i < coding.group; ++i)
+      put(coding, head + coding.head(), column, i, ggml_code(kind, block, within + i));
+  }
+}
+
+// Takes whole pages of a mapped file, which nobody wrote to, from this process: they are read again if they are needed.
+void drop_pages(const uint8_t* begin, const uint8_t* end) {
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (uintptr_t(begin) + page - 1) / page * page;
+  const uintptr_t last = uintptr_t(end) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
+// blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
+// private mapping of a file that nobody wrote to; its pages are dropped behind what is read.
+Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
+  TORCH_CHECK(given >= 0 && given <= 3, "pack_ggml: kind");
+  const Kind kind = Kind(given);
+  const Coding coding = coding_of(kind);
+  TORCH_CHECK(blocks.scalar_type() == at::kByte && blocks.dim() == 2 && (blocks.size(0) == 0 || blocks.stride(1) == 1) &&
+                  inputs % numbers_of(kind) == 0 && blocks.size(1) == inputs / numbers_of(kind) * bytes_of(kind),
+              "pack_ggml: blocks");
+  TORCH_CHECK(!gated || blocks.size(0) % 2 == 0, "a gated weight must have an even number of rows");
+  const Layout layout{inputs, blocks.size(0), gated};
+  const int64_t block_bytes = coding.offset(inputs), line = blocks.stride(0);
+  Tensor packed = at::empty({layout.blocks(), block_bytes}, blocks.options());
+  const uint8_t* from = blocks.const_data_ptr<uint8_t>();
+  uint8_t* made = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    int64_t dropped = begin * kBlock;  // rows before that
+    for (int64_t block = begin; block < end; ++block) {
+      uint8_t* to = made + block * block_bytes;
+      std::memset(to, 0, size_t(block_bytes));
+      for (int column = 0; column < kBlock; ++column) {
+        const int64_t row = layout.row(block, column);
+        if (row >= 0) pack_ggml_column(kind, from + row * line, inputs, column, to);
+      }
+      const int64_t read = std::min((block + 1) * kBlock, layout.rows);
+      if (mapped && !gated && ((read - dropped) * line > kDropBytes || block + 1 == end)) {
+        drop_pages(from + dropped * line, from + (read - 1) * line + blocks.size(1));
+        dropped = read;
+      }
+    }
+  });
+  return packed;
+}
+
+// --- rows of a table ------------------------------------------------------------------------------------------
+
+// ids int64 [T] -> [T, inputs] of a packed matrix of `rows` rows; factors: float32 [rows] or none.
+Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
+                       const std::optional<Tensor>& factors, std::vector<int64_t> given, at::ScalarType type) {
+  const Coding coding = Coding::of(given);
+  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
+  TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "rows are bfloat16 or float32");
+  TORCH_CHECK(coding && packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.dim() == 2 &&
+                  packed.size(0) == divide_up(rows, kBlock) && packed.size(1) == coding.offset(inputs),
+              "the packed table is of another shape");
+  TORCH_CHECK(!factors || (factors->scalar_type() == at::kFloat && factors->numel() == rows), "factors");
+  const Tensor list = ids.contiguous();
+  const int64_t* wanted = list.const_data_ptr<int64_t>();
+  for (int64_t token = 0; token < ids.size(0); ++token)
+    TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
+  Tensor out = at::empty({ids.size(0), inputs}, packed.options().dtype(type));
+  const uint8_t* from = packed.const_data_ptr<uint8_t>();
+  const auto fill = [&]<class X>(X* to) {
+    at::parallel_for(0, ids.size(0), 4, [&](int64_t begin, int64_t end) {
+      std::vector<float> row(static_cast<size_t>(inputs));
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t id = wanted[token];
+        coded_column(coding, from + id / kBlock * packed.size(1), inputs, int(id % kBlock), row.data());
+        const float factor = factors ? factors->const_data_ptr<float>()[id] : 1.0f;
+        for (int64_t i = 0; i < inputs; ++i) narrow(row[size_t(i)] * factor, to + token * inputs + i);
+      }
+    });
+  };
+  if (type == at::kBFloat16)
+    fill(out.mutable_data_ptr<bf16>());
+  else
+    fill(out.mutable_data_ptr<float>());
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
+  m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
+  m.def("embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
+        " ScalarType dtype) -> Tensor");
+  m.impl("pack_coded", c10::DispatchKey::CPU, TORCH_FN(pack_coded));
+  m.impl("pack_ggml", c10::DispatchKey::CPU, TORCH_FN(pack_ggml));
+  m.impl("embedding_coded", c10::DispatchKey::CPU, TORCH_FN(embedding_coded));
+}
+
+}  // namespace weft

@@ -1,0 +1,368 @@
+// Sparse attention (DeepSeek-V3.2; DeepSeek-V4, section 2.3): each token has a list of entries of its own.
+//
+//   list of a token   [ entries of the window, oldest first | groups, lowest first: all it may see, or its choice ]
+//   sparse_attend     a piece is one token with some of its heads; to attend_tile.h the list's places 0 .. n - 1
+//                     are positions, all visible
+//   sparse_select     scores of all groups a token may see, a tile of keys at a time for several tokens; then its
+//                     `top` highest, of equals the lowest
+//
+// A row's bits follow from its query and its list alone, a score's from its query, its weights and one key.
+
+#include "attend_tile.h"
+
+#include <numeric>
+#include <optional>
+
+namespace weft {
+namespace attend {
+namespace {
+
+// A paged cache of entries as wide as `width`, of which `dim` elements from `from` on are read.
+template <class T>
+struct Entries {
+  const T* data = nullptr;
+  const int64_t* table = nullptr;
+  int64_t table_width = 0, block = 1, blocks = 0, width = 0, from = 0;
+
+  static Entries of(const Tensor& cache, const Tensor& table, int64_t rows, int64_t dim, bool last) {
+    TORCH_CHECK(cache.dim() == 3 && cache.is_contiguous() && cache.scalar_type() == c10::CppTypeToScalarType<T>::value,
+                "sparse: cache");
+    TORCH_CHECK(table.dim() == 2 && table.is_contiguous() && table.size(0) == rows, "sparse: table");
+    TORCH_CHECK(dim > 0 && dim % kLanes == 0 && dim <= std::min<int64_t>(kMaxDim, cache.size(2)), "sparse: ", dim,
+                " elements of entries of ", cache.size(2));
+    return {cache.const_data_ptr<T>(), table.const_data_ptr<int64_t>(), table.size(1), cache.size(1),
+            cache.size(0),             cache.size(2),                    last ? cache.size(2) - dim : 0};
+  }
+
+  const T* at(int64_t row, int64_t entry) const {
+    const int64_t id = table[row * table_width + entry / block];
+    return data + (id * block + entry % block) * width + from;
+  }
+
+  // Every table entry from `low` on, below `high`, names a block of the cache.
+  void check(int64_t row, int64_t low, int64_t high) const {
+    if (low >= high) return;
+    TORCH_CHECK((high - 1) / block < table_width, "sparse: row ", row, " reaches entry ", high - 1, " of a table of ",
+                table_width);
+    for (int64_t i = low / block; i <= (high - 1) / block; ++i) {
+      const int64_t id = table[row * table_width + i];
+      TORCH_CHECK(id >= 0 && id < blocks, "sparse: row ", row, " names block ", id, " of ", blocks);
+    }
+  }
+};
+
+// f(row, token, position) for every token.
+template <class F>
+void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F f) {
+  TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == starts.size(0) + 1,
+              "sparse: rows");
+  const int32_t* bounds = offsets.const_data_ptr<int32_t>();
+  const int64_t* first = starts.const_data_ptr<int64_t>();
+  TORCH_CHECK(bounds[0] == 0 && bounds[starts.size(0)] == tokens, "sparse: q_offsets do not cover q");
+  for (int64_t row = 0; row < starts.size(0); ++row) {
+    TORCH_CHECK(bounds[row] <= bounds[row + 1] && first[row] >= 0, "sparse: row ", row);
+    for (int64_t token = bounds[row]; token < bounds[row + 1]; ++token) f(row, token, first[row] + token - bounds[row]);
+  }
+}
+
+// --- attention ------------------------------------------------------------------------------------------------
+
+struct List {
+  int64_t row;
+  int64_t low;     // the window's first entry
+  int64_t window;  // its entries
+  int64_t groups;
+};
+
+template <class Element>
+struct Chosen {
+  using T = Element;
+  const T* q;
+  T* result;
+  int64_t q_stride, out_stride;  // between tokens
+  Entries<T> entries, groups;
+  const std::vector<List>& lists;  // of tokens
+  const int64_t* chosen;           // [tokens, top], or null
+  int64_t top;
+  int group;
+  float scale;
+  const float* sinks;  // of each head, times log2(e), or null
+  int key, value;
+  int rest = 0, copied = 0, window = 0;
+
+  template <class E>
+  void pack_q(const Piece& piece, typename E::elem* to) const {
+    E::pack_q(q + piece.token * q_stride + int64_t(piece.head) * group * key, group * key, to);
+  }
+  void point(Lines<T>& lines, const Piece& piece, int64_t tile, int64_t low, int64_t high) const {
+    const List& list = lists[size_t(piece.token)];
+    for (int at = 0; at < kTile; ++at) {
+      const int64_t place = tile + at;
+      if (place < low || place >= high) {
+        lines.zero(at);
+        continue;
+      }
+      const int64_t number = place - list.window;
+      lines.k[at] = lines.v[at] =
+          number < 0 ? entries.at(list.row, list.low + place)
+                     : groups.at(list.row, chosen ? chosen[piece.token * top + number] : number);
+    }
+  }
+  float sink(const Piece& piece, int row, float most) const {
+    return sinks ? std::exp2(sinks[int64_t(piece.head) * group + row] - most) : 0.0f;
+  }
+  T* out(const Piece& piece, int row) const {
+    return result + piece.token * out_stride + (int64_t(piece.head) * group + row) * value;
+  }
+};
+
+// How many groups a token chose; they come first, ascending, and -1 follows.
+inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
+  int64_t count = 0;
+  for (; count < top && chosen[count] >= 0; ++count)
+    TORCH_CHECK(chosen[count] < limit && (!count || chosen[count - 1] < chosen[count]), "sparse_attend: group ",
+                chosen[count], " of ", limit, " chosen after ", count ? chosen[count - 1] : -1);
+  return count;
+}
+
+// q [T, heads, dim]; out [T, heads, value]; entries [blocks, block, width >= dim] at positions, groups likewise at
+// multiples of `ratio`; chosen int64 [T, top]; sinks float [heads].
+void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
+                   const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
+                   const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
+                   const std::optional<Tensor>& chosen, const std::optional<Tensor>& sinks, double scale,
+                   int64_t engine) {
+  TORCH_CHECK(q.dim() == 3 && out.dim() == 3 && out.size(0) == q.size(0) && out.size(1) == q.size(1) &&
+                  q.scalar_type() == out.scalar_type(),
+              "sparse_attend: shapes");
+  const int64_t tokens = q.size(0), heads = q.size(1), dim = q.size(2), value = out.size(2);
+  TORCH_CHECK(value > 0 && value <= dim && value % kLanes == 0, "sparse_attend: values of ", value);
+  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == value,
+              "sparse_attend: strides");
+  TORCH_CHECK(entries.has_value() == entry_table.has_value() && groups.has_value() == group_table.has_value() &&
+                  (!entries || window > 0) && ratio > 0 && scale > 0,
+              "sparse_attend: caches");
+  TORCH_CHECK(!chosen || (groups && chosen->scalar_type() == at::kLong && chosen->is_contiguous() &&
+                          chosen->dim() == 2 && chosen->size(0) == tokens),
+              "sparse_attend: chosen");
+  TORCH_CHECK(!sinks || (sinks->scalar_type() == at::kFloat && sinks->numel() == heads && sinks->is_contiguous()),
+              "sparse_attend: sinks");
+  if (tokens == 0) return;
+  std::vector<float> drawn;
+  for (int64_t i = 0; sinks && i < heads; ++i) drawn.push_back(sinks->const_data_ptr<float>()[i] * kLog2E);
+  with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+    const int64_t rows = starts.size(0), top = chosen ? chosen->size(1) : 0;
+    Entries<T> near, far;
+    if (entries) near = Entries<T>::of(*entries, *entry_table, rows, dim, false);
+    if (groups) far = Entries<T>::of(*groups, *group_table, rows, dim, false);
+    const int64_t* picks = chosen ? chosen->const_data_ptr<int64_t>() : nullptr;
+    std::vector<List> lists;
+    lists.reserve(size_t(tokens));
+    over_tokens(offsets, starts, tokens, [&](int64_t row, int64_t token, int64_t position) {
+      List list{row, entries ? lowest(position, int(window)) : 0, 0, 0};
+      const int64_t limit = groups ? (position + 1) / ratio : 0;
+      if (entries) list.window = position + 1 - list.low;
+      list.groups = picks ? count_chosen(picks + token * top, top, limit) : limit;
+      near.check(row, list.low, list.low + list.window);
+      if (!picks)
+        far.check(row, 0, list.groups);
+      else if (list.groups)
+        far.check(row, picks[token * top], picks[token * top + list.groups - 1] + 1);
+      lists.push_back(list);
+    });
+    // Few tokens have their heads divided over the threads.
+    const int64_t wanted = tokens < at::get_num_threads() ? std::min<int64_t>(at::get_num_threads(), heads / 4) : 1;
+    int64_t parts = std::max<int64_t>(1, wanted);
+    while (heads % parts || heads / parts > kRows) ++parts;
+    const Chosen<T> scene{q.const_data_ptr<T>(),
+                          out.mutable_data_ptr<T>(),
+                          q.stride(0),
+                          out.stride(0),
+                          near,
+                          far,
+                          lists,
+                          picks,
+                          top,
+                          int(heads / parts),
+                          float(scale * 1.4426950408889634),
+                          sinks ? drawn.data() : nullptr,
+                          int(dim),
+                          int(value)};
+    std::vector<Piece> pieces;
+    for (int64_t token = 0; token < tokens; ++token) {
+      const List& list = lists[size_t(token)];
+      const int64_t count = list.window + list.groups;
+      if (!count) {  // nothing to see
+        std::fill_n(scene.result + token * scene.out_stride, heads * value, T(0.0f));
+        continue;
+      }
+      for (int64_t part = 0; part < parts; ++part)
+        pieces.push_back({int32_t(list.row), int32_t(part), int32_t(token), 1, count - 1, 0, count});
+    }
+    run<E>(scene, pieces);
+  });
+}
+
+// --- the choice of groups -------------------------------------------------------------------------------------
+
+constexpr int64_t kTogether = 8;         // tokens that share a packed tile
+constexpr int64_t kTiles = 16;           // tiles of an item of work
+constexpr int64_t kScores = 4 << 20;     // scores kept at a time (of one token there may be more)
+
+struct Asked {
+  int64_t row, token, limit;
+};
+
+// The scores of some tokens of a sequence for the groups of some tiles, added over heads in their order.
+template <class T, class E>
+class Scorer {
+  using elem = typename E::elem;
+
+ public:
+  Scorer(const T* q, int64_t q_stride, const float* weights, int heads, int dim, const Entries<T>& keys)
+      : q_(q), q_stride_(q_stride), weights_(weights), heads_(heads), dim_(dim), keys_(keys) {
+    static thread_local Kept kept;
+    const size_t queries = size_t(kTogether) * heads * dim * sizeof(elem), tile = size_t(kTile) * dim * sizeof(elem);
+    const size_t wide = size_t(kTile) * dim * sizeof(float), made = (E::kBlock + kLanes) * kTile * sizeof(float);
+    const auto up = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    char* base = kept.at_least(up(queries) + up(tile) + up(wide) + up(made));
+    packed_ = reinterpret_cast<elem*>(base);
+    k_ = reinterpret_cast<elem*>(base + up(queries));
+    wide_ = reinterpret_cast<float*>(base + up(queries) + up(tile));
+    made_ = reinterpret_cast<float*>(base + up(queries) + up(tile) + up(wide));
+  }
+  ~Scorer() { E::release(); }
+
+  // scores[i * stride + group] of asked[i], for groups begin .. end - 1; begin is a multiple of kTile.
+  void score(const Asked* asked, int64_t count, int64_t begin, int64_t end, float* scores, int64_t stride) {
+    for (int64_t i = 0; i < count; ++i)
+      E::pack_q(q_ + asked[i].token * q_stride_, heads_ * dim_, packed_ + i * heads_ * dim_);
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; ++i) most = std::max(most, asked[i].limit);
+    end = std::min(end, most);
+    for (int64_t tile = begin; tile < end; tile += kTile) {
+      const T* lines[kTile];
+      for (int at = 0; at < kTile; ++at)
+        lines[at] = tile + at < most ? keys_.at(asked[0].row, tile + at) : reinterpret_cast<const T*>(kZeros);
+      E::pack_k(lines, nullptr, dim_, k_, wide_);
+      for (int64_t i = 0; i < count; ++i)
+        if (tile < asked[i].limit)
+          sum(packed_ + i * heads_ * dim_, weights_ + asked[i].token * heads_, scores + i * stride + tile);
+    }
+  }
+
+ private:
+  void sum(const elem* q, const float* weights, float* to) {
+    vf sums[kTile / kLanes];
+    for (vf& x : sums) x = splat(0.0f);
+    for (int head = 0; head < heads_; head += E::kBlock) {
+      const int count = std::min(heads_ - head, E::kBlock);
+      E::gemm(count, kTile, dim_, q + int64_t(head) * dim_, dim_, k_, made_, nullptr, true);
+      for (int r = 0; r < count; ++r)
+        for (int n = 0; n < kTile / kLanes; ++n)
+          sums[n] = fma(splat(weights[head + r]), vmax(load(made_ + r * kTile + n * kLanes), splat(0.0f)), sums[n]);
+    }
+    for (int n = 0; n < kTile / kLanes; ++n) store(to + n * kLanes, sums[n] + splat(0.0f));  // no -0
+  }
+
+  const T* q_;
+  int64_t q_stride_;
+  const float* weights_;
+  int heads_, dim_;
+  const Entries<T>& keys_;
+  elem *packed_, *k_;
+  float *wide_, *made_;
+};
+
+// The places of the `top` highest of `count` scores, ascending; of equals the lowest places win.
+inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to) {
+  static thread_local std::vector<uint64_t> keys;
+  keys.resize(size_t(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = float_to_bits(scores[i]);
+    const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
+    keys[size_t(i)] = uint64_t(~ascending) << 32 | uint32_t(i);
+  }
+  std::nth_element(keys.begin(), keys.begin() + top - 1, keys.end());
+  for (int64_t i = 0; i < top; ++i) to[i] = int64_t(keys[size_t(i)] & 0xffffffffu);
+  std::sort(to, to + top);
+}
+
+// q [T, heads, dim]; weights float [T, heads]; cache [blocks, per block, width], whose entries end with a key of dim.
+// Returns int64 [T, top]: ascending, then -1.
+Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
+                     const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine) {
+  TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == q.sizes().slice(0, 2) &&
+                  weights.scalar_type() == at::kFloat && weights.is_contiguous(),
+              "sparse_select: shapes");
+  TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && ratio > 0 && top > 0, "sparse_select: strides");
+  const int64_t tokens = q.size(0);
+  Tensor made = at::empty({tokens, top}, q.options().dtype(at::kLong));
+  int64_t* to = made.mutable_data_ptr<int64_t>();
+  with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
+    const Entries<T> keys = Entries<T>::of(cache, table, starts.size(0), q.size(2), true);
+    std::vector<Asked> asked;
+    over_tokens(offsets, starts, tokens, [&](int64_t row, int64_t token, int64_t position) {
+      const int64_t limit = (position + 1) / ratio;
+      int64_t* mine = to + token * top;
+      if (limit > top) {
+        keys.check(row, 0, limit);
+        asked.push_back({row, token, limit});
+        return;
+      }
+      std::iota(mine, mine + limit, 0);
+      std::fill(mine + limit, mine + top, -1);
+    });
+    std::vector<float> scores;
+    for (size_t first = 0; first < asked.size();) {
+      // As many tokens as their scores have room; a group of them is of one sequence.
+      std::vector<std::pair<size_t, size_t>> shared;
+      int64_t stride = 0;
+      size_t end = first;
+      for (; end < asked.size(); ++end) {
+        const int64_t wanted = std::max(stride, (asked[end].limit + kTile - 1) / kTile * kTile);
+        if (end > first && wanted * int64_t(end + 1 - first) > kScores) break;
+        stride = wanted;
+        if (end == first || asked[end].row != asked[end - 1].row || end - shared.back().first == kTogether)
+          shared.emplace_back(end, end);
+        shared.back().second = end + 1;
+      }
+      scores.resize(std::max(scores.size(), size_t(stride) * (end - first)));
+      const int64_t chunks = (stride / kTile + kTiles - 1) / kTiles, items = int64_t(shared.size()) * chunks;
+      at::parallel_for(0, items, 1, [&](int64_t begin, int64_t stop) {
+        Scorer<T, E> scorer(q.const_data_ptr<T>(), q.stride(0), weights.const_data_ptr<float>(), int(q.size(1)),
+                            int(q.size(2)), keys);
+        for (int64_t i = begin; i < stop; ++i) {
+          const auto [low, high] = shared[size_t(i / chunks)];
+          const int64_t from = i % chunks * kTiles * kTile;
+          scorer.score(&asked[low], int64_t(high - low), from, std::min(stride, from + kTiles * kTile),
+                       scores.data() + int64_t(low - first) * stride, stride);
+        }
+      });
+      at::parallel_for(int64_t(first), int64_t(end), 1, [&](int64_t begin, int64_t stop) {
+        for (int64_t i = begin; i < stop; ++i)
+          highest(scores.data() + (i - int64_t(first)) * stride, asked[size_t(i)].limit, top,
+                  to + asked[size_t(i)].token * top);
+      });
+      first = end;
+    }
+  });
+  return made;
+}
+
+}  // namespace
+}  // namespace attend
+
+TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
+  m.def(
+      "sparse_attend(Tensor q, Tensor(a!) out, Tensor q_offsets, Tensor starts, Tensor? entries, Tensor? entry_table, "
+      "int window, Tensor? groups, Tensor? group_table, int ratio, Tensor? chosen, Tensor? sinks, float scale, "
+      "int engine=0) -> ()");
+  m.def(
+      "sparse_select(Tensor q, Tensor weights, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int ratio, "
+      "int top, int engine=0) -> Tensor");
+  m.impl("sparse_attend", c10::DispatchKey::CPU, TORCH_FN(attend::sparse_attend));
+  m.impl("sparse_select", c10::DispatchKey::CPU, TORCH_FN(attend::sparse_select));
+}
+
+}  // namespace weft

@@ -1,0 +1,101 @@
+"""Libraries that come with the wheel: one for each level of x86-64 CPUs, compiled for one version of torch.
+
+    prebuilt/manifest.json          {"torch": "2.13.0", "sources": "<hash>", "compiler": "g++ ..."}
+    prebuilt/<level>/libweft_cpu.so
+
+``weft build-ops --wheel FOLDER`` makes them (`scripts/wheel.sh` does, for `make wheel`). What is built for
+the machine itself goes first, and another torch, or sources that were changed, compile as without a wheel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "prebuilt"
+MANIFEST = "manifest.json"
+LIBRARY = "libweft_cpu.so"
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """CPUs that run the same machine code: the compiler's flags, and what /proc/cpuinfo must name."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_AVX2 = Level(
+    "avx2", ("-march=x86-64-v3",), frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
+)
+_AVX512 = Level(
+    "avx512",
+    ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    _AVX2.needs | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
+)
+_AVX512_BF16 = Level(
+    "avx512_bf16",
+    (*_AVX512.flags, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
+    _AVX512.needs | frozenset(["avx512_bf16", "avx512_vnni", "avx512vbmi"]),
+)
+_AMX = Level(
+    "amx",
+    (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
+)
+LEVELS = (_AMX, _AVX512_BF16, _AVX512, _AVX2)
+"""What ``csrc`` has forms for, the best first."""
+
+
+def cpu_features() -> frozenset[str]:
+    """What this CPU can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    with contextlib.suppress(OSError):
+        for line in _CPUINFO.read_text().splitlines():
+            if line.split(":")[0].strip() in ("flags", "Features"):
+                return frozenset(line.split(":")[1].split())
+    return frozenset()
+
+
+def torch_version() -> str:
+    """Of the installed torch, without its build ("+cpu"): all builds of a version have the same CPU part."""
+    return importlib.metadata.version("torch").partition("+")[0]
+
+
+def find(sources: str) -> Path | None:
+    """The best library of the wheel for this CPU; None where it has none for it, this torch and ``sources``.
+
+    ``sources``: the digest of `build.sources_digest`. Raises OSError if the folder can't be read.
+    """
+    try:
+        manifest = json.loads((FOLDER / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    if manifest.get("torch") != torch_version() or manifest.get("sources") != sources:
+        return None
+    features = cpu_features() if platform.machine() == "x86_64" else frozenset[str]()
+    for level in LEVELS:
+        library = FOLDER / level.name / LIBRARY
+        if level.needs <= features and library.exists():
+            return library
+    return None
+
+
+def write_manifest(folder: Path, sources: str, compiler: str) -> None:
+    """Says what the libraries in ``folder`` are for. Raises OSError."""
+    text = json.dumps({"torch": torch_version(), "sources": sources, "compiler": compiler}, indent=1)
+    (folder / MANIFEST).write_text(text + "\n")
+
+
+def platform_tag(libraries: Iterable[Path]) -> str:
+    """A wheel's platform: the oldest glibc on which all of ``libraries`` load, e.g. manylinux_2_34_x86_64."""
+    minors = [int(minor) for path in libraries for minor in _GLIBC.findall(path.read_bytes())]
+    return f"manylinux_2_{max(minors, default=17)}_x86_64"
