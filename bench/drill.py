@@ -114,7 +114,7 @@ def large_pictures(asked: str) -> list[list[str]]:
     shown: list[list[str]] = [[] for _ in PROMPTS]
     for part in asked.split(","):
         count, width, height = map(int, part.split("x"))
-        made = [picture(1000 * width + number, (width, height)) for number in range(2 * count)]
+        made = [picture(1000 * width + number, (width, height), 96) for number in range(2 * count)]
         for number, each in enumerate(shown):
             each += random.Random(number).sample(made, count)
     return shown

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def picture(seed: int, size: tuple[int, int] = (4000, 3000)) -> str:
-    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels."""
+def picture(seed: int, size: tuple[int, int] = (4000, 3000), grain: int = 20) -> str:
+    """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels. ``grain``: pixels of its
+    details; of large ones the file is small."""
     import numpy as np
     from PIL import Image
 
-    small = np.random.default_rng(seed).integers(0, 256, (size[1] // 20, size[0] // 20, 3), np.uint8)
+    small = np.random.default_rng(seed).integers(0, 256, (size[1] // grain, size[0] // grain, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
