@@ -66,7 +66,7 @@ def make(path: Path, shape: str, kind: str) -> None:
     writer.add_float32("qwen3.rope.freq_base", 10000.0)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"t{i}" for i in range(vocabulary)])
+    writer.add_token_list(["t", "1", *(f"t{i}" for i in range(vocabulary - 2))])
     writer.add_token_types([1] * vocabulary)
     writer.add_token_merges(["t 1"])
     writer.add_eos_token_id(0)

@@ -12,6 +12,7 @@ from weft.config.spec import QuantizedSpec
 from weft.models.quantized import awq, float4, float8, gptq, packed
 from weft.models.quantized.readers import Lacks, read
 from weft.models.quantized.scales import Misfit, as_numbers
+from weft.ops import coded
 
 F64 = torch.float64
 
@@ -104,7 +105,7 @@ def test_mxfp4() -> None:
 def test_every_code_of_four_bits() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(1, 256)
     made = float4.unpack(every, F64)
-    expected = [v for high in range(16) for low in range(16) for v in (float4.E2M1[low], float4.E2M1[high])]
+    expected = [v for high in range(16) for low in range(16) for v in (coded.E2M1[low], coded.E2M1[high])]
     assert made.tolist() == [expected]
     assert sorted({abs(v) for v in expected}) == make.E2M1
 

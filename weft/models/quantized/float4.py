@@ -12,11 +12,10 @@ from __future__ import annotations
 import torch
 
 from weft.models.quantized.scales import Misfit, as_numbers, multiply_blocks
+from weft.ops.coded import E2M1
 
 Tensor = torch.Tensor
 
-#: By code: sign in the highest bit, then two of exponent and one of mantissa.
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUPS = (16, 32)
 
 

@@ -1,8 +1,8 @@
 // Weights of few bits: the sums of a block (coded.h).
 //
 // Few bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind
-// the products. With AVX-512 some groups at a time are unpacked in memory for many rows, whose tiles are half as high:
-// so they keep what groups add up to in registers. For float32 rows, and where AVX2 multiplies more than two, some
+// the products. Where groups cost much (16 k, or minimums), some at a time are unpacked in memory for many rows with
+// AVX-512, whose tiles are half as high: so they keep what groups add up to in registers. For float32 rows, and where AVX2 multiplies more than two, some
 // groups are unpacked in memory as floats.
 #include "coded.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
-constexpr int64_t kManyRows = 32, kManyRowsOfMany = 20;  // for which codes are unpacked in memory; where groups cost more
+constexpr int64_t kManyRows = 20;  // for which codes are unpacked in memory, where groups cost much
 constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
 constexpr uint32_t kHigh = 0xffff0000u;
 
@@ -591,8 +591,7 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Ro
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
 #if WEFT_AVX512
-  if (rows >= (coding.group < 32 || coding.minimums() ? kManyRowsOfMany : kManyRows))
-    return add_many(coding, w, inputs, x, rows, sums);
+  if (rows >= kManyRows && (coding.group < 32 || coding.minimums())) return add_many(coding, w, inputs, x, rows, sums);
 #endif
 #if WEFT_AVX2
   if (rows > kDirectRows) {
