@@ -44,8 +44,8 @@ def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     assert found["requests"] == {"sent": 8, "ok": 8, "failed": 0, "unfinished": 0}
     assert (found["prompt_tokens"], found["output_tokens"]) == (8 * 7, 8 * 5)
     times = found["latency_ms"]
-    # 50 ms to the first of five tokens, 10 ms between them; only delays can be added.
-    for name, least in (("ttft", 50), ("tpot", 9.9), ("itl", 5), ("e2el", 89)):
+    # 50 ms to the first of five tokens, 10 ms between them; a first one that is late is nearer to the others.
+    for name, least in (("ttft", 50), ("tpot", 5), ("itl", 5), ("e2el", 89)):
         assert least <= times[name]["p50"] <= 3 * least + 60, name
     assert found["output_token_throughput"] == pytest.approx(40 / found["seconds"], rel=0.01)
     assert found["goodput"]["requests"] == 0

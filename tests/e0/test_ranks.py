@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.e0.rig import Answer, Recorder, make_engine, run, spec_of, submit
 from tests.e0.test_grid import PROMPTS, SAMPLING
@@ -63,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def _submits(case: dict[str, Any]) -> list[list[Submit]]:
-    params = SAMPLING[case.get("sampling", "greedy")]
+    params = replace(SAMPLING[case.get("sampling", "greedy")], max_tokens=20)
     arrivals = [[submit(i + 1, PROMPTS[i], params, request=i)] for i in range(5)]
     if "blocks" in case:
         filler = TokenParams(temperature=0.0, max_tokens=60)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.e0.rig import Recorder, make_engine, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
@@ -19,7 +20,7 @@ from weft.types.plan import LoadState, SaveState
 from weft.types.sampling import TokenParams
 
 BATCH = 6
-PARAMS = SAMPLING["seeded"]
+PARAMS = replace(SAMPLING["seeded"], max_tokens=20)
 
 
 class Alone:

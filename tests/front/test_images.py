@@ -296,37 +296,6 @@ def test_slow_and_endless_files_end_in_time(server: Running, files: Files) -> No
     assert server.chat(max_tokens=3).status_code == 200
 
 
-def animation(format: str = "GIF") -> bytes:
-    """A file of three frames, the first one red."""
-    import io
-
-    from PIL import Image
-
-    file = io.BytesIO()
-    frames = [Image.new("RGB", (40, 40), color) for color in ("red", "blue", "green")]
-    frames[0].save(file, format, save_all=True, append_images=frames[1:])
-    return file.getvalue()
-
-
-def _huge_animation() -> bytes:
-    data = animation()
-    return data[:6] + (50_000).to_bytes(2, "little") * 2 + data[10:]
-
-
-def test_of_an_animation_the_first_frame_is_seen(server: Running) -> None:
-    import io
-
-    from PIL import Image
-
-    still = io.BytesIO()
-    Image.new("RGB", (40, 40), "red").save(still, "PNG")
-    seen = ask(server, text("a"), image_part(still.getvalue())).json()
-    for format in ("GIF", "PNG"):
-        found = ask(server, text("a"), image_part(animation(format))).json()
-        assert found["usage"] == seen["usage"]
-        assert found["choices"] == seen["choices"]
-
-
 def _hostile() -> dict[str, tuple[bytes, str]]:
     import io
     import struct
@@ -334,8 +303,11 @@ def _hostile() -> dict[str, tuple[bytes, str]]:
 
     from PIL import Image
 
+    animation = io.BytesIO()
+    frames = [Image.new("RGB", (40, 40), color) for color in ("red", "blue")]
+    frames[0].save(animation, "GIF", save_all=True, append_images=frames[1:])
     tiff = io.BytesIO()
-    Image.new("RGB", (40, 40), "red").save(tiff, "TIFF")
+    frames[0].save(tiff, "TIFF")
     bomb = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     for name, part in ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b"")):
@@ -344,7 +316,7 @@ def _hostile() -> dict[str, tuple[bytes, str]]:
     return {
         "a huge PNG": (bomb, "50000 x 50000"),
         "a truncated JPEG": (jpeg[: len(jpeg) // 2], "damaged or cut off"),
-        "a huge animation": (_huge_animation(), "50000 x 50000"),
+        "an animation": (animation.getvalue(), "several frames"),
         "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 50 50\n", "no format"),
         "TIFF": (tiff.getvalue(), "no format"),
         "SVG": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no format"),

@@ -357,7 +357,7 @@ def test_a_client_that_reads_nothing_is_cut_off(start_fake: Any) -> None:
     unread = deadline(1.0)
     server = start_fake(constants={"weft.front.connection.UNREAD_SECONDS": unread})
     with begin(server, **LONG), begin(server, **LONG) as reads:
-        server.wait(lambda: server.metric("streams_paused_total") == 2, 20)
+        server.wait(lambda: server.metric("streams_paused_total") >= 2, 20)
         data, end = b"", time.monotonic() + 3 * unread
         while time.monotonic() < end and (more := reads.recv(1 << 16)):
             data += more

@@ -7,7 +7,6 @@ import random
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from typing import Any
 
@@ -188,44 +187,3 @@ def test_without_pillow_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadMedia, match=r"weft\[vision\]"):
         pixels_of(data, read_header(data), target(32, 32))
     assert decode.KEY_BYTES == 16
-
-
-@pytest.mark.parametrize(("format", "options"), [("GIF", {}), ("PNG", {}), ("WEBP", {"lossless": True})])
-def test_of_an_animation_the_first_frame_is_the_image(format: str, options: dict[str, Any]) -> None:
-    """As the reference loads it; and it is known by the key of a still one."""
-    from transformers.image_utils import load_image
-
-    frames = [picture((64, 48), seed=n) for n in range(3)]
-    moving = file_of(frames[0], format, save_all=True, append_images=frames[1:], **options)
-    with Image.open(io.BytesIO(moving)) as opened:
-        assert opened.n_frames == 3  # type: ignore[attr-defined]
-        due = np.asarray(load_image(opened))
-    wanted = target(48, 64)
-    assert (decoded(moving, wanted) == due).all()
-    still = decoded(file_of(frames[0], format, **options), wanted)
-    assert key_of(decoded(moving, wanted).tobytes(), wanted) == key_of(still.tobytes(), wanted)
-
-
-@pytest.mark.parametrize("format", ["GIF", "PNG"])
-def test_frames_behind_the_first_are_not_decoded(format: str) -> None:
-    frames = [picture((64, 48), seed=n) for n in range(3)]
-    data = file_of(frames[0], format, save_all=True, append_images=frames[1:])
-    behind = data.rindex({"GIF": b"\x21\xf9\x04", "PNG": b"fdAT"}[format])
-    spoiled = data[: behind + 30] + bytes(len(data) - behind - 30)
-    wanted = target(48, 64)
-    assert (decoded(spoiled, wanted) == decoded(data, wanted)).all()
-
-
-def test_a_long_animation_costs_what_its_first_frame_does() -> None:
-    frames = [picture((64, 48), seed=n) for n in range(4)]
-    files = [
-        file_of(frames[0], "WEBP", lossless=True, save_all=True, append_images=frames[1:] * times)
-        for times in (1, 60)
-    ]
-    took = []
-    for data in files:
-        began = time.process_time()
-        for _ in range(20):
-            decoded(data, target(48, 64))
-        took.append(time.process_time() - began)
-    assert took[1] < 10 * took[0] + 0.1

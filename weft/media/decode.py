@@ -54,8 +54,7 @@ def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target
 
 
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
-    """uint8 [canvas height, canvas width, 3] of a file, whose pixels were counted before; of one with several
-    frames the first. Raises BadMedia."""
+    """uint8 [canvas height, canvas width, 3] of a file, whose pixels were counted before. Raises BadMedia."""
     load()
     from PIL import Image
 

@@ -1,7 +1,6 @@
 """What an image's header says: its format, size and orientation, without decoding any of it.
 
-An allow-list of formats: JPEG, PNG, WebP, GIF and BMP. What a client or server declares is not looked at. A
-file with several frames (GIF, animated PNG and WebP) is its first one: no other is looked at, or decoded.
+An allow-list of formats: JPEG, PNG, WebP, GIF and BMP. What a client or server declares is not looked at.
 Every number comes from outside: reads are bounds-checked, and loops advance with each turn.
 """
 
@@ -46,7 +45,7 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Of a whole file. Raises BadMedia for other formats and damaged headers."""
+    """Of a whole file. Raises BadMedia for other formats, damaged headers and animations."""
     view = memoryview(data)
     start = bytes(view[:16])
     try:
@@ -140,6 +139,8 @@ def _png(view: memoryview) -> ImageHeader:
         raise BadMedia("is damaged: it is a PNG without a header")
     orientation = 0
     for name, data in _png_chunks(view):
+        if name == b"acTL" and struct.unpack_from(">I", data)[0] > 1:
+            raise _animated()
         if name == b"eXIf":
             orientation = _exif(data) or orientation
         if name == b"iTXt" and bytes(data[: len(_PNG_XMP)]) == _PNG_XMP and not data[len(_PNG_XMP)]:
@@ -165,6 +166,8 @@ def _webp(view: memoryview) -> ImageHeader:
     orientation = 0
     for name, data in _webp_chunks(view):
         if name == b"VP8X":
+            if data[0] & 0x02:
+                raise _animated()
             found = 1 + int.from_bytes(data[4:7], "little"), 1 + int.from_bytes(data[7:10], "little")
         elif name == b"VP8L" and found is None:
             (bits,) = struct.unpack_from("<I", data, 1)
@@ -172,6 +175,8 @@ def _webp(view: memoryview) -> ImageHeader:
         elif name == b"VP8 " and found is None:
             width, height = struct.unpack_from("<HH", data, 6)
             found = width & 0x3FFF, height & 0x3FFF
+        elif name in (b"ANIM", b"ANMF"):
+            raise _animated()
         elif name == b"EXIF":
             orientation = _exif(data) or orientation
         elif name == b"XMP ":
@@ -195,20 +200,27 @@ def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 def _gif(view: memoryview) -> ImageHeader:
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
+    frames = 0
     for _ in range(_MOST_TURNS):
         if at >= len(view) or (kind := view[at]) == 0x3B:
             break
         if kind == 0x21:
             at = _after_blocks(view, at + 2)
         elif kind == 0x2C:
-            left, top, wide, high = struct.unpack_from("<HHHH", view, at + 1)
+            frames += 1
+            if frames > 1:
+                raise _animated()
+            left, top, wide, high, flags = struct.unpack_from("<HHHHB", view, at + 1)
             width, height = max(width, left + wide), max(height, top + high)
-            return ImageHeader(format="GIF", width=width, height=height)
+            table = 3 << ((flags & 7) + 1) if flags & 0x80 else 0
+            at = _after_blocks(view, at + 10 + table + 1)
         else:  # decoders step over what they do not know
             at += 1
     else:
         raise _too_many_parts()
-    raise BadMedia("is damaged: it is a GIF without an image")
+    if not frames:
+        raise BadMedia("is damaged: it is a GIF without an image")
+    return ImageHeader(format="GIF", width=width, height=height)
 
 
 def _after_blocks(view: memoryview, at: int) -> int:
@@ -233,3 +245,7 @@ def _bmp(view: memoryview) -> ImageHeader:
 
 def _too_many_parts() -> BadMedia:
     return BadMedia("is damaged: it consists of far too many parts")
+
+
+def _animated() -> BadMedia:
+    return BadMedia("has several frames; send the one that is meant, as an image of its own")
