@@ -25,6 +25,8 @@ from weft.launch.host import LISTEN_S
 
 KILL, STOP, CABLE = "it is killed", "it is stopped", "the cable is cut"
 ZERO = "head 0 is killed"
+CUT_S = 1.5 * SETTINGS["rank_timeout"]
+"""How long the cable stays cut: ranks notice it meanwhile."""
 
 
 class Alone(NamedTuple):
@@ -60,7 +62,7 @@ def test_two_hosts_and_what_befalls_the_second(
             cluster.hosts.cable("down")
         zero.ask()
         if deed == CABLE:
-            time.sleep(12)
+            time.sleep(CUT_S)
             cluster.hosts.cable("up")
         else:
             time.sleep(0.3)
@@ -148,7 +150,7 @@ def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shar
         time.sleep(0.3)
         if deed == CABLE:
             cluster.hosts.cable("down")
-            time.sleep(12)
+            time.sleep(CUT_S)
             cluster.hosts.cable("up")
         else:
             host = server.process if deed == ZERO else server.others[0]
