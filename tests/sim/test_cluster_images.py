@@ -14,7 +14,7 @@ from weft.scheduler.image_rooms import ImageRooms, SequenceImages
 from weft.scheduler.media import MediaBook
 from weft.scheduler.sequence import Sequence
 from weft.sim import image_world
-from weft.sim.cluster import Cluster
+from weft.sim.cluster import Cluster, simulate_cluster
 from weft.types.messages import TokenEvent
 from weft.types.plan import StepPlan, StepResult
 
@@ -36,6 +36,13 @@ def test_schedules_without_images_do_not_depend_on_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(image_world, "BESIDE_PAIRS", 0.0)
     assert 0 < len(seeds) < 20
     assert [log_of(seed) for seed in seeds] == before
+
+
+@pytest.mark.parametrize("seed", [32331, 41556, 51677])
+def test_a_room_that_ends_with_a_sequence_that_is_given_back_lets_others_try_again(seed: int) -> None:
+    """The making of a step gives a sequence back, and others wait for blocks that rooms hold: they are not
+    stuck when the room of that one ends and they are asked once more."""
+    simulate_cluster(seed)
 
 
 # -- planted bugs

@@ -274,7 +274,9 @@ class HeadProcess:
                 step = self.engine.launch(cluster.now)
             except EngineDead as error:
                 raise Violation(f"{self.name}: the engine failed by itself: {error.message}") from error
-            self._tell(self.engine.asked())
+            if not self.engine.scheduler.in_flight and self.engine.has_work():
+                raise Violation(f"{self.name}: work waits and nothing is planned")
+            self._tell(self.engine.asked())  # what ended in the making of the step may let others go on
             if step is not None:
                 self._busy = True
                 self._waits += 1
@@ -283,8 +285,6 @@ class HeadProcess:
                 else:
                     cluster.at(max(step.complete, cluster.now), self, self._complete, self._waits)
                 return
-            if not self.engine.scheduler.in_flight and self.engine.has_work():
-                raise Violation(f"{self.name}: work waits and nothing is planned")
         if worked or self._heartbeat_due:
             self._heartbeat()
 
