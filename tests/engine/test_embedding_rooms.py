@@ -116,7 +116,7 @@ def test_what_is_larger_than_the_senders_window_goes_over_in_pieces(kind: str, m
         assert pair.sender.scheduler.kinds(key) == ["RoomBound", "RoomLanded"]
     (rank,) = pair.sender.group.members
     assert rank.writes >= 2 * sum((640, 30, 200)) // 10
-    assert rank.transfer.pushes.under_way == 0
+    pair.until(lambda: rank.transfer.pushes.under_way == 0)  # answers may come behind what they let land
 
 
 @pytest.mark.parametrize("kind", KINDS)

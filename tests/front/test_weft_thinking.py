@@ -4,6 +4,7 @@ many steps are in flight, and its answer goes on behind it.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ def test_a_real_models_thought_is_cut_at_the_same_token_in_every_topology(pair: 
             assert body["usage"]["completion_tokens"] == len(choice["token_ids"]) == 60
             assert "</think>" not in choice["message"]["content"]
             thought = server.http.post("/detokenize", json={"tokens": choice["token_ids"][:BUDGET]}).json()
-            assert choice["message"]["reasoning"].strip() == thought["prompt"].strip()
+            shown = re.sub(r"<\|\w+\|>", "", thought["prompt"])  # a sampled thought may hold special tokens
+            assert choice["message"]["reasoning"].strip() == shown.strip()
     assert made[:4] == made[4:]
     assert pair[1].metric("spec_decode_num_draft_tokens_total") > 0

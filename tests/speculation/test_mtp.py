@@ -20,8 +20,7 @@ from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
-from weft.runner import graphs
-from weft.runner import runner as runner_module
+from weft.runner import drafting, graphs
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.speculation import mtp, pending_hidden
 from weft.speculation.mtp import MtpDrafter
@@ -138,7 +137,7 @@ def test_drafts_are_transformers(
     reference = Reference(folders[name])
     speculation = fixed(3)
     monkeypatch.setattr(graphs, "WORTH_CAPTURING", 1)
-    monkeypatch.setattr(runner_module, "WORTH_CAPTURING", 1)
+    monkeypatch.setattr(drafting, "WORTH_CAPTURING", 1)
     engine, runner = make_engine(
         folders[name],
         chunk=chunk,
