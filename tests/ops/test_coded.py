@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, assert_gated, assert_linear, case, exact
 from tests.support.pairwise import sampled
 from weft.ops import coded, implementations, torch_ops
@@ -172,16 +173,7 @@ def test_bits_of_a_row_are_its_own(
     def run(rows: Tensor) -> Tensor:
         return ops.gated_linear(rows, packed, bias, "silu") if gated else ops.linear(rows, packed, bias)
 
-    whole = run(x)
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        assert torch.equal(run(x), whole)
-        for rows in FEW_ROWS if count == 1 else (1, 8, 9, 15, 64):
-            begin = rows % 7
-            assert torch.equal(run(x[begin : begin + rows]), whole[begin : begin + rows]), (count, rows)
-    spoiled = x[:64].clone()
-    spoiled[1::2] = float("nan")
-    assert torch.equal(run(spoiled)[::2], whole[:64:2])
+    check_rows_alone(run, x, FEW_ROWS)
 
 
 @pytest.mark.usefixtures("extension")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, ROWS, case
 from tests.support.ggml_blocks import drawn, fitted, meaning
 from tests.support.pairwise import sampled
@@ -109,16 +110,7 @@ def test_bits_of_a_row_are_its_own(
     def run(rows: Tensor) -> Tensor:
         return ops.gated_linear(rows, packed, bias, "silu") if gated else ops.linear(rows, packed, bias)
 
-    whole = run(x)
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        assert torch.equal(run(x), whole)
-        for rows in ROWS if count == 1 else (1, 8, 9, 15, 64):
-            begin = rows % 7
-            assert torch.equal(run(x[begin : begin + rows]), whole[begin : begin + rows]), (count, rows)
-    spoiled = x[:64].clone()
-    spoiled[1::2] = float("nan")
-    assert torch.equal(run(spoiled)[::2], whole[:64:2])
+    check_rows_alone(run, x, ROWS)
 
 
 @pytest.mark.usefixtures("extension")

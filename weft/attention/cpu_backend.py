@@ -11,8 +11,7 @@ import torch
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops import cpu
-from weft.ops.cpu.served import DTYPES
+from weft.ops.cpu.served import check_built, check_served
 
 Tensor = torch.Tensor
 
@@ -34,10 +33,7 @@ class CpuAttention(AttentionBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if device.type != "cpu":
-            raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
-        if dtype not in DTYPES:
-            raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
+        check_served("attention backend 'cpu'", dtype, device)
         if not 0 < cache.head_dim <= MAX_DIM or cache.head_dim % 16:
             raise ConfigError(
                 f"attention backend 'cpu' has no heads of {cache.head_dim}: it needs a multiple of 16 "
@@ -54,11 +50,7 @@ class CpuAttention(AttentionBackend):
                 f"not {spec.heads // cache.kv_heads}",
                 param="--attention-backend",
             )
-        if not cpu.load():
-            raise ConfigError(
-                "attention backend 'cpu' needs the C++ operations: run `weft build-ops`",
-                param="--attention-backend",
-            )
+        check_built("attention backend 'cpu'")
 
     def attend(
         self,

@@ -12,8 +12,7 @@ from weft.attention.base import SegmentInput
 from weft.attention.delta_backend import DeltaBackend, DeltaWeights
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops import cpu
-from weft.ops.cpu.served import DTYPES
+from weft.ops.cpu.served import check_built, check_served
 
 Tensor = torch.Tensor
 
@@ -32,10 +31,7 @@ class CpuDelta(DeltaBackend):
     ) -> None:
         delta = spec.delta
         assert delta is not None
-        if device.type != "cpu":
-            raise ConfigError(f"delta net backend 'cpu' does not run on {device.type}", param="--device")
-        if dtype not in DTYPES:
-            raise ConfigError(f"delta net backend 'cpu' has no {dtype}", param="--dtype")
+        check_served("delta net backend 'cpu'", dtype, device)
         for dim in (delta.k_dim, delta.v_dim):
             if dim % 16 or dim > MAX_DIM:
                 raise ConfigError(
@@ -48,11 +44,7 @@ class CpuDelta(DeltaBackend):
                 f"delta net backend 'cpu' has no convolution of {delta.conv} taps",
                 param="--attention-backend",
             )
-        if not cpu.load():
-            raise ConfigError(
-                "delta net backend 'cpu' needs the C++ operations: run `weft build-ops`",
-                param="--attention-backend",
-            )
+        check_built("delta net backend 'cpu'")
 
     def run(
         self,

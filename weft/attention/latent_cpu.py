@@ -12,9 +12,8 @@ from weft.attention.base import SegmentInput
 from weft.attention.latent import Form, LatentBackend, UpMatrices
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec
-from weft.ops import cpu
 from weft.ops.cpu.latent import PackedUp
-from weft.ops.cpu.served import DTYPES
+from weft.ops.cpu.served import check_built, check_served
 
 Tensor = torch.Tensor
 
@@ -37,10 +36,7 @@ class CpuLatent(LatentBackend):
     ) -> None:
         mla = spec.mla
         assert mla is not None
-        if device.type != "cpu":
-            raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
-        if dtype not in DTYPES:
-            raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
+        check_served("attention backend 'cpu'", dtype, device)
         for what, size in (("kv_lora", mla.kv_lora), ("rope", mla.rope), ("nope", mla.nope), ("v", mla.v)):
             if size % 16:
                 raise ConfigError(
@@ -53,11 +49,7 @@ class CpuLatent(LatentBackend):
                 f"attention backend 'cpu' has no entries or heads of more than {MAX_DIM} elements",
                 param="--attention-backend",
             )
-        if not cpu.load():
-            raise ConfigError(
-                "attention backend 'cpu' needs the C++ operations: run `weft build-ops`",
-                param="--attention-backend",
-            )
+        check_built("attention backend 'cpu'")
 
     def attend(
         self,

@@ -13,8 +13,7 @@ from weft.attention.base import LayerCache, SegmentInput, refuse_fp8
 from weft.attention.sparse import Reads, SparseBackend
 from weft.common.errors import ConfigError
 from weft.config.spec import CacheSpec, ModelSpec
-from weft.ops import cpu
-from weft.ops.cpu.served import DTYPES
+from weft.ops.cpu.served import check_built, check_served
 
 Tensor = torch.Tensor
 
@@ -35,10 +34,7 @@ class CpuSparse(SparseBackend):
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if device.type != "cpu":
-            raise ConfigError(f"attention backend 'cpu' does not run on {device.type}", param="--device")
-        if dtype not in DTYPES:
-            raise ConfigError(f"attention backend 'cpu' has no {dtype}", param="--dtype")
+        check_served("attention backend 'cpu'", dtype, device)
         refuse_fp8("cpu", cache)
         for what, size in _sizes(spec):
             if size % 16 or not 0 < size <= MAX_DIM:
@@ -47,11 +43,7 @@ class CpuSparse(SparseBackend):
                     f"multiple of 16 up to {MAX_DIM}",
                     param="--attention-backend",
                 )
-        if not cpu.load():
-            raise ConfigError(
-                "attention backend 'cpu' needs the C++ operations: run `weft build-ops`",
-                param="--attention-backend",
-            )
+        check_built("attention backend 'cpu'")
 
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> None:
         return None

@@ -95,7 +95,8 @@ def find() -> Path | None:
     Raises OSError.
     """
     made = {}
-    for path in cache_folder().glob(f"{base_key()}-*/{LIBRARY}"):
+    sources = sources_digest()
+    for path in cache_folder().glob(f"{base_key(sources)}-*/{LIBRARY}"):
         with contextlib.suppress(FileNotFoundError):  # another process tidies up
             file = path.stat()
             folder = path.parent.stat()
@@ -103,7 +104,7 @@ def find() -> Path | None:
                 made[path] = file.st_mtime
     if made:
         return max(made, key=lambda path: made[path])
-    return prebuilt.find(sources_digest())
+    return prebuilt.find(sources)
 
 
 def find_compiler() -> Compiler:
@@ -123,10 +124,10 @@ def find_compiler() -> Compiler:
     )
 
 
-def base_key() -> str:
-    """What a library depends on, but for the compiler."""
+def base_key(sources: str) -> str:
+    """What a library of these ``sources`` (`sources_digest`) depends on, but for the compiler."""
     digest = hashlib.sha256()
-    for part in (_machine(), sources_digest(), *FLAGS, *NATIVE):
+    for part in (_machine(), sources, *FLAGS, *NATIVE):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -163,12 +164,13 @@ def build(
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with _lock(cache, say):
-        key = base_key()
+        sources = sources_digest()
+        key = base_key(sources)
         target = cache / f"{key}-{_hash(compiler.version)}" / LIBRARY
         if target.exists() and not force:
             say("the C++ operations are built already")
             return target
-        ready = None if force else prebuilt.find(sources_digest())
+        ready = None if force else prebuilt.find(sources)
         if ready is not None:
             say(
                 f"the installed wheel has them for this CPU ({ready.parent.name}); --force compiles them here"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weft.common.errors import ConfigError
 from weft.ops import cpu
 from weft.ops.registry import Implementation, register
 
@@ -14,6 +15,22 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 #: The codes of csrc/gemm_tile.h; 0 is linear without a gate.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
+
+
+def check_served(what: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError unless ``what``, a backend of the extension, can be for ``dtype`` on ``device``."""
+    if device.type != "cpu":
+        raise ConfigError(f"{what} does not run on {device.type}", param="--device")
+    if dtype not in DTYPES:
+        raise ConfigError(f"{what} has no {dtype}", param="--dtype")
+
+
+def check_built(what: str) -> None:
+    """Raises ConfigError where the extension is not built for this machine."""
+    if not cpu.load():
+        raise ConfigError(
+            f"{what} needs the C++ operations: run `weft build-ops`", param="--attention-backend"
+        )
 
 
 def serve(
