@@ -156,6 +156,16 @@ _NOAUX = {
     "rope_theta": 10_000.0,
 }
 
+_ROPE = {"rope_theta": 1_000_000.0}
+_ARCHITECTURES = {
+    kind: {"architectures": [architecture], "model_type": kind}
+    for kind, architecture in (
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+        ("qwen3_next", "Qwen3NextForCausalLM"),
+    )
+}
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -196,6 +206,14 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a text model of ``RECIPES`` as engines read it, without tensors: for dummy
+    weights.
+    """
+    recipe = _recipe(name)
+    return {**_COMMON, **_ROPE, **recipe.config, **recipe.extra, **_ARCHITECTURES[recipe.model_type]}
 
 
 def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True) -> Path:

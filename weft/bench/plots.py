@@ -80,6 +80,27 @@ def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
     figure.savefig(path, dpi=130, format="png")
 
 
+def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Path) -> None:
+    """Two panels, decode and prefill: ms a token by context, a line each of ``found`` (name -> rows), and
+    dashed where it would be if attention to the context took its floor (``{kind}_ms``, ``{kind}_floor_ms``)."""
+    figure, axes = _figure(11, 4.6, 2)
+    for panel, kind in zip(axes, ("decode", "prefill"), strict=True):
+        for number, (name, rows) in enumerate(found.items()):
+            contexts = [row["context"] for row in rows]
+            least = [rows[0][f"{kind}_ms"] + row[f"{kind}_floor_ms"] for row in rows]
+            colour = f"C{number}"
+            panel.plot(contexts, [row[f"{kind}_ms"] for row in rows], "o-", color=colour, label=name)
+            panel.plot(contexts, least, "--", color=colour, linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("positions before")
+        panel.set_ylabel("ms a token")
+        panel.set_title(f"{kind} (dashed: with attention at its floor)", fontsize=9)
+        panel.legend(loc="upper left", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+
+
 def _panel(panel: Any, points: Sequence[dict[str, Any]], axis: str, first: str) -> None:
     for name, label, style in (("ttft_ms", first, "o-"), ("tpot_ms", "TPOT", "^-")):
         good = [point for point in points if point.get(name)]
