@@ -112,7 +112,7 @@ class InstanceTable:
         return serve(instances, self._local_prefill)
 
     def takers(self, leaving: int | None = None) -> list[Instance]:
-        """Instances that take sequences now, in order, or once the sequence ``leaving`` is at none of them."""
+        """Instances that take sequences now, in order; also once ``leaving`` is at none of them."""
         return [one for one in self._taking(leaving) if one.role != "encode"]
 
     def encoders(self) -> list[Instance] | None:
