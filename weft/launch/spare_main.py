@@ -14,6 +14,7 @@ import sys
 
 import msgspec
 
+from weft.common import env
 from weft.common.title import set_title
 from weft.engine.processes import MOST_DESCRIPTORS, SIZE, Order
 from weft.launch import child, head_main, rank_main
@@ -45,9 +46,7 @@ def run(arguments: list[str]) -> int:
     if told is None:
         return 0
     order, descriptors = told
-    for name in os.environ.keys() - order.environment.keys():
-        del os.environ[name]
-    os.environ.update(order.environment)
+    env.replace(order.environment)
     return PROGRAMS[order.program]([*order.arguments, *map(str, descriptors)])
 
 
