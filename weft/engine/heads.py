@@ -28,7 +28,8 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """One group: a head for each replica. Heads live no longer than the thread that starts them.
+    """One group: a head for each replica. Heads live no longer than the thread that starts them, which is a
+    thread of ``Spares`` where they waited before.
 
     What starts them anew is decided elsewhere: see ``weft.cluster``.
     """
