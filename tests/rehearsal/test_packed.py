@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e0 import rig as e0
 from tests.models.test_quantized_loading import FORMATS, _folders, gpt_oss_folders, plain
+from tests.ops.test_coded import FORMS as CODES
+from tests.ops.test_coded import codes_of
 from tests.rehearsal import rig
+from tests.rehearsal.device import running
 from tests.rehearsal.rig import rehearse
 from tests.rehearsal.test_engines import EP
 from tests.rehearsal.test_families import FORMS
 from weft.engine.core import EngineCore
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.moe import Routed
+from weft.ops.registry import choose
 from weft.ops.triton import interpreting
 
 __all__ = ["plain"]
@@ -103,6 +108,17 @@ def test_stacked_experts_of_a_family_that_publishes_four_bits(
     assert "_grouped_codes" in made.operators
     found = held_by(core)
     assert {isinstance(matrix, Codes) for matrix in found} == {True, False}
+
+
+@pytest.mark.parametrize("form", list(CODES))
+def test_rows_of_a_packed_table_are_read_without_waiting(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    with rig.rehearsed(monkeypatch) as made:
+        table = codes_of(form, (20, 96)).to(cuda)
+        ids = torch.zeros(3, dtype=torch.int64, device=cuda)
+        with running(made):
+            rows = choose("coded_embedding", torch.bfloat16, cuda).run(ids, table, torch.bfloat16)
+        assert (rows.shape, rows.dtype, rows.device.type) == ((3, 96), torch.bfloat16, "cuda")
 
 
 def test_packed_weights_give_the_tokens_of_a_cpu(
