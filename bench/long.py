@@ -11,10 +11,10 @@ steps. ``--whole N`` computes a prompt of N tokens from its first token too, to 
 against.
 
 ``added``: milliseconds a token more than at depth 0, which is what attention to the context takes.
-``floor``: the roofline of that, the longer of what a token reads more of the caches at the bandwidth of memory (decode; the tokens
-of a chunk share what they read) and of its operations at the rate of a matrix product (1024 x 1024 x 1024 in
-bf16), both measured in the same process just before (``bench.gemm``); ``share`` is floor over added. Caches that
-fit in the CPU's own may beat the floor.
+``floor``: the roofline of that, the longer of what a token reads more of the caches at the bandwidth of
+memory (decode; the tokens of a chunk share what they read) and of its operations at the rate of a matrix
+product (1024 x 1024 x 1024 in bf16), both measured in the same process just before (``bench.gemm``).
+``share`` is floor over added. Caches that fit in the CPU's own may beat the floor.
 Memory: the largest resident set of all steps over that before the first one, with weights loaded and caches
 full, beside what planning sets aside for a step; and all of it beside weights, caches and that.
 """

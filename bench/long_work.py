@@ -1,8 +1,8 @@
 """What attention to a context reads and multiplies, from a model's facts: the roofline of ``bench.long``.
 
 Least work, whichever way it is computed: an entry is read once for all heads, a product of a query and a key
-is two operations an element, and latent attention takes the cheaper of its two forms. Choosing (sparse models)
-counts, recurrent states do not: they cost the same at every depth.
+is two operations an element, and latent attention takes the cheaper of its two forms. Choosing (sparse
+models) counts, recurrent states do not: they cost the same at every depth.
 """
 
 from __future__ import annotations

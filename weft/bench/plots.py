@@ -126,7 +126,8 @@ def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
 
 def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Path) -> None:
     """Two panels, decode and prefill: ms a token by context, a line each of ``found`` (name -> rows), and
-    dashed where it would be if attention to the context took its floor (``{kind}_ms``, ``{kind}_floor_ms``)."""
+    dashed where it would be if attention to the context took its floor (``{kind}_ms``,
+    ``{kind}_floor_ms``)."""
     figure, axes = _figure(11, 4.6, 2)
     for panel, kind in zip(axes, ("decode", "prefill"), strict=True):
         for number, (name, rows) in enumerate(found.items()):
