@@ -20,7 +20,7 @@ from weft.engine import rank_rooms
 from weft.engine.core import EngineCore
 from weft.transports.memory import Sizes, Staged
 from weft.types import messages as m
-from weft.types.rooms import OfferRoom, RoomRequest
+from weft.types.rooms import OfferRoom, RoomKey, RoomRequest
 from weft.types.sampling import TokenParams
 
 GREEDY = TokenParams(temperature=0.0, max_tokens=12)
@@ -217,9 +217,13 @@ def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tm
 
 
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5, 8])
-def test_a_client_that_leaves_frees_both_ends(pairs: Callable[..., EnginePair], at: str, turns: int) -> None:
-    pair = pairs("llama", max_num_batched_tokens=32)
+@pytest.mark.parametrize(
+    ("turns", "mode"), [*((turns, "push") for turns in (0, 1, 2, 3, 5, 8)), (1, "pull"), (3, "pull")]
+)
+def test_a_client_that_leaves_frees_both_ends(
+    pairs: Callable[..., EnginePair], at: str, turns: int, mode: str
+) -> None:
+    pair = pairs("llama", max_num_batched_tokens=32, transfer_mode=mode)
     for n, ids in enumerate(prompts(4)):
         pair.submit(submit(n, ids, GREEDY))
     for _ in range(turns):
@@ -298,6 +302,42 @@ def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
     submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(6))]
     expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
     check(pairs(family, (8, 16), **settings), submits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"speculative_method": "ngram", "ngram_min_length": 1}),
+        ("mistral", {"max_num_seqs": 2}),
+        ("deepseek_v3", {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+        ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
+        ("deepseek_v4", {"enable_prefix_caching": False}),
+    ],
+)
+def test_a_cache_that_is_pulled_goes_when_its_prompt_is_computed(
+    pairs: Callable[..., EnginePair],
+    tmp_path: Path,
+    family: str,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"max_num_batched_tokens": 32, **settings}
+    submits = [submit(n, ids, (GREEDY, SAMPLED)[n % 2]) for n, ids in enumerate(prompts(5))]
+    ids = prompts(4)[3]
+    submits += [submit(10 + n, ids, SAMPLED, request=10, choice=n) for n in range(3)]
+    expected = unified(config_of(tmp_path, family, 8, "unified", **settings), submits)
+    pair = pairs(family, (8, 16), transfer_mode="pull", **settings)
+    assert pair.prefill.rooms is not None
+    request = pair.prefill.rooms._request
+    asked: dict[RoomKey, list[str]] = {}
+
+    def noted(one: RoomRequest) -> None:
+        asked.setdefault(one.key, []).append(type(one).__name__)
+        request(one)
+
+    monkeypatch.setattr(pair.prefill.rooms, "_request", noted)
+    check(pair, submits, expected)
+    assert set(map(tuple, asked.values())) == {("OfferRoom", "FinishRoom")}
 
 
 def test_an_offer_leaves_while_the_step_computes_that_admits_its_sequence(

@@ -37,11 +37,17 @@ class Side:
     """A scheduler of one role and a fake runner; the test is everything else."""
 
     def __init__(
-        self, role: str, kv: KVConfig, depth: int = 1, watermark: float = 0.0, **section: Any
+        self,
+        role: str,
+        kv: KVConfig,
+        depth: int = 1,
+        watermark: float = 0.0,
+        mode: str = "push",
+        **section: Any,
     ) -> None:
         section.setdefault("max_num_seqs", 4)
         section.setdefault("max_num_batched_tokens", 24 + 8 * kv.drafts)
-        transfer = TransferSection(role=role, decode_watermark=watermark)  # type: ignore[arg-type]
+        transfer = TransferSection(role=role, decode_watermark=watermark, transfer_mode=mode)  # type: ignore[arg-type]
         speculation = SpeculationSection(speculative_adaptive=False)
         self.kv, self.depth, self.now, self.sends = kv, depth, 0.0, role == "prefill"
         self.scheduler = Scheduler(kv, SchedulerSection(**section), VOCAB, speculation, transfer)
@@ -182,6 +188,32 @@ def test_a_sender_offers_exports_each_chunk_and_leaves_with_the_first_token(dept
     assert side.held == 3
     assert side.room(r.RoomLanded(key_of(1))) == []
     assert side.scheduler.room_blocks(key_of(1)) == ()
+    side.check_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sender_that_is_pulled_from_offers_what_it_has_computed(depth: int) -> None:
+    side = Side("prefill", kv_config(), depth, mode="pull", long_prefill_token_threshold=6)
+    side.submit(1)
+    side.step()
+    assert side.scheduler.room_requests() == []
+    side.drain()
+    assert names(side.scheduler.room_requests()) == ["OfferRoom", "FinishRoom"]
+    assert [(op.start, op.end) for op in side.runner.exports] == [(0, 6), (6, 10)]
+    assert side.held == 3
+    side.room(r.RoomBound(key_of(1), 0))
+    side.room(r.RoomLanded(key_of(1)))
+    side.check_idle()
+
+
+def test_a_sender_that_is_pulled_from_and_ends_before_has_nothing_to_offer() -> None:
+    side = Side("prefill", kv_config(), mode="pull", long_prefill_token_threshold=6)
+    side.submit(1)
+    side.step()
+    side.scheduler.finish(1)
+    side.drain()
+    assert names(side.scheduler.room_requests()) == ["CancelRoom"]
+    side.room(r.RoomFreed(key_of(1)))
     side.check_idle()
 
 

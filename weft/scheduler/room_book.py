@@ -59,6 +59,8 @@ class RoomRecord:
     """Of a sender that has left its slot: its tables, and the snapshots of its states, if they were saved."""
     exported: list[int] = field(default_factory=list)
     """Of a sender: for each kind, up to which entry of its table ranks were told."""
+    unsaid: OfferRoom | None = None
+    """Of a sender: an offer that is not made before the prompt is computed."""
     offer: Admitted | None = None
     """Of a receiver: what it was asked, until it answers, or ends."""
     needed: list[int] = field(default_factory=list)
@@ -75,6 +77,8 @@ class RoomBook:
         """The latest time that the scheduler was told."""
         self.decodes = False
         """Whether the group decodes what others have prefilled."""
+        self.pulled = False
+        """Whether senders offer what they have computed; else what they compute (--transfer-mode)."""
         self._caches = caches
         self._holds = holds
         self._records: dict[RoomKey, RoomRecord] = {}
@@ -120,9 +124,11 @@ class RoomBook:
         record.slot = slot
         record.exported = [0] * len(self._caches.kinds)
         known = b"".join(hashes[: record.length // block])
-        self.requests.append(
-            OfferRoom(key=record.key, num_prompt=record.length, num_cached=num_hit, hashes=known)
-        )
+        offer = OfferRoom(key=record.key, num_prompt=record.length, num_cached=num_hit, hashes=known)
+        if self.pulled:
+            record.unsaid = offer
+        else:
+            self.requests.append(offer)
 
     def export(self, sequence: Sequence, start: int, end: int) -> list[Op]:
         """The op that goes with a sender's row over ``start`` .. end - 1, for which its tables are made."""
@@ -144,6 +150,8 @@ class RoomBook:
             return
         packed = b"" if logprobs is None else msgspec.msgpack.encode(logprobs)
         first = FirstToken(choice=sequence.choice, token=token, logprobs=packed)
+        if record.unsaid is not None and not record.over:
+            self.requests.append(record.unsaid)
         self.requests.append(FinishRoom(key=record.key, first=first))
         if self._caches.recurrent and not record.over:
             self.parting[record.key] = -1

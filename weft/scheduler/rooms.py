@@ -68,6 +68,7 @@ class SchedulerRooms:
         self._heard = False
         """Whether anything was heard of a room since offers were answered: then there may be other hits."""
         self._book.decodes = transfer.role == "decode"
+        self._book.pulled = transfer.transfer_mode == "pull"
 
     def check(self, submit: Submit) -> None:
         """Raises InvalidRequest for a ticket that this group can have no part in."""

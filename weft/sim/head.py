@@ -93,8 +93,9 @@ class HeadProcess:
         self._due: float | None = None
         """When it will look at deadlines of rooms."""
         model = TokenModel(cluster.row_errors, cluster.poison)
+        rooms = cluster.rooms
         transfer = TransferSection(
-            role=cluster.rooms.roles[instance], decode_watermark=cluster.rooms.watermark
+            role=rooms.roles[instance], decode_watermark=rooms.watermark, transfer_mode=rooms.mode
         )
         caches = cluster.rooms.caches(instance)
         section = cluster.rooms.images.section(cluster.section, transfer.role)

@@ -53,6 +53,8 @@ class RoomWorld:
         """See ``Fleet``."""
         self.watermark = rng.choice((0.0, 0.05, 0.3))
         """See ``TransferSection.decode_watermark``."""
+        self.mode: Literal["push", "pull"] = "pull" if cluster.seed % 4 == 3 else "push"
+        """See ``TransferSection.transfer_mode``."""
         self.heads: dict[int, HeadProcess] = {}
         """All processes of heads that ever were, by incarnation."""
         kind: Literal["shm", "tcp"] = rng.choice(("shm", "shm", "tcp"))
