@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--pictures", default="8x1920x1080,2x3840x2160", help="of each request")
     parser.add_argument("--quality", type=int, default=70, help="of their JPEG files")
     parser.add_argument("--flags", default="--encode 2 --prefill 1 --decode 1", help="of the server")
-    parser.add_argument("--mm-cache-bytes", default="3M", help="of each group")
+    parser.add_argument("--mm-cache-bytes", default="1536K", help="of each group")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt in one step at most")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds of a request")
