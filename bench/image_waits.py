@@ -214,13 +214,11 @@ async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> li
         base_url=server.url, timeout=args.deadline, trust_env=False, limits=limits
     ) as http:
         asked = Asked(http, server, args)
+        heads = {title_of(pid).split()[1][:6]: pid for pid in processes(server.pid or 0) if title_of(pid)}
+        await asked.image()  # whatever is made for the first one
         if kind == "turns":
-            await asked.image()  # whatever is made for the first one
-            encoder = next(
-                pid for pid in processes(server.pid or 0) if title_of(pid).startswith("head encode")
-            )
-            return await in_turns(asked, encoder, args)
-        await beside(asked, args, kind == "images and text")
+            return await in_turns(asked, heads["prefil"], heads["encode"], args)
+        await beside(asked, heads["prefil"], args, kind == "images and text")
         await asyncio.sleep(1.0)  # until spans are written
         return []
 
