@@ -2,7 +2,8 @@
 
 bash bench/peers/setup.sh                 # once: the peers' environments
 python -m bench.compare --name mine       # or: make bench
-python -m bench.compare --engines weft,weft-int8,vllm --weft-args 'weft-int8=--quantization int8'
+python -m bench.compare --engines weft-int8,vllm-int8,llamacpp-int8,openvino-int8
+python -m bench.compare --engines weft,weft-spec,vllm --weft-args 'weft-spec=--speculative-method ngram'
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ SAME_TOKENS = WORKLOADS["W1"]
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--engines", default=",".join(rows.DEFAULT), help="rows, by name; default %(default)s")
+    default = ",".join(rows.default(machine.cpuinfo()))
+    made.add_argument(
+        "--engines",
+        default=default,
+        help=f"rows, by name; {', '.join(rows.QUANTIZED)} also with -int8 or -int4 behind; default {default}",
+    )
     made.add_argument(
         "--weft-args",
         action="append",
@@ -69,7 +75,7 @@ def weft_rows(given: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in given:
         name, _, flags = ("weft", "", text) if text.lstrip().startswith("-") else text.partition("=")
-        if name in rows.ENVIRONMENTS:
+        if rows.parted(name)[0] in rows.ENVIRONMENTS:
             raise SystemExit(f"--weft-args: {name} is the name of a peer")
         rows.keywords(shlex.split(flags))  # says early what is no flag
         found[name] = flags
@@ -157,8 +163,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Runs the comparison and returns the result."""
     begun = machine.describe()
     workloads = chosen(args.workloads)
-    own = weft_rows(args.weft_args)
-    names = list(dict.fromkeys([*args.engines.split(","), *own]))
+    given = weft_rows(args.weft_args)
+    names = list(dict.fromkeys([*args.engines.split(","), *given]))
+    own = rows.own(names, given)
     setting = setting_of(args, workloads)
     built = rows.build(names, own, setting)
     ready = [row for row in built.values() if isinstance(row, rows.Row)]

@@ -25,6 +25,7 @@ import gguf
 import numpy as np
 
 from bench import machine
+from weft.bench.process_memory import own_peak, own_resident, reset_own_peak
 
 #: Layers, hidden, intermediate, heads, KV heads, head size, vocabulary.
 SHAPES = {
@@ -245,16 +246,11 @@ def load(path: str) -> None:
 
     cpu.load()
     folder = resolve_model_path(path)
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = own_resident()
+    reset_own_peak()
     model = load_model(folder, load_spec(folder), torch.bfloat16, torch.device("cpu"), progress=False)
     assert model is not None
-    print(json.dumps({"peak": _memory("VmHWM") - before, "resident": _memory("VmRSS") - before}))
-
-
-def _memory(field: str) -> int:
-    (found,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found) * 1024
+    print(json.dumps({"peak": own_peak() - before, "resident": own_resident() - before}))
 
 
 def memory(folder: Path, kinds: list[str]) -> dict[str, dict[str, int]]:

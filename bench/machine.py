@@ -39,6 +39,11 @@ def memory_bytes(meminfo: str) -> int:
     return 0
 
 
+def cpuinfo() -> str:
+    """The text of /proc/cpuinfo; empty where there is none."""
+    return _read("/proc/cpuinfo")
+
+
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()
@@ -59,7 +64,7 @@ def system_name() -> str:
 def describe() -> dict[str, Any]:
     """The machine, as a result file keeps it."""
     return {
-        "cpu": cpu(_read("/proc/cpuinfo")),
+        "cpu": cpu(cpuinfo()),
         "cores": usable_cores(),
         "memory_bytes": memory_bytes(_read("/proc/meminfo")),
         "system": system_name(),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from bench import converted
+from bench.converted import Missing
 
 PEERS = Path(__file__).parent / "peers"
 ROOT = Path(__file__).parent.parent
@@ -21,9 +24,24 @@ ENVIRONMENTS = {
     "transformers": "transformers",
     "transformers-continuous": "transformers",
     "llamacpp": "llamacpp",
+    "openvino": "openvino",
 }
-#: Rows without ``--engines``; vllm-zen is left to whom it concerns (AMD CPUs).
-DEFAULT = ("weft", "vllm", "transformers", "transformers-continuous", "llamacpp")
+#: Weights in fewer bits: a row's name with one of these behind it, as ``weft-int8``.
+BITS = ("int8", "int4")
+#: Who has such rows.
+QUANTIZED = ("weft", "vllm", "vllm-zen", "llamacpp", "openvino")
+
+
+def default(cpuinfo: str) -> tuple[str, ...]:
+    """Rows without ``--engines``, from the text of /proc/cpuinfo: AMD's kernels for vLLM on AMD's CPUs."""
+    zen = ("vllm-zen",) if "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo else ()
+    return ("weft", "vllm", *zen, "transformers", "transformers-continuous", "llamacpp", "openvino")
+
+
+def parted(name: str) -> tuple[str, str]:
+    """``llamacpp-int8`` is ``("llamacpp", "int8")``; a row in the model's own dtype has an empty second."""
+    base, _, bits = name.rpartition("-")
+    return (base, bits) if bits in BITS and base in QUANTIZED else (name, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +56,11 @@ class Setting:
     folder: Path
     """Where ``setup.sh`` put the peers."""
 
+    @property
+    def source(self) -> converted.Source:
+        """What peers' own forms of the model are made from."""
+        return converted.Source(self.model, self.dtype, self.folder)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -51,11 +74,13 @@ class Row:
     """The ``args`` of the driver's load message."""
     server: tuple[str, ...] | None = None
     """Command line of the server on port {port}, or None where the engine has none worth comparing."""
+    model: Path | None = None
+    """The checkpoint in a form of its own, or None for the setting's."""
 
     def load_message(self, setting: Setting) -> dict[str, Any]:
         return {
             "load": {
-                "model": str(setting.model),
+                "model": str(self.model or setting.model),
                 "dtype": setting.dtype,
                 "threads": setting.threads,
                 "max_len": setting.max_len,
@@ -67,10 +92,6 @@ class Row:
     def server_command(self, port: int) -> list[str]:
         assert self.server is not None
         return [part.replace("{port}", str(port)) for part in self.server]
-
-
-class Missing(Exception):
-    """A peer that cannot run here; the message says why and what to do."""
 
 
 def keywords(arguments: Sequence[str]) -> dict[str, Any]:
@@ -137,6 +158,10 @@ def transformers(name: str, setting: Setting) -> Row:
 def vllm(name: str, setting: Setting) -> Row:
     """vLLM's CPU build as its documentation advises: bound threads, its OpenMP and tcmalloc preloaded."""
     folder = _ready(setting, "vllm")
+    name, bits = parted(name)
+    model = setting.model
+    if bits:
+        model = converted.compressed(setting.source, bits, folder / "bin/python")
     preload = [*sorted(folder.glob("tcmalloc/**/libtcmalloc_minimal.so.4")), folder / "lib/libiomp5.so"]
     environment = {
         **_quiet(setting),
@@ -155,25 +180,26 @@ def vllm(name: str, setting: Setting) -> Row:
     if "MLA" in _architecture(setting.model):
         environment["VLLM_MLA_DISABLE"] = "1"
     serve = (
-        *(str(folder / "bin/python"), str(folder / "bin/vllm"), "serve", str(setting.model)),
+        *(str(folder / "bin/python"), str(folder / "bin/vllm"), "serve", str(model)),
         *("--host", "127.0.0.1", "--port", "{port}", "--dtype", setting.dtype),
         *("--max-model-len", str(setting.max_len), "--max-num-seqs", str(setting.max_seqs)),
         "--no-enable-prefix-caching",
     )
     driver = (str(folder / "bin/python"), str(PEERS / "drive_vllm.py"))
-    return Row(name=name, driver=driver, environment=environment, server=serve)
+    named = f"{name}-{bits}" if bits else name
+    return Row(name=named, driver=driver, environment=environment, server=serve, model=model)
 
 
 def llamacpp(name: str, setting: Setting) -> Row:
-    """llama.cpp's server, on the model converted once by its own converter, in the same dtype.
+    """llama.cpp's server, on the model converted once by its own tools: in the same dtype, Q8_0 or Q4_K_M.
 
     A slot and its own stretch of cache for each sequence, flash attention, large prompt batches.
     """
     folder = _ready(setting, "llamacpp")
     threads, slots = str(setting.threads), setting.max_seqs
     server = (
-        *(str(folder / "bin/llama-server"), "--model", str(convert(setting))),
-        *("--host", "127.0.0.1", "--port", "{port}", "--threads-http", "4"),
+        *(str(folder / "bin/llama-server"), "--model", str(converted.gguf(setting.source, parted(name)[1]))),
+        *("--host", "127.0.0.1", "--port", "{port}"),
         *("--threads", threads, "--threads-batch", threads),
         *("--parallel", str(slots), "--no-kv-unified", "--ctx-size", str(slots * setting.max_len)),
         *("--batch-size", "2048", "--ubatch-size", "512", "--flash-attn", "on"),
@@ -189,28 +215,20 @@ def llamacpp(name: str, setting: Setting) -> Row:
     )
 
 
-def convert(setting: Setting) -> Path:
-    """The model as a GGUF file beside the peers, converted when it is not there or older than the model."""
-    kind = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(setting.dtype)
-    if kind is None:
-        raise Missing(f"no GGUF type for {setting.dtype}")
-    out = setting.folder / f"{setting.model.name}-{kind}.gguf"
-    weights = list(setting.model.glob("*.safetensors"))
-    if out.exists() and all(out.stat().st_mtime >= path.stat().st_mtime for path in weights):
-        return out
-    python = setting.folder / "transformers/bin/python"
-    sources = setting.folder / "llamacpp/sources"
-    made = subprocess.run(
-        [str(python), str(PEERS / "to_gguf.py"), str(sources), str(setting.model), str(out), kind],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    if made.returncode:
-        out.unlink(missing_ok=True)
-        raise Missing("its converter refused the model: " + "; ".join(made.stderr.strip().splitlines()[-2:]))
-    return out
+def openvino(name: str, setting: Setting) -> Row:
+    """OpenVINO GenAI's continuous batching in process; its HTTP server is another product, so W4 has none.
+
+    Caches stay in the dtype (its default is 8 bits), as those of the other engines.
+    """
+    folder = _ready(setting, "openvino")
+    precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}.get(setting.dtype)
+    if precision is None:
+        raise Missing(f"no precision of OpenVINO's for {setting.dtype}")
+    exported = converted.openvino(setting.source, parted(name)[1])
+    properties = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+    driver = (str(folder / "bin/python"), str(PEERS / "drive_openvino.py"))
+    args = {"folder": str(exported), "properties": properties}
+    return Row(name=name, driver=driver, environment=_quiet(setting), args=args)
 
 
 def _quiet(setting: Setting) -> dict[str, str]:
@@ -220,8 +238,6 @@ def _quiet(setting: Setting) -> dict[str, str]:
 
 def _architecture(model: Path) -> str:
     """``MLA`` for a model whose latent attention vLLM's CPU build has no kernel for, else nothing."""
-    import json
-
     config = json.loads((model / "config.json").read_text())
     width = (config.get("kv_lora_rank") or 0) + (config.get("qk_rope_head_dim") or 0)
     return "MLA" if config.get("kv_lora_rank") and width != 576 else ""
@@ -238,11 +254,23 @@ def build(names: Sequence[str], weft_args: Mapping[str, str], setting: Setting) 
     return found
 
 
+def own(names: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
+    """Rows that are Weft's with their flags: those given, and those that a name says."""
+    said = {name: f"--quantization {bits}" for name in names for _, bits in [parted(name)] if bits}
+    return {name: flags for name, flags in said.items() if parted(name)[0] == "weft"} | dict(given)
+
+
 def _row(name: str, weft_args: Mapping[str, str], setting: Setting) -> Row:
     if name == "weft" or name in weft_args:
         return weft(name, weft_args.get(name, ""), setting)
-    makers = {"vllm": vllm, "transformers": transformers, "llamacpp": llamacpp}
-    environment = ENVIRONMENTS.get(name)
+    makers: dict[str, Callable[[str, Setting], Row]] = {
+        "vllm": vllm,
+        "transformers": transformers,
+        "llamacpp": llamacpp,
+        "openvino": openvino,
+    }
+    environment = ENVIRONMENTS.get(parted(name)[0])
     if environment is None:
-        raise Missing(f"no engine of this name; there are weft and {', '.join(sorted(ENVIRONMENTS))}")
+        there = ", ".join(sorted(ENVIRONMENTS))
+        raise Missing(f"no engine of this name; there are weft and {there}, some with -int8 or -int4 behind")
     return makers[environment](name, setting)

@@ -111,7 +111,8 @@ class Serving:
         command = [
             *(sys.executable, "-m", "weft", "bench", "serve", "--base-url", server.url),
             *("--workload", workload.name, "--repetition", str(number), "--prompts", "ids"),
-            *("--json", str(out)),
+            # llama.cpp's server closes kept connections between requests, and says nothing of it.
+            *("--no-keep-alive", "--json", str(out)),
         ]
         with server.turn():
             made = subprocess.run(

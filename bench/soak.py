@@ -125,7 +125,8 @@ class Soak:
     ) -> None:
         """``every``: seconds between two kills, about. ``images``: whether requests have some."""
         self._server, self._requests, self._clients, self._every = server, requests, clients, every
-        self._rng = random.Random(seed)
+        self._seed, self._rng = seed, random.Random(seed)
+        self._killed = asyncio.Event()
         self._bodies = bodies(images)
         self._due: list[Any] = []
         self._left = iter(range(requests))
@@ -157,10 +158,13 @@ class Soak:
 
     async def _client(self, http: httpx.AsyncClient) -> None:
         for number in self._left:
-            which = self._rng.randrange(len(self._bodies))
-            stream = self._rng.random() < 0.7
-            leaves = self._rng.random() < 0.4
-            patience = self._rng.choice((0.01, 0.05, 0.2, 0.5, 1.0, 2.0)) if leaves else None
+            if number >= self._requests // 2:  # what comes after a kill is what this is about
+                await asyncio.wait_for(self._killed.wait(), WHOLE_S)
+            rng = random.Random(f"{self._seed} {number}")
+            which = rng.randrange(len(self._bodies))
+            stream = rng.random() < 0.7
+            leaves = rng.random() < 0.4
+            patience = rng.choice((0.01, 0.05, 0.2, 0.5, 1.0, 2.0)) if leaves else None
             try:
                 answer = await asyncio.wait_for(self._ask(http, self._bodies[which], stream), patience)
             except TimeoutError:
@@ -216,6 +220,7 @@ class Soak:
             else:
                 self.counts[f"killed {role}"] += 1
                 os.kill(pid, signal.SIGKILL)
+                self._killed.set()
                 await self._until_whole(http)
 
     @property

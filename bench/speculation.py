@@ -1,12 +1,17 @@
 """What speculation gains: output tokens a second by number of drafts, acceptance, and what a step costs.
 
 python -m bench.speculation --model spool-mla --json speculation.json
+python -m bench.speculation --model qwen3-dense-s --load-format dummy --method ngram --random-prompts 64 \\
+    --ignore-eos --dtype float32 --threads 1 --temperature 1
 
 One engine for each number of drafts, all loaded at once; rounds over them are interleaved, so that a machine
 that slows down slows all of them down. A round answers the same questions greedily, a batch at a time. What a
 step costs is the median time of steps that decode the whole batch and nothing else, drafting included; what
 could be gained is (1 + accepted drafts a step) / (cost of such a step over one without drafts), and "share"
-how much of that was, in tokens a second behind the prompts.
+how much of that was, in tokens a second behind the prompts. With ``--temperature`` answers are drawn, with
+the same seeds for every engine, so that they are still the same; of a model with random weights no
+draft is right then, and with an ``--alphabet`` of a few tokens about one in so many is. ``--cold`` counts
+from an engine's first answer on, trials and captures included.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import Any
 
 from bench import record
 from weft import LLM, SamplingParams
+from weft.bench.workloads import random_ids
 from weft.eval.gsm_mini import test_set
 from weft.types.plan import StepPlan
 
@@ -85,17 +91,25 @@ class Engine:
         if plan.decode.rows == self._batch:
             runs.steps.append(seconds)
 
+    def _answer(self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams]) -> list[Any]:
+        """Questions are asked as a user would, ids are continued."""
+        if isinstance(prompts[0], str):
+            talks: Any = [[{"role": "user", "content": text}] for text in prompts]
+            return list(self.llm.chat(talks, list(params), use_tqdm=False))
+        ids: Any = [{"prompt_token_ids": one} for one in prompts]
+        return list(self.llm.generate(ids, list(params), use_tqdm=False))
+
     def round(
-        self, questions: Sequence[str], batch: int, params: SamplingParams, *, count: bool
+        self, questions: Sequence[Any], batch: int, params: Sequence[SamplingParams], *, count: bool
     ) -> list[Any]:
-        """Answers all questions, ``batch`` at a time; ``count``: and counts it."""
+        """Answers all questions, ``batch`` at a time; ``count``: and counts it. params: of each."""
         runs = self.runs.setdefault(batch, Runs())
         self._now, self._batch = (runs if count else None), batch
         answers = []
         for begin in range(0, len(questions), batch):
-            talks = [[{"role": "user", "content": text}] for text in questions[begin : begin + batch]]
+            asked = slice(begin, begin + batch)
             began = time.perf_counter()
-            made = self.llm.chat(talks, params, use_tqdm=False)
+            made = self._answer(questions[asked], params[asked])
             seconds = time.perf_counter() - began
             outputs = [request.outputs[0] for request in made]
             answers += [output.token_ids for output in outputs]
@@ -129,6 +143,21 @@ def line(name: str, batch: int, runs: Runs, off: Runs) -> dict[str, Any]:
     }
 
 
+def asked(args: argparse.Namespace, vocabulary: int) -> tuple[list[Any], list[SamplingParams]]:
+    """What every engine answers, and how; the same in every round."""
+    if args.random_prompts:
+        prompts: list[Any] = [
+            random_ids(f"speculation {n}", args.random_prompts, vocabulary) for n in range(args.questions)
+        ]
+    else:
+        prompts = [problem.question for problem in test_set(args.questions)]
+    few = random_ids("alphabet", args.alphabet, vocabulary) if args.alphabet else None
+    common = {"max_tokens": args.max_tokens, "ignore_eos": args.ignore_eos, "allowed_token_ids": few}
+    return prompts, [
+        SamplingParams(temperature=args.temperature, seed=n, **common) for n in range(len(prompts))
+    ]
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the table, batch by batch."""
     common: dict[str, Any] = {
@@ -138,6 +167,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     common |= {"kv_cache_memory": "256M", "enable_prefix_caching": False}
     common |= {"dtype": args.dtype} if args.dtype else {}
+    common |= {"load_format": args.load_format} if args.load_format else {}
     engines = [Engine("0", common)]
     for drafts in args.drafts:
         more = {"speculative_method": args.method, "num_speculative_tokens": drafts}
@@ -145,11 +175,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.adaptive:
         more = {"speculative_method": args.method, "num_speculative_tokens": max(args.drafts)}
         engines.append(Engine(f"up to {max(args.drafts)}", {**common, **more}))
-    questions = [problem.question for problem in test_set(args.questions)]
-    params = SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos)
+    questions, params = asked(args, engines[0].llm.config.spec.vocab_size)
     rows = []
     for batch in args.batches:
-        for engine in engines:
+        for engine in () if args.cold else engines:
             engine.round(questions[: 2 * batch], batch, params, count=False)
             for _ in range(args.warm_up):
                 engine.round(questions, batch, params, count=False)
@@ -185,6 +214,11 @@ def main() -> None:
     )
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--cold", action="store_true", help="count from an engine's first answer on")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: drawn with fixed seeds")
+    parser.add_argument("--alphabet", type=int, default=0, help="tokens that answers may be made of")
+    parser.add_argument("--random-prompts", type=int, default=0, help="tokens of prompts of random ids")
+    parser.add_argument("--load-format", default="", help="dummy: random weights")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of --max-tokens tokens")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dtype", default="")

@@ -19,13 +19,21 @@ class Transformers:
         torch.set_num_threads(options["threads"])
         self.mode = options["args"].get("mode", "static")
         self.max_seqs = options["max_seqs"]
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            options["model"], dtype=getattr(torch, options["dtype"]), attn_implementation="sdpa"
-        ).eval()
+        self.model = self._model(options["model"], getattr(torch, options["dtype"])).eval()
         # No end of sequence: exact lengths, without a logits processor that would cost time.
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
         return transformers.__version__
+
+    def _model(self, folder: str, dtype: torch.dtype) -> Any:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        try:
+            return load(folder, dtype=dtype, attn_implementation="sdpa")
+        except ValueError as error:
+            # Sinks are more than SDPA computes.
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return load(folder, dtype=dtype, attn_implementation="eager")
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> list[list[int]]:
         if self.mode == "continuous":

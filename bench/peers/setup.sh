@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the peers' own environments, outside this repository:
-#   bash bench/peers/setup.sh [--dir FOLDER] [transformers] [vllm] [llamacpp]      (all three when none is named)
+#   bash bench/peers/setup.sh [--dir FOLDER] [transformers] [vllm] [llamacpp] [openvino]      (all when none is named)
 # FOLDER is $WEFT_BENCH_DIR or ~/.cache/weft/bench. Linux on x86-64, Python 3.11 or newer ($PYTHON).
 # A part that is there already, in the same versions, is left alone; one that failed half-way is finished.
 set -euo pipefail
@@ -20,13 +20,13 @@ say() { printf '[%s %4ds] %s\n' "$part" "$SECONDS" "$*"; }
 while [ $# -gt 0 ]; do
     case $1 in
         --dir) [ $# -gt 1 ] || die "--dir needs a folder"; folder=$2; shift ;;
-        transformers | vllm | llamacpp) parts+=("$1") ;;
+        transformers | vllm | llamacpp | openvino) parts+=("$1") ;;
         -h | --help) sed -n '2,5s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) die "unknown argument $1; the parts are transformers, vllm, llamacpp" ;;
+        *) die "unknown argument $1; the parts are transformers, vllm, llamacpp, openvino" ;;
     esac
     shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(transformers vllm llamacpp)
+[ ${#parts[@]} -gt 0 ] || parts=(transformers vllm llamacpp openvino)
 [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || die "the peers' CPU builds are for Linux on x86-64"
 "$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
     die "$PYTHON is not Python 3.11 to 3.13: set PYTHON"
@@ -115,7 +115,7 @@ vllm() {
 
 llamacpp() {
     local out=$folder/llamacpp key tool missing=()
-    key=$(recipe <(echo "$LLAMA_CPP_PYTHON; $(grep -m1 '^flags' /proc/cpuinfo)"))
+    key=$(recipe <(echo "$LLAMA_CPP_PYTHON; llama-quantize; $(grep -m1 '^flags' /proc/cpuinfo)"))
     if finished "$out" "$key"; then say "is there"; return; fi
     for tool in cc c++ cmake make; do command -v "$tool" >/dev/null || missing+=("$tool"); done
     [ ${#missing[@]} -eq 0 ] || die "llama.cpp is compiled here and needs: ${missing[*]}"
@@ -134,12 +134,29 @@ llamacpp() {
     cmake -S "$out/sources" -B "$out/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF \
         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
         >"$out/build.log" 2>&1 || die "cmake refused: see $out/build.log"
-    cmake --build "$out/build" --target llama-server llama-batched-bench -j "$JOBS" >>"$out/build.log" 2>&1 ||
+    cmake --build "$out/build" --target llama-server llama-batched-bench llama-quantize -j "$JOBS" >>"$out/build.log" 2>&1 ||
         die "the compiler stopped: see $out/build.log"
     ln -sfn build/bin "$out/bin"
     echo "$("$out/bin/llama-server" --version 2>&1 | sed -n 's/^version: \([^ ]*\).*/\1/p') (of llama-cpp-python $LLAMA_CPP_PYTHON)" \
         >"$out/version"
     echo "$key" >"$out/.ready"
+}
+
+# optimum-intel asks for torchvision, which text models don't need and whose plain build wants CUDA's torch.
+openvino() {
+    local env=$folder/openvino key
+    key=$(recipe "$here/openvino.txt")
+    if finished "$env" "$key"; then say "is there"; return; fi
+    [ -x "$env/bin/python" ] || "$PYTHON" -m venv "$env"
+    if ! "$env/bin/python" -c 'import torch' 2>/dev/null; then
+        say "torch"
+        (cd "$repository" && bash scripts/install_torch.sh "$env/bin/python")
+    fi
+    say "the packages of openvino.txt"
+    "$env/bin/python" -m pip install --no-deps -r "$here/openvino.txt"
+    "$env/bin/python" -c 'import openvino_genai, optimum.intel; print("openvino-genai", openvino_genai.__version__)' \
+        2>"$env/import.log" || die "OpenVINO does not import: $(tail -3 "$env/import.log")"
+    echo "$key" >"$env/.ready"
 }
 
 number=0

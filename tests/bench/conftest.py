@@ -36,6 +36,8 @@ class Fake:
         """Number of a streaming request to what goes wrong with it."""
         self.bodies: list[dict[str, Any]] = []
         self.times: list[float] = []
+        self.clients: set[int] = set()
+        """Ports from which it was asked to generate."""
         self.heads: list[str] = []
         """Roles of the heads that its metrics tell of."""
         self.live = 0
@@ -61,6 +63,8 @@ class Fake:
             prompt = body.get("prompt") or body["messages"][0]["content"]
             usage = {"prompt_tokens": 2 * len(prompt.split()) if isinstance(prompt, str) else len(prompt)}
             return JSONResponse({"choices": [{"text": "a"}], "usage": usage})
+        assert request.client is not None
+        self.clients.add(request.client.port)
         number = len(self.bodies)
         self.bodies.append(body)
         self.times.append(time.monotonic())

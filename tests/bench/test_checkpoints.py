@@ -15,7 +15,13 @@ from weft.bench.tokenizer import SPECIAL, write_tokenizer
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 
-MILLIONS = {"qwen3-dense-s": 108, "deepseek-moe-s": 117, "deepseek-moe-k576": 122, "qwen3next-s": 103}
+MILLIONS = {
+    "qwen3-dense-s": 108,
+    "deepseek-moe-s": 117,
+    "deepseek-moe-k576": 122,
+    "qwen3next-s": 103,
+    "gpt-oss-s": 123,
+}
 
 
 SEEING = "qwen3vl-s"
@@ -26,7 +32,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every recipe with two layers (qwen3-next: four, the last attends) and fewer, smaller experts."""
     for name, recipe in checkpoints.RECIPES.items():
         layers = 4 if recipe.model_type == "qwen3_next" else 2
-        less = {"num_hidden_layers": layers, "intermediate_size": 64, "moe_intermediate_size": 16}
+        less: dict[str, Any] = {
+            "num_hidden_layers": layers,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 16,
+        }
+        if "layer_types" in recipe.config:
+            less["layer_types"] = recipe.config["layer_types"][:layers]
         config = {**recipe.config, **less}
         if recipe.processor is not None:
             vision = {**config["vision_config"], "depth": 2, "deepstack_visual_indexes": [0]}
@@ -62,13 +74,13 @@ def test_the_dense_one_has_its_size_and_is_one_that_weft_serves(tmp_path: Path) 
     assert spec.max_position >= 32_768 + 256
 
 
-@pytest.mark.parametrize("name", ["deepseek-moe-s", "deepseek-moe-k576", "qwen3next-s"])
+@pytest.mark.parametrize("name", ["deepseek-moe-s", "deepseek-moe-k576", "qwen3next-s", "gpt-oss-s"])
 def test_sizes_of_the_others(name: str) -> None:
     import torch
     import transformers
 
     recipe = checkpoints.RECIPES[name]
-    config = transformers.AutoConfig.for_model(recipe.model_type, **checkpoints._COMMON, **recipe.config)
+    config = transformers.AutoConfig.for_model(recipe.model_type, **{**checkpoints._COMMON, **recipe.config})
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
@@ -96,13 +108,14 @@ def test_the_one_that_sees(small: None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(MILLIONS))
 def test_transformers_runs_them_and_tokens_vary(name: str, small: None, tmp_path: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     folder = checkpoints.make(name, tmp_path / name, progress=False)
     config = json.loads((folder / "config.json").read_text())
     if config["model_type"] == "deepseek_v3":
         assert (config["topk_method"], config["scoring_func"]) == ("noaux_tc", "sigmoid")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    coded = {"quantization_config": Mxfp4Config(dequantize=True)} if name == "gpt-oss-s" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **coded).eval()
     assert model.dtype == torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (len(tokenizer), tokenizer.eos_token_id) == (16_384, 16_382)
@@ -115,6 +128,37 @@ def test_transformers_runs_them_and_tokens_vary(name: str, small: None, tmp_path
     assert torch.isfinite(logits).all()
     assert len(set(logits.argmax(-1)[0].tolist())) > 4
     assert len(set(made)) > 1
+
+
+def test_gpt_oss_has_its_experts_in_mxfp4_and_weft_serves_it(small: None, tmp_path: Path) -> None:
+    """As OpenAI publishes it: the same names, bytes for experts, and the numbers that were drawn, nearly."""
+    import torch
+    from safetensors.torch import load_file
+
+    from weft import LLM, SamplingParams
+    from weft.bench import gpt_oss
+    from weft.models.quantized.float4 import from_blocks
+
+    folder = checkpoints.make("gpt-oss-s", tmp_path / "gpt", progress=False)
+    tensors = load_file(folder / "model.safetensors")
+    experts = "model.layers.1.mlp.experts"
+    stored = {name: one.dtype for name, one in tensors.items() if name.startswith(f"{experts}.gate_up")}
+    assert stored == {
+        f"{experts}.gate_up_proj_blocks": torch.uint8,
+        f"{experts}.gate_up_proj_scales": torch.uint8,
+        f"{experts}.gate_up_proj_bias": torch.bfloat16,
+    }
+    drawn = torch.randn(24, 64, generator=torch.Generator().manual_seed(1)) * 0.06
+    drawn[0] = 0
+    blocks, scales = gpt_oss.mxfp4(drawn)
+    back = from_blocks(blocks, scales, torch.float32).T
+    largest = drawn.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True).expand(-1, -1, 32).flatten(1)
+    # Codes 4 and 6 are 2 apart, and what lies above 6 of at most 8 becomes 6.
+    assert ((back - drawn).abs() <= 0.26 * largest).all()
+    with LLM(str(folder), device="cpu", max_model_len=512, kv_cache_memory="16M") as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        (answer,) = llm.generate([{"prompt_token_ids": list(range(1000, 1200))}], params, use_tqdm=False)
+    assert len(set(answer.outputs[0].token_ids)) > 1
 
 
 def test_it_is_made_once_and_is_the_same_from_the_same_seed(small: None, tmp_path: Path) -> None:

@@ -39,6 +39,15 @@ def asked(fake: Any, requests: int | None = 8, concurrency: int | None = 4, **mo
     )
 
 
+def test_every_request_may_have_a_connection_of_its_own(fake: Any) -> None:
+    assert serving.measure(asked(fake, requests=6, concurrency=1))["requests"]["ok"] == 6
+    assert len(fake.clients) < 3  # what asked the server before may have had another
+    found = serving.measure(asked(fake, requests=6, concurrency=1, keep_alive=False))
+    assert found["requests"]["ok"] == 6
+    assert found["setup"]["keep_alive"] is False
+    assert len(fake.clients) > 6
+
+
 def test_latency_and_throughput_are_those_of_the_server(fake: Any) -> None:
     found = serving.measure(asked(fake, levels={"ttft": 1e4, "e2el": 1.0}))
     assert found["requests"] == {"sent": 8, "ok": 8, "failed": 0, "unfinished": 0}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import compare, rows
+from bench import compare, converted, rows
 from weft.bench.workloads import WORKLOADS
 
 
@@ -67,6 +67,55 @@ def test_vllm_row_preloads_what_is_there(tmp_path: Path) -> None:
     assert row.environment["LD_PRELOAD"] == str(tmp_path / "vllm/lib/libiomp5.so")
     assert row.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     assert "VLLM_MLA_DISABLE" not in row.environment
+
+
+def test_a_name_says_the_bits() -> None:
+    assert rows.parted("llamacpp-int8") == ("llamacpp", "int8")
+    assert rows.parted("vllm-zen-int4") == ("vllm-zen", "int4")
+    assert rows.parted("vllm-zen") == ("vllm-zen", "")
+    assert rows.parted("transformers-int8") == ("transformers-int8", "")
+    given = {"weft-int8": "--quantization int8 --deterministic"}
+    assert rows.own(["weft", "weft-int8", "weft-int4", "vllm-int8"], given) == {
+        "weft-int4": "--quantization int4",
+        **given,
+    }
+
+
+def test_a_peers_row_of_fewer_bits_is_no_weft_row() -> None:
+    with pytest.raises(SystemExit, match="openvino-int8"):
+        compare.weft_rows(["openvino-int8=--quantization int8"])
+
+
+def test_amds_kernels_are_a_default_on_amds_cpus() -> None:
+    assert "vllm-zen" in rows.default("vendor_id\t: AuthenticAMD\nflags\t: avx512f")
+    assert "vllm-zen" not in rows.default("vendor_id\t: AuthenticAMD\nflags\t: avx2")
+    assert "vllm-zen" not in rows.default("vendor_id\t: GenuineIntel\nflags\t: avx512f")
+
+
+def test_openvino_row_has_the_exported_model_and_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "openvino").mkdir()
+    (tmp_path / "openvino/.ready").write_text("x")
+    monkeypatch.setattr(converted, "openvino", lambda source, bits: source.folder / f"exported-{bits}")
+    row = rows.build(["openvino-int8"], {}, setting(tmp_path))["openvino-int8"]
+    assert isinstance(row, rows.Row)
+    assert row.server is None
+    assert row.args["folder"] == str(tmp_path / "exported-int8")
+    assert row.args["properties"]["KV_CACHE_PRECISION"] == "bf16"
+
+
+def test_vllm_row_of_fewer_bits_reads_a_checkpoint_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/.ready").write_text("x")
+    monkeypatch.setattr(converted, "compressed", lambda source, bits, python: source.folder / f"c-{bits}")
+    row = rows.build(["vllm-int4"], {}, setting(tmp_path))["vllm-int4"]
+    assert isinstance(row, rows.Row)
+    assert row.name == "vllm-int4"
+    assert row.load_message(setting(tmp_path))["load"]["model"] == str(tmp_path / "c-int4")
+    assert str(tmp_path / "c-int4") in row.server_command(8000)
 
 
 def test_sizes_hold_every_workload() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.specs import model_spec
 from weft.common.errors import ConfigError
-from weft.config import devices, memory
+from weft.config import caches, devices, memory
 from weft.config.cache_layout import block_bytes
 from weft.config.families import load_spec
 from weft.config.flags import from_keywords
@@ -339,6 +339,29 @@ def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.
     message = refused(checkpoint(tmp_path))
     assert "--gpu-memory-utilization" in message
     assert "--max-num-batched-tokens" in message
+
+
+def test_quantized_weights_are_counted_as_they_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU packed where there are kernels: not in float64, and no blocks of GGML."""
+    counted: list[bool] = []
+
+    def count(*args: Any, packed: bool) -> int:
+        counted.append(packed)
+        return 0
+
+    monkeypatch.setattr(devices, "gpu_memory", lambda: 80 * GIB)
+    monkeypatch.setattr(caches, "weight_bytes", count)
+    config = resolved(checkpoint(tmp_path))
+    cases = [("awq", True, "bfloat16"), ("awq", False, "bfloat16"), ("awq", True, "float64")]
+    counted.clear()
+    for method, there, dtype in [*cases, ("gguf", True, "bfloat16")]:
+        monkeypatch.setattr(devices, "has_triton", lambda there=there: there)
+        spec = msgspec.structs.replace(model_spec(), quantized=QuantizedSpec(method=method))
+        for device in ("cuda", "cpu"):
+            caches.cache_bytes(spec, dtype, device, config.model, config.cache, config.scheduler)
+    assert counted == [True, True, False, True, False, True, False, True]
 
 
 def test_the_bundled_model_is_float32_on_a_cpu() -> None:

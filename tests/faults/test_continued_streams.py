@@ -88,6 +88,7 @@ class Drills:
     def ask(self, fields: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
         """What a client joins of each choice, and the output's tokens."""
         asked = {"max_tokens": MOST, "temperature": 1.0, **fields, "stream_options": {"include_usage": True}}
+        asked["prompt_cache_key"] = "drill"  # what follows a thought goes to the head that thought it
         messages = [{"role": "user", "content": "Tom has 12 apples."}]
         with self.server.stream(messages=messages, **asked) as lines:
             told = events(lines)

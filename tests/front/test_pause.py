@@ -38,6 +38,8 @@ class Rig:
 
     def __init__(self, folder: Path, count: int, restarts: int) -> None:
         self._folder = folder
+        self.gate = folder / "gate"
+        """While this file is there, no head that is started begins."""
         self.processes: list[subprocess.Popen[bytes]] = []
         owner = HeadOwner([str(number) for number in range(count)], self, restarts)
         owner.start()
@@ -47,6 +49,9 @@ class Rig:
         endpoint = f"ipc://{self._folder}/head{len(self.processes)}"
         variables = env.child_environment(PYTHONPATH=str(HERE.parent.parent))
         command = [sys.executable, str(HERE / "fake_head.py"), endpoint]
+        if self.gate.exists():
+            waits = 'while [ -e "$0" ]; do sleep 0.01; done; exec "$@"'
+            command = ["sh", "-c", waits, str(self.gate), *command]
         self.processes.append(subprocess.Popen(command, env=variables))
         return Address(endpoint, self.processes[-1], None, incarnation)
 
@@ -187,6 +192,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
             await read.until(2 * number + 2)
             rig.links.pause(flow)
             if number == 2:  # all heads: it waits for one that returns
+                rig.gate.touch()
                 for process in rig.processes:
                     process.kill()
                 while rig.links.alive:
@@ -198,6 +204,7 @@ def test_many_pauses_are_no_losses_and_heads_may_die_meanwhile(tmp_path: Path) -
                 while rig.links.whole:
                     await asyncio.sleep(0.01)
             rig.links.resume(flow)
+            rig.gate.unlink(missing_ok=True)
         await read.all()
         read.check()
         assert rig.links.failovers == 0

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import weft
+from tests.models.test_quantized_loading import FORMATS, _folders
 from tests.support.vision_models import CASES as VISION_CASES
 from tests.support.vision_models import make_prompt
+from weft.config.families import load_spec
+from weft.models.loader import load_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,3 +94,28 @@ def test_dense_steps_do_not_wait_for_the_gpu(checkpoints: Any, paged: Any) -> No
     harness.model.steps = watched
     harness.step([(one, 7)], [(two, 1)])
     assert len(one.logits) == 27
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int8"])
+def test_packed_weights_give_the_tokens_of_dequantized_ones(name: str, tmp_path: Path, paged: Any) -> None:
+    """The bundled model, quantized: the likeliest next tokens of a text, in a prompt and in decode steps."""
+    folder, _ = _folders(Path(weft.__file__).parent / "checkpoints" / "spool-text", tmp_path, *FORMATS[name])
+    spec = load_spec(str(folder))
+    found = []
+    for packed in (True, False):
+        before = torch.cuda.memory_allocated()
+        model = load_model(
+            str(folder), spec, torch.bfloat16, torch.device("cuda"), progress=False, packed=packed
+        )
+        size = torch.cuda.memory_allocated() - before
+        harness = paged(model)
+        sequence = harness.sequence([(37 * i + 11) % 900 for i in range(120)])
+        harness.step([(sequence, 100)])
+        for _ in range(20):
+            harness.step([], [(sequence, 1)])
+        found.append((torch.stack(sequence.logits).float(), size))
+        del model, harness, sequence
+    (ours, small), (wanted, large) = found
+    assert small < large
+    assert (ours.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.95
+    assert (ours - wanted).abs().mean() / wanted.abs().mean() < 0.1

@@ -194,11 +194,29 @@ def experts(dtype: torch.dtype) -> None:
         moe.moe_invariant(*tokens(4, dtype, 256), weights)
 
 
+def packed(dtype: torch.dtype, *forms: str) -> None:
+    """Products with packed weights in every form of tile, of matrices and of experts."""
+    from tests.ops.test_coded import codes_of
+    from weft.ops.triton import coded, moe
+
+    for form in forms:
+        weight = coded.pack(codes_of(form, (512, 1024)))
+        bias = torch.empty(512, dtype=dtype)
+        for rows in (1, 100, 300):
+            coded.linear(torch.empty(rows, 1024, dtype=dtype), weight, bias)
+        stack = coded.pack(codes_of(form, (4, 256, 256)))
+        for tile_m in moe.TILES_M:
+            ids = torch.zeros(5, 2, dtype=torch.int64)
+            made = torch.empty(10, 256, dtype=dtype)
+            moe._product(made, stack, None, made, moe.cut(ids, 4, tile_m), 2, tile_m, True)
+
+
 def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
     products(HALF)
     experts(HALF)
+    packed(HALF, "int4 zeros", "nvfp4")
     attention(32, 8, 128, 64, 0, HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
@@ -208,6 +226,9 @@ def main() -> None:
         elementwise(FULL)
         products(FULL)
         experts(FULL)
+        packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
+        packed(torch.float16, "int4 zeros", "nvfp4")
+        packed(FULL, "int4 zeros", "fp8 blocks", "nvfp4")
         attention(32, 8, 128, 64, 0, FULL)
         attention(16, 2, 256, 64, 0, HALF)
         attention(8, 8, 96, 4, 0, torch.float16)

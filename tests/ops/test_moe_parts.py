@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.test_coded import codes_of
 from tests.support.routed import KINDS, routed, tokens
 from weft.moe.experts import ByPieces
-from weft.ops import moe
+from weft.ops import coded, moe
 from weft.ops.cpu import moe as ops
 from weft.ops.moe import Routed
 
@@ -133,3 +134,18 @@ def test_wrong_places_are_refused(extension: None) -> None:
         ops.PARTS.answer(x, torch.zeros(3, 5, dtype=torch.int64), scales, packed, False)
     with pytest.raises(RuntimeError, match="6 of 16 experts are here"):
         ops.moe(x, ids, packed.block)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "mxfp8", "int4 zeros"])
+def test_codes_of_experts_move_row_by_row(form: str) -> None:
+    """Scales in bytes as well, which torch takes no rows of: experts trade places."""
+    weights = routed("plain", torch.float32)
+    names = ("gate_up", "down")
+    codes = {name: codes_of(form, tuple(getattr(weights, name).shape)) for name in names}
+    before = {name: coded.dequantize(one, torch.float32) for name, one in codes.items()}
+    for tensor in ByPieces(moe.PLAIN).tensors(replace(weights, **codes)):
+        tensor[torch.tensor([0, 3])] = tensor[torch.tensor([3, 0])]
+    for name, one in codes.items():
+        after = coded.dequantize(one, torch.float32)
+        assert torch.equal(after[[0, 3]], before[name][[3, 0]])
+        assert torch.equal(after[4:], before[name][4:])

@@ -28,6 +28,7 @@ REGISTERS = 1 << 16
 """Of a multiprocessor: all threads of one program must fit."""
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
+PACKED = {"_coded", "_grouped_codes"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -63,7 +64,7 @@ def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -
     )
     assert made.returncode == 0, made.stderr[-4000:]
     kernels = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {kernel["name"] for kernel in kernels} == ATTENTION | LAYERS
+    assert {kernel["name"] for kernel in kernels} == ATTENTION | LAYERS | PACKED
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

@@ -102,7 +102,7 @@ def test_rope_and_cache(
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 @pytest.mark.parametrize("size", [37, 1500])
 def test_gated(size: int, dtype: torch.dtype, tolerance: float) -> None:
-    from weft.ops.triton import fused
+    from weft.ops.triton import coded, fused
 
     x = random(3, 2 * size, dtype=dtype)
     for activation in ("silu", "gelu"):
@@ -110,7 +110,7 @@ def test_gated(size: int, dtype: torch.dtype, tolerance: float) -> None:
     assert fused.gated(x[:0], "silu").shape == (0, size)
     weight, bias = random(2 * size, 40, dtype=dtype), random(2 * size, dtype=dtype)
     y = random(3, 40, dtype=dtype, seed=9) / 8
-    made = fused.gated_linear(y, weight, bias, "silu")
+    made = coded.gated_linear(y, weight, bias, "silu")
     assert close(made, torch_ops.gated_linear(y, weight, bias, "silu"), 4 * tolerance)
 
 
@@ -118,7 +118,7 @@ def test_gated(size: int, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), TYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (70, 100)])
 def test_the_invariant_product(inputs: int, outputs: int, dtype: torch.dtype, tolerance: float) -> None:
-    from weft.ops.triton import matmul
+    from weft.ops.triton import coded, matmul
 
     x, weight = random(70, inputs, dtype=dtype) / 8, random(outputs, inputs, dtype=dtype, seed=1)
     bias = random(outputs, dtype=dtype, seed=2)
@@ -128,7 +128,7 @@ def test_the_invariant_product(inputs: int, outputs: int, dtype: torch.dtype, to
     assert matmul.linear(x[:0], weight, bias).shape == (0, outputs)
     gate_up = torch.cat([weight, weight])
     expected = torch_ops.gated(x.double() @ gate_up.double().T, "gelu").to(dtype)
-    assert close(matmul.gated_linear(x, gate_up, None, "gelu"), expected, 2 * tolerance)
+    assert close(coded.gated_linear_invariant(x, gate_up, None, "gelu"), expected, 2 * tolerance)
 
 
 def _each_row_alone(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -167,15 +167,14 @@ def test_the_invariant_product_in_real_sizes_on_a_gpu(dtype: torch.dtype) -> Non
 
 
 def test_what_is_chosen_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS by default, the invariant product where that is demanded, nothing for float64."""
+    """Kernels by default, the invariant product where that is demanded, nothing for float64."""
     cuda, half = torch.device("cuda"), torch.bfloat16
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     kernels.available.cache_clear()
     try:
-        fused = ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "gated_linear")
+        fused = ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated", "gated_linear", "linear")
         installed = importlib.util.find_spec("triton") is not None
         assert all((choose(op, half, cuda).name == "triton") == installed for op in fused)
-        assert choose("linear", half, cuda).name.startswith("torch")
         assert choose("add_rms_norm", torch.float64, cuda).name.startswith("torch")
         if installed:
             assert choose("linear", half, cuda, invariant=True).name == "triton-invariant"

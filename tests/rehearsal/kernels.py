@@ -203,6 +203,12 @@ def _linear(given: Given) -> None:
 
 
 def _grouped(given: Given) -> None:
+    _tiles(given)
+    given.array("weight_ptr", given.E * given.N * given.K, given.x_ptr.dtype)
+
+
+def _tiles(given: Given) -> None:
+    """What both kernels of experts are told, but of the matrices."""
     given.powers("TILE_M", "TILE_N", "TILE_K")
     x, slots = given.x_ptr, given.order_ptr.numel()
     given.need(given.grid[0] * given.TILE_M >= slots, "slots without a tile")
@@ -210,13 +216,52 @@ def _grouped(given: Given) -> None:
     rows = -(-slots // given.TOP_K) if given.GATHER else slots
     given.need(x.stride(-1) == 1, "rows of x are not contiguous")
     given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF)
-    given.array("weight_ptr", given.E * given.N * given.K, x.dtype)
     given.array("out_ptr", slots * given.N, x.dtype)
     given.reach("order_ptr", slots, torch.int64, aligned=False)
     for name, count in (("expert_ptr", given.grid[0]), ("row_ptr", given.grid[0]), ("end_ptr", given.E)):
         given.reach(name, count, torch.int64, aligned=False)
     if given.BIAS:
         given.array("bias_ptr", given.E * given.N)
+
+
+def _codes(given: Given, rows: int) -> None:
+    """What both kernels of packed weights are told of ``rows`` rows."""
+    four = given.NUMBERS in ("int4", "e2m1")
+    given.need(given.line == (given.K + 1) // 2 if four else given.line == given.K, "rows of other bytes")
+    given.array("values_ptr", rows * given.line, torch.uint8)
+    sizes = {"float32": torch.float32}
+    given.array("scales_ptr", rows * given.groups, sizes.get(given.SCALES, torch.uint8))
+    if given.WAY == "row":
+        given.need(given.groups == 1, "a row has several scales")
+    else:
+        given.need(given.groups > (given.K - 1) // given.GROUP, "inputs without a scale")
+        long, short = max(given.GROUP, given.TILE_K), min(given.GROUP, given.TILE_K)
+        given.need(long % short == 0, "steps do not fit groups")
+        given.need((given.GROUP < given.TILE_K) == (given.WAY == "merged"), "scales of several groups")
+    given.need(not given.EVEN or given.K % given.TILE_K == 0, "the last step is not whole")
+    if given.ZEROS:
+        given.array("zeros_ptr", rows * given.groups, torch.uint8)
+    if given.FACTORS:
+        given.array("factors_ptr", rows, *WIDE)
+
+
+def _coded(given: Given) -> None:
+    given.powers("TILE_M", "TILE_N", "TILE_K")
+    x, out, rows = given.x_ptr, given.out_ptr, given.rows
+    tiles = -(-rows // given.TILE_M) * -(-given.N // given.TILE_N)
+    given.need(given.grid[0] == tiles, "every tile has a program")
+    given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
+    given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF, aligned=False)
+    given.need(out.stride(1) == 1 and out.stride(0) == given.out_stride, "rows of out lie otherwise")
+    given.reach("out_ptr", (rows - 1) * given.out_stride + given.N, x.dtype, aligned=False)
+    _codes(given, given.N)
+    if given.BIAS:
+        given.reach("bias_ptr", given.N, aligned=False)
+
+
+def _grouped_codes(given: Given) -> None:
+    _tiles(given)
+    _codes(given, given.E * given.N)
 
 
 def _combine(given: Given) -> None:
@@ -269,7 +314,19 @@ CONTRACTS = (
     ),
     Contract("fused", _gated_silu, ("out_ptr",)),
     Contract("matmul", _linear, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract(
+        "coded",
+        _coded,
+        ("out_ptr",),
+        (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS")),
+    ),
     Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
+    Contract(
+        "moe",
+        _grouped_codes,
+        ("out_ptr",),
+        (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS")),
+    ),
     Contract("moe", _combine, ("out_ptr",), (("shared_ptr", "SHARED"), ("share_ptr", "SHARE"))),
 )
 

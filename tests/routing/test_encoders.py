@@ -526,6 +526,15 @@ def test_of_several_that_may_have_ended_none_is_shunned() -> None:
     assert other != who
 
 
+def test_one_that_decodes_means_the_one_that_computes() -> None:
+    """Its cache comes from there; images do not come to it, whoever still encodes some."""
+    one = rig("x", "p", "q", "d")
+    (who,) = set(dict(ask(one, 5))) - {"x", "d"}
+    one.tokens("d", 5, finish="evicted", error=PeerEnded("gone").info())
+    assert [name for name, each in one.fleet.table.instances.items() if each.shunned] == [who]
+    assert one.fleet.entries[5].losses == 1
+
+
 def test_paused_sequences_leave_those_that_encode_too() -> None:
     one = rig("x", "u")
     ask(one, 5)

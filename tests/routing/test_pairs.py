@@ -398,8 +398,25 @@ def test_of_two_the_one_that_lives_gets_what_the_other_one_had() -> None:
     assert "d" in where(one)
 
 
-def test_a_word_on_a_process_that_has_been_replaced_names_nobody() -> None:
-    """The sender has moved the sequence, and another process took its place: only its room has failed."""
+def test_a_sender_that_has_moved_is_lost_under_its_sequence_until_the_cache_has_landed() -> None:
+    """The receiver says it first: it has refused nothing, nothing is sent to the sender, and when that is
+    lost this is no second loss, also not after the time of a transfer."""
+    one = pairs("p", "d")
+    ask(one, 1)
+    one.tokens("p", 1, 7, position=0, finish="moved")
+    one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
+    entry = one.fleet.entries[1]
+    assert (submitted(one), entry.losses, entry.refused) == ([], 1, {})
+    one.lose("p")
+    one.up("p")
+    assert where(one) == ["d", "p"]
+    one.wait(PATIENCE.transfer + 0.1)
+    assert (entry.losses, entry.attempt, one.fleet.failovers) == (1, 1, 1)
+
+
+def test_a_word_on_a_process_that_has_been_replaced_shuns_nobody() -> None:
+    """The sender has moved the sequence, and another process took its place: that is up, and the loss is one,
+    whoever tells of it first."""
     one = pairs("p", "d")
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
@@ -407,6 +424,10 @@ def test_a_word_on_a_process_that_has_been_replaced_names_nobody() -> None:
     one.up("p")
     one.tokens("d", 1, finish="evicted", error=PeerEnded("lost").info())
     assert where(one) == ["d", "p"]
+    entry = one.fleet.entries[1]
+    assert (entry.losses, entry.refused, one.fleet.failovers) == (1, {}, 1)
+    one.wait(PATIENCE.transfer + 0.1)
+    assert (entry.losses, entry.attempt) == (1, 1)
 
 
 @pytest.mark.parametrize("who", ["p", "d"])
@@ -666,6 +687,19 @@ def test_one_that_drains_gets_no_new_pair_and_finishes_what_it_has(name: str) ->
     one.tokens("p", 1, 7, position=0, finish="moved")
     one.tokens("d", 1, 8, position=1, finish="length")
     assert said(one) == [((8,), "length")]
+
+
+def test_one_that_died_twice_in_a_row_computes_its_prompt_for_another_where_one_refused_to_decode() -> None:
+    """It has no other prompt once this one has left it."""
+    one = pairs("p", "d", "f")
+    for _ in range(2):
+        one.lose("p")
+        one.up("p")
+    ask(one, 1)
+    (full,) = set(where(one)) - {"p"}
+    one.refuse(full, 1)
+    assert said(one) == []
+    assert set(where(one)) == {"p", "d", "f"} - {full}
 
 
 def test_one_that_died_twice_in_a_row_gets_one_prompt_until_it_handed_it_over() -> None:

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.bench import gpt_oss
 from weft.bench.tokenizer import SPECIAL, VISION, write_tokenizer
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
@@ -53,7 +54,7 @@ class Recipe:
 
     @property
     def needs_transformers(self) -> bool:
-        return self.model_type != "qwen3"
+        return self.model_type not in ("qwen3", "gpt_oss")
 
 
 #: The standard deviations (initializer_range) are those at which greedy answers don't fall into a loop of a
@@ -108,6 +109,21 @@ _QWEN3_NEXT = {
     "intermediate_size": 512,
     "norm_topk_prob": True,
 }
+_GPT_OSS = {
+    "initializer_range": 0.06,
+    "num_hidden_layers": 8,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+}
 _QWEN3_VL = {
     "text_config": {
         **_COMMON,
@@ -156,6 +172,16 @@ _NOAUX = {
     "rope_theta": 10_000.0,
 }
 
+_ROPE = {"rope_theta": 1_000_000.0}
+_ARCHITECTURES = {
+    kind: {"architectures": [architecture], "model_type": kind}
+    for kind, architecture in (
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM"),
+        ("qwen3_next", "Qwen3NextForCausalLM"),
+    )
+}
+
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -187,6 +213,13 @@ RECIPES: dict[str, Recipe] = {
             },
         ),
         Recipe(
+            "gpt-oss-s",
+            "GPT-OSS (sinks, every second layer slides, 32 experts in MXFP4), 123M",
+            "gpt_oss",
+            _GPT_OSS,
+            {},
+        ),
+        Recipe(
             "qwen3vl-s",
             "Qwen3-VL (qwen3-dense-s, a tower of 12 layers with deepstack), 140M",
             "qwen3_vl",
@@ -196,6 +229,14 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a text model of ``RECIPES`` as engines read it, without tensors: for dummy
+    weights.
+    """
+    recipe = _recipe(name)
+    return {**_COMMON, **_ROPE, **recipe.config, **recipe.extra, **_ARCHITECTURES[recipe.model_type]}
 
 
 def make(name: str, folder: str | Path, seed: int = 0, *, progress: bool = True) -> Path:
@@ -286,7 +327,8 @@ def _require_transformers(name: str) -> None:
         import transformers  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"{name} is made with transformers: pip install 'weft[reference]' (qwen3-dense-s needs nothing)"
+            f"{name} is made with transformers: pip install 'weft[reference]' "
+            "(qwen3-dense-s and gpt-oss-s need nothing)"
         ) from None
 
 
@@ -319,26 +361,43 @@ def _with_torch(recipe: Recipe, folder: Path, seed: int, bar: Any) -> None:
 
     config = {**_COMMON, **recipe.config}
     std = config["initializer_range"]
-    shapes = qwen3_shapes(config)
-    bar.total = len(shapes)
-    bar.refresh()
     source = torch.Generator().manual_seed(seed)
+
+    def drawn(shape: tuple[int, ...]) -> torch.Tensor:
+        made: torch.Tensor = torch.randn(shape, generator=source) * std
+        return made
+
+    published = recipe.model_type == "gpt_oss"
+    bar.total = len(gpt_oss.shapes(config) if published else qwen3_shapes(config))
+    bar.refresh()
     tensors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
-        tensor = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=source) * std
-        tensors[name] = tensor.to(torch.bfloat16)
+    for some in gpt_oss.tensors(config, drawn) if published else _qwen3(config, drawn):
+        tensors |= some
         bar.update()
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    about = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        "rope_theta": 1_000_000.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "use_cache": True,
-        "use_sliding_window": False,
-    }
-    _write_json(folder / "config.json", {**config, **about})
+    _write_json(folder / "config.json", {**config, **(gpt_oss.ABOUT if published else _QWEN3_ABOUT)})
+
+
+_QWEN3_ABOUT = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "rope_theta": 1_000_000.0,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
+def _qwen3(
+    config: dict[str, Any], drawn: Callable[[tuple[int, ...]], torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Each tensor of a dense Qwen3 by name, ``drawn`` in float32."""
+    import torch
+
+    for name, shape in qwen3_shapes(config).items():
+        tensor = torch.ones(shape) if len(shape) == 1 else drawn(shape)
+        yield {name: tensor.to(torch.bfloat16)}
 
 
 def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -76,11 +76,17 @@ def base_url(text: str) -> str:
     return text.rstrip("/").removesuffix("/v1") + "/v1"
 
 
-def http_client(url: str, key: str | None, connections: int | None) -> httpx.AsyncClient:
-    """A client without time-outs of its own (each request has its deadline); no proxy to this machine."""
+def http_client(
+    url: str, key: str | None, connections: int | None, *, keep_alive: bool = True
+) -> httpx.AsyncClient:
+    """A client without time-outs of its own (each request has its deadline); no proxy to this machine.
+
+    Without ``keep_alive`` every request has a connection of its own.
+    """
+    kept = connections if keep_alive else 0
     return httpx.AsyncClient(
         timeout=None,
-        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+        limits=httpx.Limits(max_connections=connections, max_keepalive_connections=kept),
         headers={"Authorization": f"Bearer {key}"} if key else {},
         trust_env=urlsplit(url).hostname not in _LOOPBACK,
     )

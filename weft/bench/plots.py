@@ -1,4 +1,4 @@
-"""PNG plots of reports, through matplotlib (the extra ``bench``)."""
+"""Plots of reports, through matplotlib (the extra ``bench``)."""
 
 from __future__ import annotations
 
@@ -63,6 +63,50 @@ def plot_stages(found: dict[str, dict[str, float]], stages: Sequence[str], title
     figure.savefig(path, dpi=130, format="png")
 
 
+def plot_ratios(
+    found: dict[str, list[tuple[str, str, float, float, float]]], titles: dict[str, str], path: Path
+) -> None:
+    """A panel for each workload; a row for each group, a mark with its spread for each peer; a line at 1.
+
+    found: workload -> (group, peer, smallest, median, largest ratio). The format is the path's ending.
+    """
+    import matplotlib
+
+    groups = list(dict.fromkeys(one[0] for points in found.values() for one in points))[::-1]
+    peers = sorted({one[1] for points in found.values() for one in points})
+    figure, axes = _figure(3.2 * len(found), 1.6 + 0.55 * len(groups), len(found))
+    for panel, (workload, points) in zip(axes, found.items(), strict=True):
+        for number, peer in enumerate(peers):
+            of_peer = [one for one in points if one[1] == peer]
+            shift = 0.6 * ((number + 0.5) / len(peers) - 0.5)
+            heights = [groups.index(one[0]) - shift for one in of_peer]
+            middles = [one[3] for one in of_peer]
+            sides = [[one[3] - one[2] for one in of_peer], [one[4] - one[3] for one in of_peer]]
+            style = {"fmt": "oDs^vPX*"[number % 8], "color": f"C{number}", "label": peer, "markersize": 5}
+            panel.errorbar(middles, heights, xerr=sides, **style)
+        _log_ratios(panel, [value for one in points for value in one[2:]])
+        panel.set_yticks(range(len(groups)), groups if panel is axes[0] else [""] * len(groups))
+        panel.set_ylim(-0.6, len(groups) - 0.4)
+        panel.set_title(titles[workload], fontsize=9)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(peers), fontsize=8)
+    figure.suptitle("How many times better Weft is: right of the line it is ahead", fontsize=10)
+    # The same numbers give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "weft"}):
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _log_ratios(panel: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis around 1 with plain numbers on it."""
+    low, high = min([*values, 1.0]), max([*values, 1.0])
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low / 2 < tick < high * 2]
+    panel.set_xscale("log")
+    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
+    panel.set_xlim(low / 1.25, high * 1.25)
+    panel.axvline(1.0, color="black", linewidth=1)
+
+
 def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
     """Two panels: throughput, TTFT and TPOT against concurrency; prefill time and TPOT against context."""
     figure, (left, right) = _figure(11, 4.2, 2)
@@ -76,6 +120,28 @@ def plot_sweep(result: dict[str, Any], title: str, path: Path) -> None:
     twin.plot([p["concurrency"] for p in points], rates, "s--", color="tab:green", label="output tok/s")
     twin.set_ylabel("output tok/s", color="tab:green")
     twin.set_ylim(bottom=0)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def plot_depths(found: dict[str, Sequence[dict[str, Any]]], title: str, path: Path) -> None:
+    """Two panels, decode and prefill: ms a token by context, a line each of ``found`` (name -> rows), and
+    dashed where it would be if attention to the context took its floor (``{kind}_ms``,
+    ``{kind}_floor_ms``)."""
+    figure, axes = _figure(11, 4.6, 2)
+    for panel, kind in zip(axes, ("decode", "prefill"), strict=True):
+        for number, (name, rows) in enumerate(found.items()):
+            contexts = [row["context"] for row in rows]
+            least = [rows[0][f"{kind}_ms"] + row[f"{kind}_floor_ms"] for row in rows]
+            colour = f"C{number}"
+            panel.plot(contexts, [row[f"{kind}_ms"] for row in rows], "o-", color=colour, label=name)
+            panel.plot(contexts, least, "--", color=colour, linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("positions before")
+        panel.set_ylabel("ms a token")
+        panel.set_title(f"{kind} (dashed: with attention at its floor)", fontsize=9)
+        panel.legend(loc="upper left", fontsize=8)
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=130, format="png")
 

@@ -112,5 +112,17 @@ def _kilobytes(pid: int, file: str, field: re.Pattern[bytes]) -> int | None:
 
 
 def own_peak() -> int:
-    """Bytes: the largest resident set that this process ever had."""
+    """Bytes: the largest resident set that this process had, ever or since ``reset_own_peak``."""
     return _kilobytes(os.getpid(), "status", _PEAK_RSS) or 0
+
+
+def own_resident() -> int:
+    """Bytes: the resident set of this process."""
+    return _rss(os.getpid())
+
+
+def reset_own_peak() -> None:
+    """From now on ``own_peak`` is the largest since now. Raises OSError where the system has no such
+    thing.
+    """
+    Path("/proc/self/clear_refs").write_text("5")

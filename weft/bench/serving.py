@@ -48,6 +48,8 @@ class RunSettings:
     warmup: int = 1
     levels: dict[str, float] = field(default_factory=dict)
     progress: bool = True
+    keep_alive: bool = True
+    """Whether requests share connections."""
 
     def plan(self) -> Iterator[Planned]:
         """The requests, in the order in which they are sent."""
@@ -75,6 +77,7 @@ class RunSettings:
             "ignore_eos": self.ignore_eos,
             "repetition": self.repetition,
             "warmup": self.warmup,
+            "keep_alive": self.keep_alive,
         }
 
 
@@ -87,7 +90,7 @@ async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str
     """The same, inside a running event loop."""
     base = base_url(asked.url)
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
-    async with http_client(base, asked.key, connections) as client:
+    async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:
         timeout = asked.limits.request_timeout
         model, kind, words = await prepare(
             client, base, asked.model, asked.endpoint, asked.prompts, asked.vocab_size, timeout

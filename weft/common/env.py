@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -76,3 +77,10 @@ def prepare_nccl(one_host: bool) -> None:
 def child_environment(**extra: str | None) -> dict[str, str]:
     """The environment a child process starts with: this one's and ``extra``, without what is None there."""
     return {name: value for name, value in {**os.environ, **extra}.items() if value is not None}
+
+
+def replace(environment: Mapping[str, str]) -> None:
+    """Gives this process another environment, libraries in C included: what they have read by now stays."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)

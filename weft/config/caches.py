@@ -117,7 +117,7 @@ def cache_bytes(
     kind = model.quantization
     layout = parallel.layout
     extra = parallel.redundant_experts
-    weights = weight_bytes(spec, dtype, kind, layout, extra, packed=device == "cpu")
+    weights = weight_bytes(spec, dtype, kind, layout, extra, packed=_stays_packed(spec, dtype, device))
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
@@ -147,6 +147,13 @@ def cache_bytes(
             param="--gpu-memory-utilization",
         )
     return min(left, usable)
+
+
+def _stays_packed(spec: ModelSpec, dtype: str, device: str) -> bool:
+    """Whether matrices that are published quantized are not dequantized (``loader.keeps_codes``)."""
+    if device == "cpu" or spec.quantized is None:
+        return device == "cpu"
+    return spec.quantized.method != "gguf" and dtype != "float64" and devices.has_triton()
 
 
 def ranks_on_device(parallel: ParallelSection, device: str, host: HostShare) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import importlib.util
 import os
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def _driver() -> ctypes.CDLL | None:
         return None if driver.cuInit(0) else driver
     except (OSError, AttributeError):
         return None
+
+
+def has_triton() -> bool:
+    """Whether kernels for GPUs can be compiled."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def torch_is_cpu_only() -> bool:

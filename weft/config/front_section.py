@@ -154,6 +154,15 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "go on then. One more ends the group. As many fronts, where there are several.",
         ),
     ] = 5
+    spare_processes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="Processes that have imported all that heads and workers need, about 160 MB each, "
+            "and wait to take the place of one that died. 0: such a one starts from nothing.",
+        ),
+    ] = 1
     recovery_timeout: Annotated[
         float,
         Meta(

@@ -378,13 +378,31 @@ def activation_bytes(spec: ModelSpec, dtype: str, scheduler: SchedulerSection) -
     if spec.delta is not None:
         heads = spec.delta.k_heads * spec.delta.k_dim + spec.delta.v_heads * spec.delta.v_dim
         inner = max(inner, 4 * heads)
-    row = 4 * spec.hidden + inner + 3 * wide
+    row = 4 * spec.hidden + inner + _sparse_row(spec, DTYPE_BYTES[dtype]) + 3 * wide
     if spec.hyper is not None:
         row += 7 * spec.hyper.streams * spec.hidden  # the streams, and copies of them in float32
     tower = 0 if spec.vision is None else encoding_bytes(spec.vision, dtype)
     logits = scheduler.max_num_seqs * spec.vocab_size * 4 * 4
     logits += MAX_PROMPT_LOGITS * spec.vocab_size * DTYPE_BYTES[dtype]
-    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower
+    scores = _SCORES if _sparse_row(spec, 1) else 0
+    return (tokens * row * DTYPE_BYTES[dtype] + logits) * scheduler.steps_in_flight + tower + scores
+
+
+_SCORES = 2 * (4 << 22)
+"""Bytes of an indexer's scores that are held at a time, and of their growing: for any context."""
+
+
+def _sparse_row(spec: ModelSpec, size: int) -> int:
+    """Elements, of ``size`` bytes, of a token's intermediate results in a layer that chooses what it
+    reads.
+    """
+    if spec.mla is not None and spec.index is not None:
+        mla = spec.mla
+        absorbed = spec.heads * (3 * mla.kv_lora + 2 * mla.rope)
+        return absorbed + 3 * spec.index.heads * spec.index.dim + 8 * spec.index.top // size
+    if spec.sparse is not None and "chosen" in spec.sparse.types:
+        return 3 * spec.sparse.index_heads * spec.sparse.index_dim + 8 * spec.sparse.index_top // size
+    return 0
 
 
 def encoding_bytes(vision: VisionSpec, dtype: str, together: int = 0) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -15,11 +13,11 @@ from pathlib import Path
 import msgspec
 
 from weft.cluster.table import Member
-from weft.common import env, signals
 from weft.config.gpus import gpu_environment, head_rank
 from weft.config.hosts import uses_board
 from weft.config.names import instance_name
 from weft.config.resolved import EngineConfig
+from weft.engine.processes import Command, Start, start_process
 from weft.engine.rank_supervisor import RankSupervisor
 from weft.engine.ranks import RankProcesses, are_supervised, rank_address
 from weft.links.link import Address
@@ -30,12 +28,15 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """One group: a head for each replica. Heads live no longer than the thread that starts them.
+    """One group: a head for each replica. Heads live no longer than the thread that starts them, which is a
+    thread of ``Spares`` where they waited before.
 
     What starts them anew is decided elsewhere: see ``weft.cluster``.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
         """``folder``: where heads listen, in a folder of this group's own; only this user may enter it.
 
         Raises ConfigError when other hosts cannot reach this one.
@@ -56,7 +57,7 @@ class HeadProcesses:
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
         self._folder = group_folder(folder)
-        self._local = LocalHeads(config, self._folder, log_level)
+        self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
         """Starts a head; does not wait for it. Every start has an address of its own, so nothing that was
@@ -104,7 +105,9 @@ class HeadProcesses:
 class HeadGroups:
     """The heads of all groups of a server: see ``HeadProcesses``."""
 
-    def __init__(self, groups: Iterable[EngineConfig], folder: Path, log_level: str) -> None:
+    def __init__(
+        self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
         """``groups`` have names of their own, unless there is one only. See ``HeadProcesses``."""
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
@@ -112,7 +115,7 @@ class HeadGroups:
         """The names of all heads, in order, and what their owner must know of each."""
         try:
             for config in groups:
-                group = HeadProcesses(config, folder, log_level)
+                group = HeadProcesses(config, folder, log_level, start)
                 self._groups.append(group)
                 self._of.update(dict.fromkeys(group.members, group))
                 self.members.update(group.members)
@@ -151,8 +154,11 @@ class LocalHeads:
     thread.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
+    ) -> None:
         """``folder``: for the heads' files; only this user may enter it."""
+        self._start = start
         self._config = config
         self._folder = folder
         self._level = log_level
@@ -171,7 +177,7 @@ class LocalHeads:
             )
             pipe = self._rank_supervisor.link(replica)
         own = msgspec.structs.replace(self._of(replica), incarnation=incarnation)
-        return start_head(own, endpoint, self._level, pipe)
+        return start_head(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:
         """Waits ``seconds`` for workers, which were told to stop, then kills the rest."""
@@ -184,33 +190,29 @@ class LocalHeads:
 
     def _workers(self, replica: int) -> RankProcesses:
         config = self._of(replica)
-        return RankProcesses(config, rank_address(config), self._level)
+        return RankProcesses(config, rank_address(config), self._level, self._start)
 
 
 def start_head(
-    config: EngineConfig, endpoint: str, log_level: str, pipe: Connection | None = None
+    config: EngineConfig,
+    endpoint: str,
+    log_level: str,
+    pipe: Connection | None = None,
+    start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
     """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
 
     ``pipe``: to the rank supervisor; it is the head's from now on, and closed here. Must be called from
     the main thread: the kernel ties the child to the thread that made it.
     """
-    command = [sys.executable, "-m", "weft.launch.head_main", str(os.getpid()), endpoint, log_level]
     descriptors = () if pipe is None else (pipe.fileno(),)
-    command += map(str, descriptors)
-    environment = env.child_environment(**gpu_environment(config, head_rank(config)))
-    with signals.blocked():
-        head = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=descriptors)
-    if pipe is not None:
-        pipe.close()
-    assert head.stdin is not None
+    environment = gpu_environment(config, head_rank(config))
+    setup = msgspec.msgpack.encode(config)
     try:
-        with head.stdin as stdin:
-            stdin.write(msgspec.msgpack.encode(config))
-    except BrokenPipeError:
-        # It died before it read its configuration; its owner sees its exit status.
-        pass
-    return head
+        return start(Command("head_main", (endpoint, log_level), setup, environment, descriptors))
+    finally:
+        if pipe is not None:
+            pipe.close()
 
 
 def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +10,12 @@ from typing import Protocol
 
 import msgspec
 
-from weft.common import env, signals
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import meeting_place, replica_spans, uses_board
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ParallelSection
+from weft.engine.processes import Command, Start, start_process
 from weft.parallel.address import own_address, tcp
 
 log = get_logger(__name__)
@@ -55,8 +53,11 @@ class RankProcesses:
 
     outlive = False
 
-    def __init__(self, config: EngineConfig, address: str, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, address: str, log_level: str, start: Start = start_process
+    ) -> None:
         """``address``: the control channel where ranks say hello."""
+        self._begin = start
         self._engine, self._config = config, msgspec.msgpack.encode(config)
         self._address = address
         self._level = log_level
@@ -117,18 +118,9 @@ class RankProcesses:
         self._maker.shutdown(wait=False)
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weft.launch.rank_main"]
-        command += [str(os.getpid()), self._address, str(rank), self._level]
-        environment = env.child_environment(**gpu_environment(self._engine, rank))
-        with signals.blocked():
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        assert process.stdin is not None
-        try:
-            with process.stdin as pipe:
-                pipe.write(self._config)
-        except BrokenPipeError:  # it died before it read its configuration; ``dead`` will say so
-            pass
-        return process
+        arguments = self._address, str(rank), self._level
+        environment = gpu_environment(self._engine, rank)
+        return self._begin(Command("rank_main", arguments, self._config, environment))
 
 
 def end_of(status: int) -> str:

@@ -124,6 +124,12 @@ def server_options(function: F) -> F:
 @click.option(
     "--warmup", type=click.IntRange(0, 10_000), default=4, show_default=True, help="Requests not counted."
 )
+@click.option(
+    "--keep-alive/--no-keep-alive",
+    default=True,
+    show_default=True,
+    help="Requests share connections; a server that closes them between requests breaks some.",
+)
 @click.option("--goodput", multiple=True, help="Limits in ms, e.g. ttft:500 or ttft:500,tpot:50,e2el:9000.")
 @click.option(
     "--timeout", type=float, default=600.0, show_default=True, help="Seconds that one request may take."
@@ -197,6 +203,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
         trace=trace,
         workload=workload,
         warmup=given["warmup"],
+        keep_alive=given["keep_alive"],
         levels=stats.parse_levels(given["goodput"]),
     )
 

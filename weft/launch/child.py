@@ -46,6 +46,13 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
+def begin(parent: int) -> None:
+    """What every process does first that process ``parent`` starts for a server. From the main thread."""
+    die_with_parent(parent)
+    ignore_signals()
+    forbid_core_dumps()
+
+
 def ignore_signals() -> None:
     """Leaves the signals that ask to stop to the parent, which drains; see ``weft.common.signals``."""
     signals.ignore()

@@ -6,7 +6,6 @@ on standard input, as msgpack. Ends with status 2 after a configuration error, w
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -16,11 +15,12 @@ import msgspec
 
 from weft.cluster.channel import SupervisorLink
 from weft.cluster.process_registry import RegistryOwner, RegistryReader
-from weft.common import env, log, signals
+from weft.common import log
 from weft.common.errors import WeftError
 from weft.common.title import set_title
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
+from weft.engine.processes import Command, start_process
 from weft.launch import child
 
 
@@ -42,26 +42,14 @@ def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[byte
 
     From the main thread: the kernel ties the child to the thread that made it.
     """
-    command = [sys.executable, "-m", "weft.launch.front_main", str(os.getpid()), str(link.fileno())]
-    with signals.blocked():
-        front = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=env.child_environment(), pass_fds=(link.fileno(),)
-        )
-    assert front.stdin is not None
-    try:
-        with front.stdin as stdin:
-            stdin.write(msgspec.msgpack.encode(setup))
-    except BrokenPipeError:  # it died before it read its configuration; its owner sees its exit status
-        pass
-    return front
+    data = msgspec.msgpack.encode(setup)
+    return start_process(Command("front_main", (), data, descriptors=(link.fileno(),)))
 
 
 def run(arguments: list[str]) -> int:
     """Runs a front until it is told to end; returns the exit status."""
     parent, descriptor = arguments
-    child.die_with_parent(int(parent))
-    child.ignore_signals()
-    child.forbid_core_dumps()
+    child.begin(int(parent))
     setup = child.read_setup(FrontSetup)
     set_title(f"front {setup.name}", setup.config.served_names[0])
     log.configure(setup.section.log_level, f"front {setup.name}")

@@ -21,10 +21,14 @@ from weft.launch import child
 
 def run(arguments: list[str]) -> int:
     """Runs a head until its front closes it; returns the exit status."""
-    parent, endpoint, level, *pipe = arguments
-    child.die_with_parent(int(parent))
-    child.ignore_signals()
-    child.forbid_core_dumps()
+    parent, *rest = arguments
+    child.begin(int(parent))
+    return work(rest)
+
+
+def work(arguments: list[str]) -> int:
+    """``run`` in a process that has begun, without its first argument."""
+    endpoint, level, *pipe = arguments
     config = child.read_setup(EngineConfig)
     set_title(f"head {instance_name(config, config.replica)}", config.served_names[0])
     log.configure(level, process_name(config))

@@ -37,10 +37,14 @@ class NoHead(f.FrameError):
 
 def run(arguments: list[str]) -> int:
     """Serves as a rank until the head ends it; returns the exit status."""
-    parent, address, rank, level = arguments
-    child.die_with_parent(int(parent))
-    child.ignore_signals()
-    child.forbid_core_dumps()
+    parent, *rest = arguments
+    child.begin(int(parent))
+    return work(rest)
+
+
+def work(arguments: list[str]) -> int:
+    """``run`` in a process that has begun, without its first argument."""
+    address, rank, level = arguments
     config = child.read_setup(EngineConfig)
     head = instance_name(config, config.replica)
     set_title(f"worker {rank} of head {head}", config.served_names[0])

@@ -51,6 +51,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         return serve_groups(groups, front.log_level)
     from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadGroups
+    from weft.engine.processes import Spares
     from weft.front.server import serve as run_front
 
     name = "server" if front.fronts == 1 else "supervisor"
@@ -63,10 +64,12 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     heads: HeadGroups | None = None
+    torchless = all(group.scripted for group in groups)
+    spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
-        heads = HeadGroups(groups, folder, front.log_level)
+        heads = HeadGroups(groups, folder, front.log_level, spares.start)
         if front.fronts > 1:
             status = run_fronts(resolved, front, heads, folder)
         else:
@@ -88,6 +91,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         signal.signal(signals.RESTART, signal.SIG_IGN)
         if heads is not None:
             ends = heads.close(patience, 0 if status > 128 else status)
+        spares.close()
         shutil.rmtree(folder, ignore_errors=True)
     return 2 if status != 0 and 2 in ends else status
 

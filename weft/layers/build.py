@@ -12,8 +12,8 @@ from torch import nn
 
 from weft.config import sharding
 from weft.config.spec import ModelSpec
-from weft.layers.held import allow_codes, take_mixed
-from weft.layers.shard import Shard, keep_largest, largest_of, mark
+from weft.layers.held import allow_codes, in_place, largest_in_place, take_mixed
+from weft.layers.shard import Shard, keep_largest, mark
 from weft.ops import (
     implementations,  # noqa: F401 (registers every implementation)
     torch_ops,
@@ -49,6 +49,8 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     quantization: str = "none"
     """Other than ``none``: matrices of linear layers are rounded to it; not embedding and head."""
+    staged: bool = False
+    """Whether matrices wait on the host until their layers pack them: they are larger than what is packed."""
     invariant: bool = False
     """Demand ops whose bits do not depend on the other rows."""
     experts: ExpertOptions = ExpertOptions()
@@ -93,13 +95,19 @@ class Build:
         """``spec`` as this rank computes it. Raises ConfigError where it does not divide."""
         return sharding.local_spec(spec, self.mesh.layout)
 
-    def weight(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
+    def weight(
+        self,
+        *shape: int,
+        shard: Shard | None = None,
+        wide: bool = False,
+        device: torch.device | None = None,
+    ) -> nn.Parameter:
         """Uninitialized memory for one weight of a local ``shape``; the loader fills it in place.
 
-        shard: what part of the global weight it is; by default all.
+        shard: what part of the global weight it is; by default all. device: other than the model's.
         """
-        dtype = self.wide if wide else self.dtype
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device=self.device), requires_grad=False)
+        memory = torch.empty(shape, dtype=self.wide if wide else self.dtype, device=device or self.device)
+        parameter = nn.Parameter(memory, requires_grad=False)
         if shard is not None and not shard.whole:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
@@ -112,8 +120,10 @@ class Build:
         """``weight`` for a matrix, or a stack of them, that may be loaded as codes: ``Packs._give`` takes
         it.
         """
-        parameter = self.weight(*shape, shard=shard, wide=wide)
-        return parameter if wide else allow_codes(parameter)
+        if wide:
+            return self.weight(*shape, shard=shard, wide=wide)
+        where = torch.device("cpu") if self.staged else self.device
+        return allow_codes(self.weight(*shape, shard=shard, device=where), self.device)
 
 
 class Layer(nn.Module):
@@ -158,9 +168,11 @@ class Packs(Layer, ABC):
         if codes is not None and op.pack_codes is not None:
             setattr(self, weight, None)
             return op.pack_codes(codes)
+        largest = largest_in_place(plain)
+        plain = in_place(plain)
         if op.pack is None:
+            setattr(self, weight, plain)
             return plain
-        largest = largest_of(plain)
         packed = op.pack(plain.data) if largest is None else op.pack(plain.data, largest)
         setattr(self, weight, None)
         return packed

@@ -1,5 +1,7 @@
 """Codes that the loader leaves on a parameter, in place of plain weights, until its layer packs them.
 
+Such a parameter may wait on the host for a layer that computes elsewhere: what its layer takes is there.
+
 A parameter is filled by several published tensors (q, k and v by rows of one), each quantized or plain.
 What is held as codes is not written to the memory of the parameter itself, which takes none before that.
 """
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from weft.layers.shard import largest_of
 from weft.ops import torch_ops
 from weft.ops.coded import Codes, MixedCodes, dequantize, joined, mixed, stacked
 
@@ -27,6 +30,8 @@ class _Piece(NamedTuple):
 class Held:
     """What waits on one parameter, and what became of it."""
 
+    device: torch.device
+    """Where its layer computes."""
     pieces: dict[int, list[_Piece]] = field(default_factory=dict)
     """By matrix."""
     coded: int = 0
@@ -35,10 +40,28 @@ class Held:
     """Bytes that those are dequantized."""
 
 
-def allow_codes(parameter: nn.Parameter) -> nn.Parameter:
-    """Lets the loader hold codes for ``parameter``, [N, K] or [E, N, K]: its layer calls ``take_codes``."""
-    parameter.held = Held()  # type: ignore[attr-defined]
+def allow_codes(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
+    """Lets the loader hold codes for ``parameter``, [N, K] or [E, N, K]: its layer calls ``take_codes``.
+
+    device: where the layer computes, if the parameter is not there.
+    """
+    parameter.held = Held(device or parameter.device)  # type: ignore[attr-defined]
     return parameter
+
+
+def in_place(parameter: nn.Parameter) -> nn.Parameter:
+    """``parameter``, or what takes its place where its layer computes: its values, nothing noted."""
+    held = held_on(parameter)
+    if held is None or held.device.type == parameter.device.type:
+        return parameter
+    return nn.Parameter(parameter.data.to(held.device), requires_grad=False)
+
+
+def largest_in_place(parameter: nn.Parameter) -> torch.Tensor | None:
+    """``shard.largest_of``, where the layer computes."""
+    held = held_on(parameter)
+    largest = largest_of(parameter)
+    return largest if held is None or largest is None else largest.to(held.device)
 
 
 def held_on(parameter: nn.Parameter) -> Held | None:
@@ -61,7 +84,7 @@ def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> 
 
 
 def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
-    """All of ``parameter`` as codes, or None: then its own memory has all of it.
+    """All of ``parameter`` as codes, where its layer computes; or None: then its own memory has all of it.
 
     allowed: whether codes are wanted. Those of a part are dequantized, as are parts of different kinds.
     """
@@ -72,6 +95,12 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
 
 def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
     """Likewise; with ``mixes`` the rows of a matrix may be of different kinds."""
+    held = held_on(parameter)
+    codes = _taken(parameter, allowed, mixes)
+    return None if codes is None or held is None else codes.to(held.device)
+
+
+def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | None:
     waiting = held_on(parameter)
     if waiting is None or not waiting.pieces:
         return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.layers.build import Build, Packs
-from weft.layers.held import take_codes
+from weft.layers.held import in_place, take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
 from weft.parallel.comm import Pending, awaited
@@ -102,6 +102,7 @@ class Embedding(Packs):
             self._coded = True
             setattr(self, "weight", None)  # noqa: B010
             return
+        self.weight = in_place(self.weight)
         self.table = self.weight if self._matrix is None else self._give("weight", self._matrix)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -34,13 +34,10 @@ from weft.models.slices import note_largest, part_shape, windows
 from weft.models.weights import Placement, WeightMap
 from weft.moe.block import RoutedMLP
 from weft.moe.placement import Placement as ExpertPlacement
-from weft.ops import torch_ops
+from weft.ops import torch_ops, triton
 from weft.parallel.mesh import Mesh
 
 __all__ = ["Model", "build_model", "load_model"]
-
-CPU_ONLY = ("int4", "fp8")
-"""What ``quantization`` can be on a CPU alone."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
@@ -55,21 +52,18 @@ def build_model(
     quantization: str = "none",
     invariant: bool = False,
     experts: ExpertOptions | None = None,
+    staged: bool = False,
 ) -> Model:
-    """The model with its weights unset. ``pack`` it when they are set.
+    """The model with its weights unset. ``pack`` it when they are set. staged: as of ``Build``.
 
     Raises ConfigError for a family that does not exist, or an op that nothing here can compute as asked.
     """
-    if quantization in CPU_ONLY and device.type != "cpu":
-        raise ConfigError(
-            f"--quantization {quantization} runs on CPUs; on a GPU there are: none, int8",
-            param="--quantization",
-        )
     build = Build(
         dtype=dtype,
         device=device,
         mesh=mesh or Mesh(),
         quantization=quantization,
+        staged=staged,
         invariant=invariant,
         experts=experts or ExpertOptions(),
     )
@@ -101,12 +95,13 @@ def load_model(
     checkpoint has no tensor of. ``progress`` shows a bar on stderr.
     Without ``pack`` the weights stay plain parameters, to be looked at. ``placements``: where experts are
     that ranks divide, for each layer that has some; by default in order. ``packed``: quantized matrices stay
-    so on a CPU, where they need not be rounded again; else they are dequantized.
+    so where they need not be rounded again and ``keeps_codes``; else they are dequantized.
     Raises ConfigError that lists missing, unexpected and misshaped weights.
     """
-    model = build_model(
-        spec, dtype, device, mesh, quantization=quantization, invariant=invariant, experts=experts
-    )
+    held = pack and packed and quantization == "none" and keeps_codes(spec, dtype, device)
+    given: dict[str, Any] = {"quantization": quantization, "invariant": invariant, "experts": experts}
+    staged = pack and load_format != "dummy" and (held or quantization != "none")
+    model = build_model(spec, dtype, device, mesh, **given, staged=staged)
     if placements is not None:
         routed = [module for module in model.modules() if isinstance(module, RoutedMLP)]
         for module, placement in zip(routed, placements, strict=True):
@@ -120,24 +115,30 @@ def load_model(
         partial = load_format == "partial"
         if partial:
             fill_randomly(model, seed)
-        held = pack and packed and quantization == "none" and device.type == "cpu"
         saved = _saved_layers(path, spec)
-        filled = fill(model, WEIGHTS.get(spec.family)(spec), files, saved, progress, partial, packed=held)
+        weights = WEIGHTS.get(spec.family)(spec)
+        stay = {"packed": held, "blocks": device.type == "cpu"}
+        filled = fill(model, weights, files, saved, progress, partial, **stay)
     if pack:
         model.pack()
     if filled is not None:
         filled.report(dtype)
     if model.experts is not None and mesh is not None:
         apart = replace(mesh, formed=[])  # what is loaded only to be looked at agrees on nothing
-        given: dict[str, Any] = {
-            "quantization": quantization,
-            "invariant": invariant,
-            "experts": experts,
-            "packed": packed,
-        }
+        given["packed"] = packed
         where = (folder, spec, dtype, device, load_format, seed, False, apart)
         model.experts.reload = lambda placements: load_model(*where, **given, placements=placements).experts
     return model
+
+
+def keeps_codes(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrices that are published quantized stay so.
+
+    On a GPU where kernels take them (torch would dequantize a matrix each time), and no blocks of GGML.
+    """
+    if device.type == "cpu" or spec.quantized is None:
+        return device.type == "cpu"
+    return spec.quantized.method != "gguf" and triton.takes_codes(dtype, device)
 
 
 def _saved_layers(folder: Path, spec: ModelSpec) -> int:
@@ -173,18 +174,20 @@ def fill(
     partial: bool = False,
     *,
     packed: bool = False,
+    blocks: bool = False,
 ) -> Target:
     """Copies every published tensor into its part of a parameter. Checks all names before it copies any.
     ``partial``: layers may be missing whole; what is in them stays. Returns what can report what was read.
 
     Quantized weights are dequantized one by one (``weft.models.quantized``); ``packed``: where layers can
-    compute with codes, those are left for them.
+    compute with codes, those are left for them, and with ``blocks`` GGML's as well.
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
     sources = _check_names(weights, files, cut, quantized is not None, partial)
     parameters = dict(model.named_parameters())
-    target = Target(weights, parameters, quantized, torch_ops.wide(model.dtype), packed=packed)
+    wide = torch_ops.wide(model.dtype)
+    target = Target(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
             with WeightFile(path) as file:

@@ -14,8 +14,8 @@ from torch import nn
 
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
-from weft.layers.held import take_codes
-from weft.layers.shard import Shard, joined, largest_of, mark, picked, whole
+from weft.layers.held import in_place, largest_in_place, take_codes
+from weft.layers.shard import Shard, joined, mark, picked, whole
 from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.experts import rank_experts
@@ -132,6 +132,8 @@ class RoutedMLP(FeedForward, Packs):
         router = self.router
         experts = self.experts
         shared = self.shared
+        down_largest = largest_in_place(experts.down)
+        shared_down_largest = None if shared is None else largest_in_place(shared.down)
         weights = Routed(
             rule=self._rule,
             gate=self._gate,
@@ -140,15 +142,15 @@ class RoutedMLP(FeedForward, Packs):
             correction=_data(router.correction),
             table=_data(router.table),
             dtype=self._build.dtype,
-            gate_up=self._matrices(experts.gate_up),
-            down=self._matrices(experts.down),
+            gate_up=self._matrices(experts, "gate_up"),
+            down=self._matrices(experts, "down"),
             gate_up_bias=_data(experts.gate_up_bias),
             down_bias=_data(experts.down_bias) if experts.adds_bias else None,
-            shared_gate_up=None if shared is None else self._matrices(shared.gate_up),
-            shared_down=None if shared is None else self._matrices(shared.down),
+            shared_gate_up=None if shared is None else self._matrices(shared, "gate_up"),
+            shared_down=None if shared is None else self._matrices(shared, "down"),
             shared_gate=None if shared is None else _data(shared.gate),
-            down_largest=largest_of(experts.down),
-            shared_down_largest=None if shared is None else largest_of(shared.down),
+            down_largest=down_largest,
+            shared_down_largest=shared_down_largest,
         )
         pack = self._op.pack_codes if has_codes(weights) else self._op.pack
         self._packed = weights if pack is None else pack(weights)
@@ -160,10 +162,14 @@ class RoutedMLP(FeedForward, Packs):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
-    def _matrices(self, weight: nn.Parameter) -> Any:
+    def _matrices(self, holder: Experts | Shared, name: str) -> Any:
         """Plain, or as codes where they were loaded so and the op takes some."""
+        weight = getattr(holder, name)
         codes = take_codes(weight, self._op.pack_codes is not None)
-        return weight.data if codes is None else codes
+        if codes is not None:
+            return codes
+        setattr(holder, name, in_place(weight))
+        return getattr(holder, name).data
 
     def _divide(self, weights: Any) -> DividedExperts:
         build = self._build

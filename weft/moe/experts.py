@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from weft.ops.coded import Codes
+from weft.ops.coded import Codes, as_bytes
 from weft.ops.moe import Pieces, Routed, choose_experts, combine, count_of
 from weft.ops.torch_ops import Int8Weight
 
@@ -76,7 +76,7 @@ class ByPieces(NamedTuple):
     def tensors(self, weights: Routed) -> Iterable[Tensor]:
         for one in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
             if isinstance(one, Codes):
-                yield from one.tensors()
+                yield from map(as_bytes, one.tensors())  # rows of them are taken by number
             elif isinstance(one, Int8Weight):
                 yield one.values
                 yield one.scales

@@ -3,8 +3,9 @@
     w[n, k] = (number(code[n, k]) - zero[n, group of k]) * scale[n, group of k] * factor[n]
 
 Blocks of GGML (``weft.ops.ggml``) are kept whole, as the file has them: what they mean is said there.
-On a CPU the C++ extension packs these and multiplies by them (csrc/coded.h); without it torch dequantizes one
-matrix each time that it is read. Importing registers nothing.
+On a CPU the C++ extension packs these and multiplies by them (csrc/coded.h); on a GPU kernels read them as
+they are (``weft.ops.triton.coded``). Elsewhere torch dequantizes one matrix each time that it is read.
+Importing registers nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Codes:
     zeros: Tensor | None = None
     """uint8 [N, G], of integers; None: ``MIDDLE``."""
     factors: Tensor | None = None
-    """float64 [N]."""
+    """float64 [N]; float32 as a GPU's kernels read them."""
     order: Tensor | None = None
     """int64 [K]: column i here is input ``order[i]``; None: in order."""
     mapped: bool = False
@@ -84,6 +85,24 @@ class Codes:
         """All but ``order``."""
         each = (self.values, self.scales, self.zeros, self.factors)
         return [tensor for tensor in each if tensor is not None]
+
+    def to(self, device: torch.device) -> Codes:
+        """The same in the memory of ``device``."""
+        if self.values.device.type == device.type:
+            return self
+
+        def there(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return replace(
+            self,
+            values=self.values.to(device),
+            scales=as_bytes(self.scales).to(device).view(self.scales.dtype),
+            zeros=there(self.zeros),
+            factors=there(self.factors),
+            order=there(self.order),
+            mapped=False,
+        )
 
     def __len__(self) -> int:
         return len(self.values)
@@ -132,7 +151,7 @@ class Codes:
         """The same with scales for fewer inputs each: ``group`` divides that of before, or there is one."""
         if group == self.group:
             return self
-        index = torch.arange(-(-self.inputs // group)) * group // self.group
+        index = torch.arange(-(-self.inputs // group), device=self.scales.device) * group // self.group
         return replace(
             self,
             group=group,
@@ -147,6 +166,10 @@ class MixedCodes:
 
     parts: tuple[Codes, ...]
     """Without an order of inputs."""
+
+    def to(self, device: torch.device) -> MixedCodes:
+        """The same in the memory of ``device``."""
+        return MixedCodes(tuple(part.to(device) for part in self.parts))
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
@@ -250,12 +273,12 @@ def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
     if codes.four:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)[..., : codes.inputs]
     if codes.numbers == "e2m1":
-        made = torch.tensor(E2M1, dtype=dtype)[values.int()]
+        made = _e2m1(values).to(dtype) * 2.0**14
     elif codes.numbers == "e4m3":
         made = values.contiguous().view(torch.float8_e4m3fn).to(dtype)
     else:
         made = values.to(dtype)
-    groups = torch.arange(codes.inputs) // codes.group
+    groups = torch.arange(codes.inputs, device=values.device) // codes.group
     if codes.numbers in MIDDLE:
         zeros = codes.zeros
         made = made - (MIDDLE[codes.numbers] if zeros is None else zeros.to(dtype)[..., groups])
@@ -264,9 +287,15 @@ def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
         made = made * codes.factors.to(dtype).unsqueeze(-1)
     if codes.order is not None:
         back = torch.empty_like(codes.order)
-        back[codes.order] = torch.arange(codes.inputs)
+        back[codes.order] = torch.arange(codes.inputs, device=values.device)
         made = made[..., back]
     return made
+
+
+def _e2m1(values: Tensor) -> Tensor:
+    """float16 whose bits are those of codes 0 to 15 of ``E2M1``: 2 ** 14 times too small."""
+    wide = values.to(torch.int16)
+    return ((wide & 7) << 9 | (wide & 8) << 12).view(torch.float16)
 
 
 def storable(codes: Codes) -> Codes:
@@ -307,7 +336,10 @@ def _all_zeros(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None
         return None
     middle = MIDDLE[parts[0].numbers]
     full = [
-        torch.full(p.scales.shape, middle, dtype=torch.uint8) if p.zeros is None else p.zeros for p in parts
+        torch.full(p.scales.shape, middle, dtype=torch.uint8, device=p.scales.device)
+        if p.zeros is None
+        else p.zeros
+        for p in parts
     ]
     return torch.cat(full)
 
@@ -316,7 +348,12 @@ def _all_factors(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | No
     if not wanted and all(part.factors is None for part in parts):
         return None
     return torch.cat(
-        [torch.ones(len(p), dtype=torch.float64) if p.factors is None else p.factors for p in parts]
+        [
+            torch.ones(len(p), dtype=torch.float64, device=p.scales.device)
+            if p.factors is None
+            else p.factors
+            for p in parts
+        ]
     )
 
 

@@ -402,7 +402,7 @@ for _name, _pieces, _whole, _more in (
     register_pieces("moe_pieces", _name, _pieces, **_facts)
     register("moe", Implementation(name=_name, run=_whole, **_facts))
     for _form, _to in (("int4", in_int4), ("fp8", in_fp8)):
-        _facts = {"pack": _to, "asks": True, "devices": ("cpu",), **_more}
+        _facts = {"pack": _to, "asks": True, **_more}
         register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
         register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))
 for _name, _pieces, _whole, _more in (

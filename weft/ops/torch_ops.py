@@ -218,7 +218,7 @@ def as_they_are(codes: Codes) -> Codes:
 register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are, mixes=True))
 register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are, mixes=True))
 for _name, _pack in (("int4", to_int4), ("fp8", to_fp8)):
-    _rounds = Implementation(name="torch", run=linear, pack=_pack, devices=("cpu",))
+    _rounds = Implementation(name="torch", run=linear, pack=_pack)
     register(f"linear_{_name}", _rounds)
     register(f"gated_linear_{_name}", replace(_rounds, run=gated_linear))
 register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))

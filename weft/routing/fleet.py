@@ -301,7 +301,8 @@ class Fleet:
             return False
         if instance.name in entry.encoders:  # where the prompt is computed there is room, so this one waits
             return True
-        others = [i for i in self.table.takers() if i is not instance and i.name not in entry.refused]
+        takers = self.table.takers(leaving=entry.submit.sequence)
+        others = [i for i in takers if i is not instance and i.name not in entry.refused]
         return serve(others, self._lateness.local)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
@@ -320,14 +321,12 @@ class Fleet:
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
         """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
-        sequence, other = entry.submit.sequence, entry.partner(instance.name)
-        # Of who says that its peer has ended, one of these may be meant as well as ``other``.
-        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)
+        sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
+        doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # may be the reason
         self._depart(instance, entry)
-        ended = why == PeerEnded.code and other is not None and not doubtful
-        if ended and other is not None:  # until another process takes its place
-            self.table.shun(self.table.instances[other], self._now)
-        if why == RanksLost.code or ended:
+        if ended is not None and not entry.orphaned:  # until another process takes its place
+            self.table.shun(self.table.instances[ended], self._now)
+        if why == RanksLost.code or ended is not None:
             self._go_on(entry)
             return
         for name in doubtful:

@@ -111,9 +111,9 @@ class InstanceTable:
         """Whether ``instances`` can serve requests."""
         return serve(instances, self._local_prefill)
 
-    def takers(self) -> list[Instance]:
-        """Instances that take sequences now, in order."""
-        return [one for one in self._taking() if one.role != "encode"]
+    def takers(self, leaving: int | None = None) -> list[Instance]:
+        """Instances that take sequences now, in order; also once ``leaving`` is at none of them."""
+        return [one for one in self._taking(leaving) if one.role != "encode"]
 
     def encoders(self) -> list[Instance] | None:
         """Instances that take images of sequences now, in order; None where there never were any."""
@@ -285,8 +285,10 @@ class InstanceTable:
             [*(one for one in able if one.role != "decode"), *_of_role(serving, "decode")], local=False
         )
 
-    def _taking(self) -> list[Instance]:
-        return [one for one in self._serving() if one.state is InstanceState.UP or not one.open]
+    def _taking(self, leaving: int | None = None) -> list[Instance]:
+        return [
+            one for one in self._serving() if one.state is InstanceState.UP or not one.open.keys() - {leaving}
+        ]
 
     def _say_who_is_lonely(self) -> None:
         """Once for each process."""

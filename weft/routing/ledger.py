@@ -39,6 +39,7 @@ class LedgerEntry:
         "held",
         "landed",
         "losses",
+        "orphaned",
         "pair",
         "pinned",
         "places",
@@ -71,6 +72,8 @@ class LedgerEntry:
         """What the one that decodes has said while the other one was not done with the sequence."""
         self.landed = False
         """Whether the one that decodes has told a token in the present attempt: so it has the cache."""
+        self.orphaned = False
+        """Whether the one that computed its prompt in the present attempt was lost before that."""
         self.attempt = -1
         """Number of the latest attempt; -1 before the first."""
         self.refused: dict[str, int] = {}
@@ -103,6 +106,13 @@ class LedgerEntry:
             return self.sender
         return next((other for other in self.places if other != name and other not in self.encoders), None)
 
+    def peer(self, name: str) -> str | None:
+        """Whose end ``name`` tells of when it says that its peer's process has ended; None where several may
+        be meant. The sender of a pair keeps the cache until it has landed, also when it has moved."""
+        if self.pair is not None and self.receives(name):
+            return self.pair[0]
+        return None if self.encoders and name not in self.encoders else self.partner(name)
+
     def receives(self, name: str) -> bool:
         """Whether ``name`` decodes what another instance has computed."""
         return self.pair is not None and self.pair[1] == name
@@ -127,7 +137,7 @@ class LedgerEntry:
         self.encoders.clear()
         self.held.clear()
         self.pair = None
-        self.landed = self.computed = False
+        self.landed = self.computed = self.orphaned = False
 
     def again(self) -> Submit:
         """The Submit of the next attempt, which continues after all tokens so far."""
@@ -208,11 +218,10 @@ class Unlanded:
 
     def add(self, sender: str, entries: Iterable[LedgerEntry], due: float) -> None:
         """``sender`` is lost. ``due``: not before that of an earlier call."""
-        self._due += [
-            (due, entry, entry.attempt)
-            for entry in entries
-            if entry.pair is not None and entry.pair[0] == sender and not entry.landed
-        ]
+        for entry in entries:
+            if entry.pair is not None and entry.pair[0] == sender and not entry.landed:
+                entry.orphaned = True
+                self._due.append((due, entry, entry.attempt))
 
     def deadline(self) -> float:
         """When ``late`` may have something; inf for never."""

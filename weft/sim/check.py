@@ -200,6 +200,11 @@ class Stream:
     def open(self) -> bool:
         return self.end is None and not self.closed
 
+    def left(self) -> None:
+        """It is taken from where it is, or was given back: what is lost later of that attempt is no loss."""
+        self.moved_over, self.lands_by = 0, math.inf
+        self.landed = self.computed = False
+
     def take(self, event: TokenEvent) -> None:
         """Checks the next event. Raises Violation."""
         name = f"sequence {self.sequence}"

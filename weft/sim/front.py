@@ -138,8 +138,6 @@ class FrontProcess:
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
             self._lands(stream)
             stream.links.add(link.number)
-            stream.moved_over = 0
-            stream.landed = stream.computed = False
             if stream.times_given_back and link.head.instance not in stream.given_back:
                 self.cluster.count("retried elsewhere")
         elif isinstance(message, m.Finish):
@@ -151,7 +149,7 @@ class FrontProcess:
         if self.cluster.now >= stream.lands_by:  # its cache has not landed in time
             stream.losses += 1
             self.cluster.count("lost when it had moved")
-        stream.lands_by = math.inf
+        stream.left()
 
     def _unlink(self, action: e.Unlink) -> None:
         if action.link not in self.links:  # it never had a process
@@ -268,8 +266,7 @@ class FrontProcess:
         refused = event.error is not None and event.error.blame == "capacity"
         why = "" if event.error is None else event.error.code
         encodes = link.head.instance in entry.encoders
-        doubtful = bool(entry.encoders) and not encodes
-        ended = why == PeerEnded.code and entry.partner(link.head.instance) is not None and not doubtful
+        ended = why == PeerEnded.code and entry.peer(link.head.instance) is not None
         stream.computed = stream.computed or bool(event.token_ids)
         if encodes and event.finish and (event.finish == "moved" or entry.computed):
             stream.links.discard(link.number)
@@ -281,14 +278,16 @@ class FrontProcess:
             stream.given_back.add(link.head.instance)
             stream.times_given_back += 1
         stream.landed = stream.landed or (entry.receives(link.head.instance) and bool(event.token_ids))
-        if event.finish == "moved":
-            stream.moved_over = link.number
-        elif event.finish is not None or stream.landed:
-            stream.lands_by = math.inf
         # What decodes may be done before the other of the pair was heard: then its end is not told yet.
         held = entry.sender not in (None, link.head.instance) and event.finish in ("stop", "length")
         if event.finish is not None and not held:
             stream.links.discard(link.number)
+        if event.finish == "moved":
+            stream.moved_over = link.number
+        elif event.finish is not None and not held:
+            stream.left()
+        elif stream.landed:
+            stream.lands_by = math.inf
 
     def linked(self, link: Link) -> None:
         """There is a connection."""

@@ -67,6 +67,8 @@ class Target:
     """Bytes that they take in memory."""
     packed: bool = False
     """Whether matrices stay packed where their layers can compute with codes."""
+    blocks: bool = False
+    """Whether GGML's blocks stay as well."""
     wide_held: int = 0
     """Of ``held``, what was dequantized."""
     cut_groups: int = 0
@@ -148,7 +150,7 @@ class Target:
     def _hold_blocks(self, source: Source, file: WeightFile, parameter: nn.Parameter) -> bool:
         """Leaves a weight of a GGUF file packed on ``parameter``. False, where it is to be dequantized."""
         stored = file.gguf(source.name)
-        if not self.packed or stored is None or stored.quantized is None or held_on(parameter) is None:
+        if not self.blocks or stored is None or stored.quantized is None or held_on(parameter) is None:
             return False
         placement = self.weights.placements[source.name]
         found = stored.codes(_wanted(placement, parameter))

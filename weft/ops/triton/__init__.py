@@ -1,8 +1,8 @@
 """Kernels in Triton for CUDA devices. Importing this registers them; Triton itself is imported at first use.
 
 ``fused``: norms, rotary embedding with the cache's write, the gated activation. ``matmul``: a batch-invariant
-matrix product for ``--deterministic``. ``moe``: routed feed-forward blocks. ``attention``: paged attention,
-for ``weft.attention``.
+matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
+feed-forward blocks. ``attention``: paged attention, for ``weft.attention``.
 
 Everything here computes float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
@@ -44,6 +44,11 @@ def available() -> bool:
     return torch.cuda.is_available() or interpreting()
 
 
+def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products on ``device`` with activations in ``dtype`` take packed weights from kernels here."""
+    return device.type == "cuda" and dtype in DTYPES and available()
+
+
 class _Later:
     """A function of a module here, imported when it is first called."""
 
@@ -67,10 +72,17 @@ def _offer(op: str, module: str, function: str, *, name: str = "triton", **more:
 
 for _op in ("rms_norm", "add_rms_norm", "qkv_rope_cache", "gated"):
     _offer(_op, "fused", _op, invariant=True, priority=FAST)
-_offer("gated_linear", "fused", "gated_linear", priority=FAST)
-for _op in ("linear", "gated_linear"):
-    _offer(_op, "matmul", _op, name="triton-invariant", invariant=True, priority=FALLBACK)
-_offer("moe", "moe", "moe", priority=FAST)
-_offer("moe", "moe", "moe_invariant", name="triton-invariant", invariant=True, priority=FALLBACK)
-_offer("moe_pieces", "moe", "pieces", priority=FAST)
-_offer("moe_pieces", "moe", "pieces_invariant", name="triton-invariant", invariant=True, priority=FALLBACK)
+_fast: dict[str, Any] = {"priority": FAST}
+_invariant: dict[str, Any] = {"name": "triton-invariant", "invariant": True, "priority": FALLBACK}
+for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
+    # Plain weights and codes.
+    for _op in ("linear", "gated_linear"):
+        _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
+    _offer("moe", "moe", "moe" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
+    _offer("moe_pieces", "moe", "pieces" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
+    # Weights that are rounded when they are loaded.
+    for _form in ("int8", "int4", "fp8"):
+        for _op in ("linear", "gated_linear"):
+            _offer(f"{_op}_{_form}", "coded", _op + _suffix, pack=_Later("coded", f"pack_{_form}"), **_facts)
+        for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
+            _offer(f"{_op}_{_form}", "moe", _run + _suffix, pack=_Later("moe", f"pack_{_form}"), **_facts)

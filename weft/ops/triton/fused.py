@@ -7,7 +7,6 @@ Results are rounded where the torch references round; the references say what is
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -266,8 +265,3 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
         grid = (rows, -(-size // GATED_AT_ONCE))
         _gated_silu[grid](gate_up, out, size, AT_ONCE=GATED_AT_ONCE, num_warps=4)
     return out
-
-
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """As ``torch_ops.gated_linear``: cuBLAS and one pass over its result."""
-    return gated(F.linear(x, weight, bias), activation)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.ops.triton import fused, interpreting
+from weft.ops.triton import interpreting
 
 Tensor = torch.Tensor
 
@@ -100,8 +100,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         num_stages=2 if exact else 4,
     )
     return out
-
-
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``gated(linear(x, weight, bias))``: weight [2 n, K], gate rows first."""
-    return fused.gated(linear(x, weight, bias), activation)

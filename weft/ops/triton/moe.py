@@ -8,20 +8,25 @@
 
 The first product reads tokens through the order; the second writes to the slots' own places. A row's bits are
 those of its own chain, whatever else its tile holds, so this is the invariant form as well; the fast one also
-uses torch's forms where the table (``weft.ops.moe_table``) has them faster.
+uses torch's forms where the table (``weft.ops.moe_table``) has them faster. Matrices that are packed are
+unpacked in the tile, as ``weft.ops.triton.coded`` does, and have no other form.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from weft.ops import moe as torch_moe
-from weft.ops.moe import Pieces, Routed, activate, choose_experts
-from weft.ops.triton import fused, interpreting, matmul
+from weft.ops.coded import Codes, stacked, to_fp8, to_int4
+from weft.ops.moe import Pieces, Routed, activate, choose_experts, has_codes, rounded
+from weft.ops.triton import coded, fused, interpreting, matmul
+from weft.ops.triton.coded import finish, step
 from weft.ops.triton.forms import power
 
 Tensor = torch.Tensor
@@ -88,6 +93,68 @@ def _grouped(
 
 
 @triton.jit
+def _grouped_codes(
+    x_ptr,  # as of ``_grouped``, and so to x_stride
+    values_ptr,  # uint8 [E, N, line]
+    scales_ptr,  # float32 or uint8 [E, N, groups]
+    zeros_ptr,  # uint8 [E, N, groups], with ZEROS
+    factors_ptr,  # float32 [E, N], with FACTORS
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    expert_ptr,
+    row_ptr,
+    end_ptr,
+    x_stride,
+    E,
+    N,
+    K,
+    line,
+    groups,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """``_grouped`` of codes."""
+    expert = tl.load(expert_ptr + tl.program_id(0))
+    if expert >= E:
+        return
+    place = tl.load(row_ptr + tl.program_id(0)) + tl.arange(0, TILE_M)
+    there = place < tl.load(end_ptr + expert)
+    slot = tl.load(order_ptr + place, mask=there, other=0)
+    source = slot // TOP_K if GATHER else place
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    row = expert * N + n
+    live = n < N
+    x_ptrs = x_ptr + source[:, None] * x_stride + k[None, :]
+    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    for begin in range(0, K, TILE_K):
+        inner = there[:, None] if EVEN else there[:, None] & (begin + k < K)[None, :]
+        x = tl.load(x_ptrs + begin, mask=inner, other=0.0)
+        acc = step(
+            acc, x, begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
+            NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, WIDEN,
+        )  # fmt: skip
+    acc = finish(acc, row, live, row, scales_ptr, factors_ptr, bias_ptr, SCALES, WAY, UNIT, FACTORS, BIAS)
+    target = place if GATHER else slot
+    out_ptrs = out_ptr + target[:, None] * N + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=there[:, None] & live[None, :])
+
+
+@triton.jit
 def _combine(
     made_ptr,  # [T, TOP_K, N]
     weight_ptr,  # float32 [T, TOP_K]
@@ -140,9 +207,9 @@ def cut(ids: Tensor, experts: int, tile_m: int) -> Tiles:
     return Tiles(order, found, rows, ends)
 
 
-def _product(
+def _product_of_codes(
     x: Tensor,
-    weight: Tensor,
+    weight: Codes,
     bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
@@ -150,6 +217,39 @@ def _product(
     tile_m: int,
     gather: bool,
 ) -> None:
+    experts, outputs, inputs = weight.shape
+    form = replace(coded.NARROW if tile_m == TILES_M[0] else coded.MIDDLE, tile_m=tile_m)
+    _grouped_codes[(len(tiles.experts), triton.cdiv(outputs, form.tile_n))](
+        x_ptr=x,
+        bias_ptr=x if bias is None else bias,
+        out_ptr=out,
+        order_ptr=tiles.order,
+        expert_ptr=tiles.experts,
+        row_ptr=tiles.rows,
+        end_ptr=tiles.ends,
+        x_stride=x.stride(0),
+        E=experts,
+        N=outputs,
+        K=inputs,
+        BIAS=bias is not None,
+        TOP_K=top_k,
+        GATHER=gather,
+        **coded.arguments(weight, x.dtype, form),
+    )
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor | Codes,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    top_k: int,
+    tile_m: int,
+    gather: bool,
+) -> None:
+    if isinstance(weight, Codes):
+        return _product_of_codes(x, weight, bias, out, tiles, top_k, tile_m, gather)
     experts, outputs, inputs = weight.shape
     exact = x.dtype == torch.float32
     _grouped[(len(tiles.experts), triton.cdiv(outputs, TILE_N))](
@@ -198,7 +298,12 @@ def tile_of(ids: Tensor, weights: Routed) -> int:
 
 
 def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """All tokens through their experts, in the table's fastest form that doesn't ask the device."""
+    """All tokens through their experts, in the table's fastest form that doesn't ask the device.
+
+    Packed matrices have one.
+    """
+    if has_codes(weights):
+        return by_tiles(x, ids, weights, tile_of(ids, weights))
     forms = ("triton", *(form for form in torch_moe.usable(weights) if form != "loop"))
     form = torch_moe.chosen_form(x, ids, weights, forms)
     if form == "triton":
@@ -228,34 +333,94 @@ def _finish(made: Tensor, scales: Tensor, share: Tensor | None, shared: Tensor |
     return out
 
 
-def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``weft.ops.moe.block`` in the fastest form that the table has and that doesn't ask the device."""
-    chosen, scales, share = choose_experts(x, ids, weights, torch.nn.functional.linear)
-    made = by_table(x, chosen, weights)
+def _block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
+    chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
+    made = pieces.experts(x, chosen, weights)
     shared = None
     if weights.shared_gate_up is not None:
-        inner = torch.nn.functional.linear(x, weights.shared_gate_up)
-        inner = activate(inner, weights.gate, fused.gated)
-        shared = torch.nn.functional.linear(inner, weights.shared_down)
+        inner = activate(pieces.matrix(x, weights.shared_gate_up, None), weights.gate, pieces.gated)
+        shared = pieces.matrix(inner, weights.shared_down, None)
     return _finish(made, scales, share, shared)
+
+
+FAST = Pieces(torch.nn.functional.linear, coded.linear, fused.gated, by_table)
+INVARIANT = Pieces(matmul.linear, coded.linear_invariant, fused.gated, by_tiles)
+
+
+def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
+    """``weft.ops.moe.block`` in the fastest form that the table has and that doesn't ask the device."""
+    return _block(x, ids, weights, FAST)
 
 
 def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
     """``block`` in one form: equal tiles for every number of tokens."""
-    chosen, scales, share = choose_experts(x, ids, weights, matmul.linear)
-    made = by_tiles(x, chosen, weights)
-    shared = None
-    if weights.shared_gate_up is not None:
-        inner = activate(matmul.linear(x, weights.shared_gate_up), weights.gate, fused.gated)
-        shared = matmul.linear(inner, weights.shared_down)
-    return _finish(made, scales, share, shared)
+    return _block(x, ids, weights, INVARIANT)
 
 
 def pieces() -> Pieces:
     """``moe`` in its parts."""
-    return Pieces(torch.nn.functional.linear, torch.nn.functional.linear, fused.gated, by_table)
+    return FAST
 
 
 def pieces_invariant() -> Pieces:
     """``moe_invariant`` in its parts."""
-    return Pieces(matmul.linear, matmul.linear, fused.gated, by_tiles)
+    return INVARIANT
+
+
+# --- packed matrices ---
+
+
+def pack_codes(weights: Routed) -> Routed:
+    """Its codes as the kernels read them; plain matrices stay."""
+
+    def made(matrices: Any) -> Any:
+        return coded.pack(matrices) if isinstance(matrices, Codes) else matrices
+
+    return replace(
+        weights,
+        gate_up=made(weights.gate_up),
+        down=made(weights.down),
+        shared_gate_up=made(weights.shared_gate_up),
+        shared_down=made(weights.shared_down),
+    )
+
+
+def _each(matrices: Tensor, to: Callable[..., Codes], *more: Any) -> Codes:
+    """A matrix, or a stack one by one, so that one alone is there in float32. more: of each."""
+    if matrices.dim() == 2:
+        return to(matrices, *more)
+    if not len(matrices):
+        return _each(matrices.new_zeros(1, *matrices.shape[1:]), to)[:0]
+    codes = stacked([to(*one) for one in zip(matrices, *more, strict=True)])
+    assert codes is not None, "all were made in one way"
+    return codes
+
+
+def pack_int4(weights: Routed) -> Routed:
+    """Rounded as ``coded.to_int4`` does."""
+    return pack_codes(rounded(weights, lambda matrices: _each(matrices, to_int4)))
+
+
+def pack_fp8(weights: Routed) -> Routed:
+    """Rounded as ``coded.to_fp8`` does."""
+    return pack_codes(rounded(weights, lambda matrices: _each(matrices, to_fp8)))
+
+
+def pack_int8(weights: Routed) -> Routed:
+    """Rounded as ``torch_ops.to_int8`` does, one scale an output channel."""
+
+    def made(matrices: Tensor | None, largest: Tensor | None = None) -> Codes | None:
+        if matrices is None:
+            return None
+        return _each(matrices, coded.to_int8, *([] if largest is None else [largest]))
+
+    return pack_codes(
+        replace(
+            weights,
+            dtype=weights.dtype or weights.down.dtype,
+            gate_up=made(weights.gate_up),
+            down=made(weights.down, weights.down_largest),
+            shared_gate_up=made(weights.shared_gate_up),
+            shared_down=made(weights.shared_down, weights.shared_down_largest),
+        )
+    )

@@ -1,0 +1,416 @@
+"""Products with weights that stay packed (``weft.ops.coded``): codes are unpacked in the tile.
+
+On a device codes lie as loading leaves them, row by row; ``pack`` only sees to whole memory and to groups
+that steps fit. An output element is one chain over K in steps of ``TILE_K`` from 0 up, as ``matmul`` has it,
+so in one form a row's bits are its own. Numbers of every format are exact in 16 bits; how scales join them
+depends on the group (``way_of``):
+
+    row     one scale a row: it multiplies the whole sum
+    sum     a step lies within a group: scales multiply its sum, in float32; nothing is rounded
+    merged  a step has several groups: scales multiply the numbers, which are rounded to x's dtype. Exact, in
+            bfloat16, for scales that are bytes (MXFP4, MXFP8, NVFP4)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from weft.ops import torch_ops
+from weft.ops.coded import Codes, MixedCodes, as_bytes, to_fp8, to_int4
+from weft.ops.triton import fused, interpreting, matmul
+
+Tensor = torch.Tensor
+
+LEAST_STEP = 16
+"""Inputs that a matrix instruction takes at least."""
+TILE_K_EXACT = 16
+"""For float32, at most: its products take registers for all of a step, not the matrix unit."""
+GROUP_M = 8
+"""As ``matmul.GROUP``."""
+UNITS = {"e2m1": 14, "e4m3": 8}
+"""Numbers that are floats are read as float16 with the same bits: 2 to this power times too small."""
+_SCALES = {torch.float32: "float32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Sizes of a tile, and how it is compiled. Equal forms give a row equal bits, whatever is beside it."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    """At most."""
+    warps: int
+    stages: int
+
+
+NARROW = Form(tile_m=16, tile_n=64, tile_k=128, warps=4, stages=4)
+"""Decode: memory is what is waited for."""
+MIDDLE = Form(tile_m=64, tile_n=64, tile_k=64, warps=4, stages=3)
+"""Also the one form of ``--deterministic``."""
+WIDE = Form(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3)
+"""Prompts: what is unpacked serves twice as many rows."""
+
+
+def form_of(rows: int, dtype: torch.dtype) -> Form:
+    """The fastest for so many rows of x in ``dtype``."""
+    if rows <= NARROW.tile_m:
+        return NARROW
+    return MIDDLE if rows <= 2 * MIDDLE.tile_m or dtype == torch.float32 else WIDE
+
+
+# --- in the kernels ---
+
+
+@triton.jit
+def _halves(codes, FOUR: tl.constexpr):
+    """float16 of codes that are floats, too small by UNITS: E2M1 or E4M3. Never NaN."""
+    wide = codes.to(tl.uint16)
+    if FOUR:
+        bits = ((wide & 7) << 9) | ((wide & 8) << 12)
+    else:
+        bits = ((wide & 127) << 7) | ((wide & 128) << 8)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _scale(ptrs, mask, SCALES: tl.constexpr, UNIT: tl.constexpr):
+    """float32 of scales, times 2 to the power of UNIT."""
+    if SCALES == "e8m0":
+        power = tl.minimum(tl.load(ptrs, mask=mask, other=0).to(tl.int32) + UNIT, 254)
+        made = (power << 23).to(tl.float32, bitcast=True)
+    elif SCALES == "e4m3":
+        made = _halves(tl.load(ptrs, mask=mask, other=0), False).to(tl.float32) * (2.0 ** (UNIT + 8))
+    else:
+        made = tl.load(ptrs, mask=mask, other=0.0) * (2.0**UNIT)
+    return made
+
+
+@triton.jit
+def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr):
+    """[TILE_N, TILE_K // GROUP], each as often as a group has inputs: [TILE_N, TILE_K]."""
+    wide = tl.broadcast_to(of_groups[:, :, None], [TILE_N, TILE_K // GROUP, GROUP])
+    return tl.reshape(wide, [TILE_N, TILE_K])
+
+
+@triton.jit
+def step(
+    acc,  # float32 [TILE_M, TILE_N]
+    x,  # [TILE_M, TILE_K], zeros behind K
+    begin,
+    row,  # int64 [TILE_N]: of all rows of all matrices
+    live,  # [TILE_N]: whether there is such a row
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    line,  # bytes of a row
+    groups,  # of a row
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """``acc`` and the products of the inputs from ``begin`` on. What is behind K is some number, times 0."""
+    FOUR: tl.constexpr = NUMBERS == "int4" or NUMBERS == "e2m1"
+    PER_BYTE: tl.constexpr = 2 if FOUR else 1
+    at = begin // PER_BYTE + tl.arange(0, TILE_K // PER_BYTE)
+    there = live[:, None] if EVEN else live[:, None] & (at < line)[None, :]
+    codes = tl.load(values_ptr + row[:, None] * line + at[None, :], mask=there, other=0)
+    if FOUR:
+        codes = tl.interleave(codes & 15, codes >> 4)
+    if WAY == "merged":
+        group = begin // GROUP + tl.arange(0, TILE_K // GROUP)
+        of_groups = row[:, None] * groups + group[None, :]
+        some = live[:, None] & (group < groups)[None, :]
+    else:
+        of_groups = row * groups + (0 if WAY == "row" else begin // GROUP)
+        some = live
+    if NUMBERS == "e2m1" or NUMBERS == "e4m3":
+        numbers = _halves(codes, FOUR)
+    else:
+        numbers = codes.to(tl.int16)
+        if ZEROS:
+            zero = tl.load(zeros_ptr + of_groups, mask=some, other=0).to(tl.int16)
+            numbers -= _spread(zero, TILE_N, TILE_K, GROUP) if WAY == "merged" else zero[:, None]
+        else:
+            numbers -= 8 if FOUR else 128
+    if WAY == "merged":
+        scale = _spread(_scale(scales_ptr + of_groups, some, SCALES, UNIT), TILE_N, TILE_K, GROUP)
+        weight = (numbers.to(tl.float32) * scale).to(x.dtype)
+    else:
+        weight = numbers.to(tl.float32).to(x.dtype)
+    if WIDEN:
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
+    if WAY == "sum":
+        part = tl.dot(x, tl.trans(weight), input_precision="ieee")
+        acc += part * _scale(scales_ptr + of_groups, some, SCALES, UNIT)[None, :]
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def finish(
+    acc,
+    row,
+    live,
+    column,  # [TILE_N], of the bias
+    scales_ptr,
+    factors_ptr,
+    bias_ptr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    UNIT: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """What multiplies whole sums, and the bias."""
+    if WAY == "row":
+        acc *= _scale(scales_ptr + row, live, SCALES, UNIT)[None, :]
+    if FACTORS:
+        acc *= tl.load(factors_ptr + row, mask=live, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + column, mask=live, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _coded(
+    x_ptr,  # [rows, K]
+    values_ptr,  # uint8 [N, line]
+    scales_ptr,  # float32 or uint8 [N, groups]
+    zeros_ptr,  # uint8 [N, groups], with ZEROS
+    factors_ptr,  # float32 [N], with FACTORS
+    bias_ptr,  # [N], with BIAS
+    out_ptr,  # [rows, N] of wider rows
+    rows,
+    x_stride,
+    out_stride,
+    N,
+    K,
+    line,
+    groups,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    tiles_m = tl.cdiv(rows, TILE_M)
+    tiles_n = tl.cdiv(N, TILE_N)
+    band = tl.program_id(0) // (GROUP_M * tiles_n)
+    inside = tl.program_id(0) % (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
+    m = (band * GROUP_M + inside % height) * TILE_M + tl.arange(0, TILE_M)
+    n = (inside // height) * TILE_N + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
+    row = n.to(tl.int64)
+    live = n < N
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    for begin in range(0, K, TILE_K):
+        there = (m < rows)[:, None] if EVEN else (m < rows)[:, None] & (begin + k < K)[None, :]
+        x = tl.load(x_ptrs + begin, mask=there, other=0.0)
+        acc = step(
+            acc, x, begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
+            NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, WIDEN,
+        )  # fmt: skip
+    acc = finish(
+        acc, row, live, n, scales_ptr, factors_ptr, bias_ptr, SCALES, WAY, UNIT, FACTORS, BIAS
+    )  # fmt: skip
+    out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & live[None, :])
+
+
+# --- on the host ---
+
+
+class Way(NamedTuple):
+    """How scales join numbers."""
+
+    name: str
+    group: int
+    """Inputs; of a row 0."""
+    step: int
+    """Inputs of a step, at most."""
+
+
+def way_of(codes: Codes, tile_k: int) -> Way:
+    """For steps of at most ``tile_k`` inputs. The group is a power of two, a multiple of 16, or a row's."""
+    if codes.group >= codes.inputs:
+        return Way("row", 0, tile_k)
+    fitting = min(codes.group & -codes.group, tile_k)
+    bytes_merge = codes.scales.dtype != torch.float32 and codes.group < tile_k
+    if bytes_merge or fitting < LEAST_STEP:
+        return Way("merged", codes.group, tile_k)
+    return Way("sum", codes.group, fitting)
+
+
+def _fitting(codes: Codes) -> Codes:
+    """The same in groups that steps fit."""
+    least = codes.group & -codes.group
+    in_rows = codes.group >= codes.inputs
+    merges = least < LEAST_STEP or codes.scales.dtype != torch.float32
+    return codes if in_rows or not merges else codes.regrouped(least)
+
+
+def _packed(codes: Codes) -> Codes:
+    codes = _fitting(codes)
+    return replace(
+        codes,
+        values=codes.values.contiguous(),
+        scales=as_bytes(codes.scales).contiguous().view(codes.scales.dtype),
+        zeros=None if codes.zeros is None else codes.zeros.contiguous(),
+        factors=None if codes.factors is None else codes.factors.float().contiguous(),
+        mapped=False,
+    )
+
+
+def pack(codes: Codes | MixedCodes) -> Codes | MixedCodes:
+    """For ``linear``, ``gated_linear`` and experts: codes on the device, as kernels read them."""
+    if isinstance(codes, MixedCodes):
+        return MixedCodes(tuple(_packed(part) for part in codes.parts))
+    return _packed(codes)
+
+
+def to_int8(weight: Tensor, largest: Tensor | None = None) -> Codes:
+    """``torch_ops.to_int8`` of a matrix, as codes."""
+    made = torch_ops.to_int8(weight, largest)
+    return Codes(
+        numbers="int8",
+        values=made.values.view(torch.uint8) ^ 128,
+        inputs=weight.shape[1],
+        group=max(weight.shape[1], 2),
+        scales=made.scales.float(),
+    )
+
+
+def pack_int8(weight: Tensor, largest: Tensor | None = None) -> Codes:
+    """For ``linear``: weight [N, K], rounded as ``torch_ops.to_int8`` does."""
+    return _packed(to_int8(weight.detach(), largest))
+
+
+def pack_int4(weight: Tensor) -> Codes:
+    """For ``linear``: weight [N, K], rounded as ``coded.to_int4`` does."""
+    return _packed(to_int4(weight.detach()))
+
+
+def pack_fp8(weight: Tensor) -> Codes:
+    """For ``linear``: weight [N, K], rounded as ``coded.to_fp8`` does."""
+    return _packed(to_fp8(weight.detach()))
+
+
+def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
+    """What kernels are told of a packed matrix, or of a stack, that x in ``dtype`` goes through."""
+    exact = dtype == torch.float32
+    way = way_of(codes, min(form.tile_k, TILE_K_EXACT) if exact else form.tile_k)
+    values = codes.values
+    return {
+        "values_ptr": values,
+        "scales_ptr": as_bytes(codes.scales),
+        "zeros_ptr": values if codes.zeros is None else codes.zeros,
+        "factors_ptr": values if codes.factors is None else codes.factors,
+        "line": values.shape[-1],
+        "groups": codes.scales.shape[-1],
+        "NUMBERS": codes.numbers,
+        "SCALES": _SCALES[codes.scales.dtype],
+        "WAY": way.name,
+        "GROUP": way.group,
+        "UNIT": UNITS.get(codes.numbers, 0),
+        "ZEROS": codes.zeros is not None,
+        "FACTORS": codes.factors is not None,
+        "TILE_M": form.tile_m,
+        "TILE_N": form.tile_n,
+        "TILE_K": way.step,
+        "EVEN": codes.inputs % way.step == 0,
+        "WIDEN": interpreting(),
+        "num_warps": 8 if exact and form.tile_m > NARROW.tile_m else form.warps,
+        "num_stages": 2 if exact else form.stages,
+    }
+
+
+def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form) -> None:
+    """``out``: [rows, N], its rows perhaps parts of rows."""
+    rows, inputs = x.shape
+    outputs = len(codes)
+    if codes.order is not None:
+        x = x.index_select(1, codes.order)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    _coded[(-(-rows // form.tile_m) * -(-outputs // form.tile_n),)](
+        x_ptr=x,
+        bias_ptr=x if bias is None else bias,
+        out_ptr=out,
+        rows=rows,
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        N=outputs,
+        K=inputs,
+        BIAS=bias is not None,
+        GROUP_M=GROUP_M,
+        **arguments(codes, x.dtype, form),
+    )
+
+
+def product(x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Form) -> Tensor:
+    """``x @ weight.T + bias`` in one form: x [T, K], bias [N]; [T, N] in x's dtype, rounded once."""
+    parts = weight.parts if isinstance(weight, MixedCodes) else (weight,)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
+    if not len(x):
+        return out
+    begin = 0
+    for part in parts:
+        rows = slice(begin, begin + len(part))
+        _run(x, part, None if bias is None else bias[rows], out[:, rows], form)
+        begin += len(part)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Plain weights by cuBLAS."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return product(x, weight, bias, form_of(len(x), x.dtype))
+
+
+def linear_invariant(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
+    """Likewise, in one form for every number of rows."""
+    if isinstance(weight, Tensor):
+        return matmul.linear(x, weight, bias)
+    return product(x, weight, bias, MIDDLE)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
+) -> Tensor:
+    """As ``torch_ops.gated_linear``: a product, and one pass over its result."""
+    return fused.gated(linear(x, weight, bias), activation)
+
+
+def gated_linear_invariant(
+    x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
+) -> Tensor:
+    """``gated(linear_invariant(x, weight, bias))``."""
+    return fused.gated(linear_invariant(x, weight, bias), activation)
