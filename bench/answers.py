@@ -1,8 +1,10 @@
 """Problems answered by servers with roles and by one group, 64 at a time: the same answers (E26).
 
     python -m bench.answers [--models spool-text,spool-mla] [--variants unified-x1,1p1d,1p2d] [--name NAME]
+    python -m bench.answers --task ocr-mini --models spool-vision --variants unified-x1,1e1u,1e1p1d,2e1p1d
 
-The problems of ``weft eval gsm-mini``, greedy, over HTTP. An answer is the same where its text is.
+The problems of ``weft eval gsm-mini``, or the lines of ``weft eval ocr-mini`` (D24), greedy, over HTTP. An
+answer is the same where its text is.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import record
@@ -17,14 +20,48 @@ from bench.compare import BUNDLED
 from bench.disaggregation import VARIANTS, serving
 from bench.rounds import say
 from weft.common.cores import usable_cores
-from weft.eval.gsm_mini import score, test_set
-from weft.launch import answers
+from weft.eval import gsm_mini, ocr_mini
+from weft.launch import answers, image_answers
+
+Ask = Callable[[str], list[str]]
+"""The answers of the server at a URL."""
+Score = Callable[[list[str]], int]
+"""How many of them are right."""
+
+
+def problems(limit: int, concurrency: int, tokens: int) -> tuple[int, Ask, Score]:
+    """Problems told in words: (how many, ask, score)."""
+    asked = gsm_mini.test_set(limit)
+    chats = [answers.chat_of(problem.question) for problem in asked]
+
+    def ask(url: str) -> list[str]:
+        return answers.from_server(url, None, chats, concurrency, tokens, None)[1]
+
+    return len(asked), ask, lambda texts: gsm_mini.score(texts, asked)
+
+
+def lines(limit: int, concurrency: int, tokens: int) -> tuple[int, Ask, Score]:
+    """Images of lines: (how many, ask, score)."""
+    shown = ocr_mini.ocr_test_set(limit)
+    chats = image_answers.chats_of(shown)
+
+    def ask(url: str) -> list[str]:
+        return answers.from_server(url, None, chats, concurrency, tokens, None, title="ocr-mini")[1]
+
+    def score(texts: list[str]) -> int:
+        return sum(ocr_mini.is_right(text, line) for text, line in zip(texts, shown, strict=True))
+
+    return len(shown), ask, score
+
+
+TASKS = {"gsm-mini": problems, "ocr-mini": lines}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=sorted(TASKS), default="gsm-mini")
     parser.add_argument("--models", default="spool-text,spool-mla", help="bundled ones")
     parser.add_argument("--variants", default="unified-x1,1p1d,1p2d", help="all are compared with the first")
     parser.add_argument("--dtype", default="float32")
@@ -33,8 +70,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--name", help="of the result in bench/results")
     args = parser.parse_args()
-    problems = test_set(args.limit)
-    chats = [answers.chat_of(problem.question) for problem in problems]
+    count, ask, score = TASKS[args.task](args.limit, args.concurrency, args.max_tokens)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models.split(","):
@@ -44,8 +80,7 @@ def main() -> None:
                 log = Path(folder) / f"{model}-{name}.log"
                 with serving(flags, str(BUNDLED / model), args.dtype, 300.0, log) as server:
                     began = time.monotonic()
-                    asked = chats, args.concurrency, args.max_tokens, None
-                    _, texts = answers.from_server(f"{server.url}/v1", None, *asked)
+                    texts = ask(f"{server.url}/v1")
                     seconds = time.monotonic() - began
                 first = first or texts
                 same = sum(one == other for one, other in zip(texts, first, strict=True))
@@ -53,8 +88,8 @@ def main() -> None:
                     {
                         "model": model,
                         "groups": name,
-                        "problems": len(problems),
-                        "right": score(texts, problems),
+                        "problems": count,
+                        "right": score(texts),
                         "the same text": same,
                         "seconds": round(seconds, 1),
                     }

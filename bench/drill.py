@@ -19,7 +19,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import re
 import signal
 import statistics
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from bench import record
-from bench.pictures import messages, noise, picture
+from bench.pictures import messages, noise, photographs
 from weft.bench.process import ServerProcess, role_of
 from weft.bench.process_memory import tree
 
@@ -107,19 +106,6 @@ def small_pictures() -> list[list[str]]:
     return [[noise(PICTURES * number + one) for one in range(PICTURES)] for number in range(len(PROMPTS))]
 
 
-def large_pictures(asked: str) -> list[list[str]]:
-    """Of each prompt, ``asked`` as ``5x1920x1080,2x3840x2160``: so many photographs of each size, out of
-    twice as many, so that no two prompts have the same ones in the same order.
-    """
-    shown: list[list[str]] = [[] for _ in PROMPTS]
-    for part in asked.split(","):
-        count, width, height = map(int, part.split("x"))
-        made = [picture(1000 * width + number, (width, height), 96) for number in range(2 * count)]
-        for number, each in enumerate(shown):
-            each += random.Random(number).sample(made, count)
-    return shown
-
-
 def title_of(pid: int) -> str:
     """``head prefill0 (model)``; empty for a process without a title, or that has ended."""
     with contextlib.suppress(OSError):
@@ -188,7 +174,8 @@ class Drill:
                 prompt * (LONG if victim.roles and not victim.images else 1) for prompt in PROMPTS
             ]
             if victim.images:
-                shown = large_pictures(self._args.pictures) if self._args.pictures else small_pictures()
+                asked, quality = self._args.pictures, self._args.quality
+                shown = photographs(asked, len(PROMPTS), quality) if asked else small_pictures()
                 self._pictures = dict(zip(self.prompts, shown, strict=True))
             for prompt in self.prompts:
                 self._expected[prompt] = await self._stream(http, prompt, Client())
@@ -384,6 +371,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=100, help="of each client")
     parser.add_argument("--pictures", default="", help="e.g. 5x1920x1080,2x3840x2160; by default noise")
+    parser.add_argument("--quality", type=int, default=70, help="of the JPEG files of --pictures")
     parser.add_argument("--mm-cache-bytes", default="256K", help="of each group, where there are images")
     parser.add_argument("--max-request-bytes", default="", help="of bodies; they may have four times as much")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds of a request")

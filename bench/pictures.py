@@ -9,15 +9,23 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def picture(seed: int, size: tuple[int, int] = (4000, 3000), grain: int = 20) -> str:
+def picture(
+    seed: int,
+    size: tuple[int, int] = (4000, 3000),
+    grain: int = 20,
+    quality: int = 92,
+    optimize: bool = False,
+) -> str:
     """A photograph, about: a data: URL of a JPEG, by default of 12 million pixels. ``grain``: pixels of its
-    details; of large ones the file is small."""
+    details; of large ones the file is small, and smaller where its codes are optimized."""
     import numpy as np
     from PIL import Image
 
     small = np.random.default_rng(seed).integers(0, 256, (size[1] // grain, size[0] // grain, 3), np.uint8)
     file = io.BytesIO()
-    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=92)
+    Image.fromarray(small).resize(size, Image.Resampling.BICUBIC).save(
+        file, "JPEG", quality=quality, optimize=optimize
+    )
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
@@ -38,3 +46,17 @@ def messages(urls: Iterable[str], text: str = "") -> list[dict[str, Any]]:
     if text:
         content.append({"type": "text", "text": text})
     return [{"role": "user", "content": content}]
+
+
+def photographs(asked: str, prompts: int, quality: int) -> list[list[str]]:
+    """Of each of ``prompts``, ``asked`` as ``5x1920x1080,2x3840x2160``: so many photographs of each size, out
+    of twice as many, so that no two prompts have the same ones in the same order. Smooth ones, in small
+    files."""
+    shown: list[list[str]] = [[] for _ in range(prompts)]
+    for part in asked.split(","):
+        count, width, height = map(int, part.split("x"))
+        seeds = range(1000 * width, 1000 * width + 2 * count)
+        made = [picture(seed, (width, height), 192, quality, optimize=True) for seed in seeds]
+        for number, each in enumerate(shown):
+            each += random.Random(number).sample(made, count)
+    return shown

@@ -1,6 +1,7 @@
 """For every test. Without a GPU, Triton's kernels run in its interpreter, on the CPU.
 
-That is chosen when Triton is imported, so it is set here, before any test module can import it.
+That is chosen when Triton is imported, so it is set here, before any test module can import it; and how CPU
+threads wait, when torch is.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import os
 from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.support import forked
 from tests.support.slowness import deadline
+from weft.common import env
+
+env.spin_briefly()  # before torch is imported: threads that wait would take the core from other processes
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

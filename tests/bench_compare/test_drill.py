@@ -14,7 +14,13 @@ from weft.bench.process import ServerProcess
 
 def arguments(**changed: object) -> argparse.Namespace:
     given = {"clients": 2, "requests": 3, "tokens": 16, "kills": 1, "every": 0.5, "deadline": 240.0}
-    given |= {"mm_cache_bytes": "256K", "max_request_bytes": "", "pictures": "", "timeout": 180.0}
+    given |= {
+        "mm_cache_bytes": "256K",
+        "max_request_bytes": "",
+        "pictures": "",
+        "quality": 70,
+        "timeout": 180.0,
+    }
     return argparse.Namespace(**{**given, "model": "", "tree": str(rows.ROOT), **changed})
 
 

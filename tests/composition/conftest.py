@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.composition.references import References
-from tests.composition.table import GroupTable, Table, write_part
+from tests.composition.table import ALONE, ON_REPLICAS, GroupTable, Table, write_part
 
 PAGE = Path(__file__).parents[2] / "docs" / "composition.md"
 
@@ -23,7 +23,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     """Of pairs of features in one group."""
     from tests.composition.test_pairs import NAMES, shown
 
-    made = Table({family: shown(family) for family in NAMES})
+    made = Table({family: shown(family) for family in NAMES}, ALONE)
     yield made
     # Without the grid not every cell has a case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
@@ -40,3 +40,15 @@ def group_table(request: pytest.FixtureRequest) -> Iterator[GroupTable]:
     # Without the grid not every cell has a case.
     if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
         write_part(PAGE, 1, made.lines())
+
+
+@pytest.fixture(scope="session")
+def replica_table(request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Of pairs of features on replicas that share experts."""
+    from tests.composition.test_replicas import FAMILIES, shown
+
+    made = Table({family: shown() for family in FAMILIES}, ON_REPLICAS)
+    yield made
+    # Without the grid not every cell has a case.
+    if request.config.getoption("--write-composition") and request.config.getoption("-m") == "grid":
+        write_part(PAGE, 2, made.lines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 NAMES = {
@@ -19,6 +20,9 @@ NAMES = {
     "images": "images",
     "hits": "embedding hits",
     "room": "little room for embeddings",
+    "overlap": "overlap",
+    "dispatch": "other dispatch",
+    "beside": "uneven replicas",
 }
 #: Between groups some names say more.
 GROUP_NAMES = {
@@ -27,29 +31,43 @@ GROUP_NAMES = {
     "ranks": "other TP",
     "preempt": "eviction at decode",
     "encoders": "images encoded by other groups",
-    "overlap": "overlap",
 }
 HEADING = "# Prefill and decode in groups of their own"
-"""Where the second part of the page begins."""
+REPLICA_HEADING = "# Images on replicas that share experts"
+"""Where the second and the third part of the page begin."""
+ALONE = [
+    "# Which features work together",
+    "",
+    "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
+    "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
+    "it gets alone, in float64. Prompts of families that see images, in one batch: text alone,",
+    "one image and several, of odd sizes, the same one behind other text, images of several turns.",
+    "A run of `pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
+]
+ON_REPLICAS = [
+    REPLICA_HEADING,
+    "",
+    "Two replicas whose routed experts are divided over both (DP 2 x EP 2); each has prompts with",
+    "images, or one of them has text alone, or nothing (uneven replicas). Cells as in the first part;",
+    "tokens and logprobs are those of each sequence alone on one rank, in float64. A run of",
+    "`pytest tests/composition/test_replicas.py -m grid --write-composition` writes this part.",
+]
 
 
 def write_part(path: Path, part: int, lines: list[str]) -> None:
-    """Writes the first or the second part of the page, and leaves the other one."""
-    first, heading, second = path.read_text(encoding="utf-8").partition(HEADING)
-    text = "\n".join(lines) + "\n"
-    if part == 0:
-        text += f"\n{heading}{second}" if heading else ""
-    else:
-        text = f"{first.rstrip()}\n\n{text}"
-    path.write_text(text, encoding="utf-8")
+    """Writes the first, second or third part of the page, and leaves the others."""
+    text = path.read_text(encoding="utf-8")
+    parts = re.split(f"^(?={re.escape(HEADING)}|{re.escape(REPLICA_HEADING)})", text, flags=re.MULTILINE)
+    parts[part : part + 1] = ["\n".join(lines)]
+    path.write_text("\n\n".join(one.strip() for one in parts) + "\n", encoding="utf-8")
 
 
 class Table:
     """For each pair of features the families in which a case had both at work."""
 
-    def __init__(self, features: dict[str, list[str]]) -> None:
-        """``features``: those of each family."""
-        self._features = features
+    def __init__(self, features: dict[str, list[str]], head: list[str]) -> None:
+        """``features``: those of each family; ``head``: the lines before the tables."""
+        self._features, self._head = features, head
         self._cases: dict[tuple[str, frozenset[str]], int] = {}
 
     def ran(self, family: str, pair: tuple[str, str]) -> None:
@@ -58,16 +76,8 @@ class Table:
         self._cases[key] = self._cases.get(key, 0) + 1
 
     def lines(self) -> list[str]:
-        """The page's first part. Raises AssertionError when a cell is empty: then nothing is written."""
-        lines = [
-            "# Which features work together",
-            "",
-            "All of them. Each cell counts the cases of `tests/composition` in which both features were seen",
-            "at work (by counters, not settings) and every sequence got the tokens, text and logprobs that",
-            "it gets alone, in float64. Prompts of families that see images, in one batch: text alone,",
-            "one image and several, of odd sizes, the same one behind other text, images of several turns.",
-            "A run of `pytest tests/composition/test_pairs.py -m grid --write-composition` writes this part.",
-        ]
+        """The part of the page. Raises AssertionError when a cell is empty: then nothing is written."""
+        lines = list(self._head)
         for family in self._features:
             lines += ["", f"## {family.capitalize()}", "", *self._grid(family)]
         return lines
@@ -114,7 +124,7 @@ class GroupTable:
             "of values of every two features. In each the cache of every sequence went over, every sequence",
             "got the tokens, text and logprobs that it gets alone, in float64, and all blocks came back at",
             "both ends. Where several ranks compute prompts with images, steps are divided (overlap).",
-            "Replicas that share experts are in `tests/e0/test_images.py`, `tests/launch/test_encode.py`.",
+            "Replicas that share experts, with groups that encode: `tests/launch/test_encode.py`.",
             "A run of `pytest tests/composition/test_groups.py -m grid --write-composition`",
             "writes this part.",
             "",

@@ -196,6 +196,24 @@ class Answer:
     rejected: int = 0
     embedding: bytes = b""
 
+    def take(self, event: TokenEvent) -> None:
+        """Adds what ``event`` says."""
+        self.tokens += event.token_ids
+        self.num_cached = event.num_cached
+        self.accepted += event.accepted
+        self.rejected += event.rejected
+        for columns, entries in (
+            (event.logprobs, self.logprobs),
+            (event.prompt_logprobs, self.prompt_logprobs),
+        ):
+            if columns is not None:
+                ids, values, rank = columns.arrays()
+                entries += zip(ids.tolist(), values.tolist(), rank.tolist(), strict=True)
+        if event.finish is not None:
+            self.ends.append(event.finish)
+            self.error, self.stop_id = event.error, event.stop_id
+            self.embedding = event.embedding
+
 
 def submit(
     sequence: int, prompt: list[int], params: TokenParams, *, request: int, choice: int = 0, **more: Any
@@ -224,21 +242,7 @@ def run(
         for event in events:
             answer = answers.setdefault(event.sequence, Answer())
             assert not answer.ends, "an event after the terminal one"
-            answer.tokens += event.token_ids
-            answer.num_cached = event.num_cached
-            answer.accepted += event.accepted
-            answer.rejected += event.rejected
-            for columns, entries in (
-                (event.logprobs, answer.logprobs),
-                (event.prompt_logprobs, answer.prompt_logprobs),
-            ):
-                if columns is not None:
-                    ids, values, rank = columns.arrays()
-                    entries += zip(ids.tolist(), values.tolist(), rank.tolist(), strict=True)
-            if event.finish is not None:
-                answer.ends.append(event.finish)
-                answer.error, answer.stop_id = event.error, event.stop_id
-                answer.embedding = event.embedding
+            answer.take(event)
 
     number = 0
     while number < len(submits) or engine.has_work() or engine.awaiting:

@@ -23,6 +23,7 @@ from tests.support.processes import children
 from tests.support.slowness import deadline
 from tests.support.text_folders import write_tokenizer
 from weft.common.errors import Overloaded, RequestTimeout
+from weft.front import body
 from weft.front.body import Bodies, read_json
 
 ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -60,8 +61,8 @@ def ended(connections: list[socket.socket]) -> list[socket.socket]:
 
 def ask_anew(server: Any) -> int:
     """The status of a small request on a connection of its own."""
-    body = {"model": "fake", "prompt": "ab", "max_tokens": 2}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=deadline(20)).status_code
+    asked = {"model": "fake", "prompt": "ab", "max_tokens": 2}
+    return httpx.post(server.url + "/v1/completions", json=asked, timeout=deadline(20)).status_code
 
 
 def test_uploads_that_stall_take_no_place_in_the_queue(start_fake: Any) -> None:
@@ -187,6 +188,29 @@ def test_an_upload_that_was_ended_is_no_body() -> None:
                 await reading
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("rate", [1 << 4, 1 << 40])
+def test_a_body_may_take_longer_the_more_of_it_came(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than bodies have at least: where enough came, the rest is waited for; else it is late."""
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.01)
+    monkeypatch.setattr(body, "LEAST_RATE", rate)
+
+    async def test() -> list[bytes]:
+        chunks: asyncio.Queue[Any] = asyncio.Queue()
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
+        chunks.put_nowait({"type": "http.request", "body": b" " * 60_000, "more_body": True})
+        with Bodies(100_000).upload() as upload:
+            reading = asyncio.create_task(read_json(Request(scope, chunks.get), upload))
+            await asyncio.sleep(0.1)
+            chunks.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
+            return await reading
+
+    if rate == 1 << 4:
+        assert b"".join(asyncio.run(test())).endswith(b" {}")
+    else:
+        with pytest.raises(RequestTimeout):
+            asyncio.run(test())
 
 
 def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) -> None:

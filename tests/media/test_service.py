@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.pictures import FACTS, image_file
 from tests.support.slowness import deadline
+from weft.common import workers
 from weft.common.errors import InvalidRequest, Overloaded, WeftError
 from weft.common.shared_bytes import SharedBytes, reaches
 from weft.config.media_section import MediaSection
@@ -70,6 +71,21 @@ def test_workers_make_what_is_made_by_hand() -> None:
             assert media.memory.used == lease.size == sum(len(item.pixels) for item in items)
             assert media.processes == 2
         assert media.memory.used == 0
+
+    run(work)
+
+
+def test_many_images_of_few_requests_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may wait is a bound of requests: here of three, with eight images each."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 6)
+    files = [image_file((64, 48), "PNG", n) for n in range(8)]
+
+    async def work(media: MediaService) -> None:
+        async def one() -> int:
+            with media.memory.lease() as lease:
+                return len(await media.decode([picture(file) for file in files], {}, lease))
+
+        assert await asyncio.gather(one(), one(), one()) == [8, 8, 8]
 
     run(work)
 

@@ -187,11 +187,8 @@ class _Run:
                 time.sleep(0.001)
                 continue
             for event in engine.step():
-                answer = answers[event.sequence]
-                answer.tokens += event.token_ids
+                answers[event.sequence].take(event)
                 if event.finish is not None:
-                    answer.ends.append(event.finish)
-                    answer.embedding = event.embedding
                     with self.lock:
                         self.ended += 1
         return answers
@@ -206,6 +203,7 @@ def on_layout(
     dispatch: str = "auto",
     mtp: int = 0,
     automata: Callable[[], Automata] | None = None,
+    each_turn: EachTurn | None = None,
     **options: Any,
 ) -> list[Replica]:
     """``run_layout`` with engines of ``tests.e0.rig``; ``automata``: the grammars of one
@@ -221,7 +219,7 @@ def on_layout(
         grammars = None if automata is None else automata().source()
         return rig.make_engine(folder, model=model, launcher=mesh.launcher, grammars=grammars, **options)
 
-    return run_layout(layout, make, Leading, arrivals, overlap=overlap)
+    return run_layout(layout, make, Leading, arrivals, overlap=overlap, each_turn=each_turn)
 
 
 def run_layout(

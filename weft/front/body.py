@@ -1,4 +1,7 @@
-"""Reading a request's body: within a size, within a time, and only what claims to be plain JSON.
+"""Reading a request's body: within a size, fast enough, and only what claims to be plain JSON.
+
+A body has a minute, and longer the more of it came: many clients at once, or a slow line, make large bodies
+slow, and what tells these from clients that keep a connection for nothing is how much comes.
 
 All bodies together, those that are being read and those that wait to be parsed, have a bounded memory. A body
 counts as small until it is larger than ``SMALL``, and small ones have a share of their own, so that uploads
@@ -15,7 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from weft.common.errors import Cancelled, Overloaded, RequestTimeout, TooLarge, UnsupportedMedia
 
 BODY_TIMEOUT = 60.0
-"""Seconds a client may take to send a whole body."""
+"""Seconds a client may take to send a whole body, beside those that ``LEAST_RATE`` gives it."""
+LEAST_RATE = 16 << 10
+"""Bytes a second that a body may take longer for: 128 kbit/s."""
 STALL_TIMEOUT = 10.0
 """Seconds in which a byte of it must come."""
 MEMORY = 256 << 20
@@ -138,7 +143,7 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
     body: list[bytes] = []
     size = 0
     now = asyncio.get_running_loop().time
-    end = now() + BODY_TIMEOUT
+    begun = now()
     try:
         async with asyncio.timeout(min(BODY_TIMEOUT, STALL_TIMEOUT)) as timeout:
             upload.begin(timeout)
@@ -152,7 +157,7 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
                     if size > limit:
                         raise too_large
                     upload.grow(len(chunk))
-                    timeout.reschedule(min(end, now() + STALL_TIMEOUT))
+                    timeout.reschedule(min(_due(begun, size), now() + STALL_TIMEOUT))
             upload.complete()
     except TimeoutError:
         if not upload.ended:
@@ -162,3 +167,8 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
     if upload.ended:  # perhaps in the moment in which the rest came
         raise RequestTimeout("the body came so slowly that others needed its memory")
     return body
+
+
+def _due(begun: float, size: int) -> float:
+    """When a body is late of which ``size`` bytes came, and that was begun at ``begun``."""
+    return begun + BODY_TIMEOUT + size / LEAST_RATE

@@ -73,11 +73,18 @@ class MediaService:
         self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
     ) -> tuple[MediaItem, ...]:
         """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
-        Raises WeftError, naming the part."""
+        No more images wait for a process than there are processes: so what the pool may have waiting is a
+        bound of requests, whatever images each has. Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
-        return tuple(await _all(self._decode(picture, files, lease) for picture in pictures))
+        few = asyncio.Semaphore(self._section.media_workers)
+
+        async def one(picture: Picture) -> MediaItem:
+            async with few:
+                return await self._decode(picture, files, lease)
+
+        return tuple(await _all(map(one, pictures)))
 
     async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
         shared = lease.share(picture.nbytes)
