@@ -302,8 +302,8 @@ class TransferSection(Section, frozen=True, kw_only=True):
         Literal["push", "pull"],
         Meta(
             description="When a cache leaves a group that prefills. push: layer by layer, while its prompt "
-            "is computed; pull: once it is, so that the group that decodes has no blocks for a prompt that is "
-            "still computed, and second tokens are later."
+            "is computed; pull: once it is, so that the group that decodes has no blocks for a prompt that "
+            "is still computed, and second tokens are later."
         ),
     ] = "push"
     transfer_timeout: Annotated[
