@@ -103,7 +103,6 @@ def kill_when(kill: Any, busy: Any) -> None:
     until = time.monotonic() + deadline(60)
     while len(busy) < 3 and time.monotonic() < until:
         time.sleep(0.001)
-    time.sleep(0.05)
     kill()
 
 

@@ -68,7 +68,7 @@ def check_death(server: Any, wanted: list[list[str]], death: signal.Signals) -> 
     victim = heads(server)[-1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         made = pool.submit(burst, server)
-        server.wait(lambda: min(by_head(server, "num_requests_running")) >= 2, PATIENCE)
+        server.wait(lambda: server.metric("front_sequences") >= 6, PATIENCE)  # heads tell theirs later
         os.kill(victim, death)
         assert made.result(PATIENCE) == wanted
     server.wait(lambda: by_head(server, "engine_up") == [1.0, 1.0], PATIENCE)

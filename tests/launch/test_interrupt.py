@@ -84,7 +84,16 @@ def watch() -> Iterator[Any]:
             ["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic", marks=pytest.mark.grid
         ),
         (
-            ["generate", "Count", "--ignore-eos", "--max-tokens", "2000", "--no-chat", "--dtype", "float64"],
+            [
+                "generate",
+                *["Count"] * 8,
+                "--ignore-eos",
+                "--max-tokens",
+                "2000",
+                "--no-chat",
+                "--dtype",
+                "float64",
+            ],
             "Loading weights: 100%",
         ),
         pytest.param(["eval", "gsm-mini", "--limit", "500"], "1/500", marks=pytest.mark.grid),
