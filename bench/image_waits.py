@@ -14,7 +14,7 @@ others.
     nothing       there are none
 
 **Text beside prompts that wait.** Prompts of text as fast as they go, in turns alone and beside
-``--waiting`` prompts whose images do not come: the group that encodes stands still (SIGSTOP) all along.
+``--waiting`` prompts whose images do not come: the group that encodes stands still (SIGSTOP) meanwhile.
 What is lost is how much longer prompts take beside them.
 """
 
@@ -183,29 +183,37 @@ def rates(ends: Sequence[End]) -> tuple[float, float]:
 async def in_turns(asked: Asked, head: int, encoder: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """Prompts of text a second: rounds alone, and beside prompts that wait."""
     rounds: list[dict[str, float]] = []
-    os.kill(encoder, signal.SIGSTOP)
-    try:
-        for number in range(2 * args.rounds + 1):
-            count = args.waiting * (number % 2)
-            waiting = [asyncio.create_task(asked.image()) for _ in range(count)]
-            until = time.monotonic() + args.deadline
-            while await asked.awaiting() != count:
-                if time.monotonic() > until:
-                    raise RuntimeError(f"{await asked.awaiting()} prompts wait for images, not {count}")
-                await asyncio.sleep(0.2)
-            async with texts(asked, head) as ends:
-                await asyncio.sleep(args.seconds)
-            if any(task.done() for task in waiting):
-                raise RuntimeError("a prompt did not wait for its image")
-            rate, cpu = rates(ends)
-            rounds.append({"waiting": count, "prompts": len(ends), "rate": rate, "cpu_ms": cpu})
-            say(f"{rounds[-1]}")
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
-    finally:
-        os.kill(encoder, signal.SIGCONT)
+    for number in range(2 * args.rounds + 1):
+        count = args.waiting * (number % 2)
+        try:
+            if count:  # a group that has been still for long is sent nothing
+                os.kill(encoder, signal.SIGSTOP)
+            rounds.append(await _round(asked, head, count, args))
+        finally:
+            os.kill(encoder, signal.SIGCONT)
+        say(f"{rounds[-1]}")
     return rounds
+
+
+async def _round(asked: Asked, head: int, count: int, args: argparse.Namespace) -> dict[str, float]:
+    """Prompts of text beside ``count`` that wait."""
+    waiting = [asyncio.create_task(asked.image()) for _ in range(count)]
+    until = time.monotonic() + args.deadline
+    try:
+        while (there := await asked.awaiting()) != count:
+            if time.monotonic() > until:
+                raise RuntimeError(f"{there} prompts wait for images, not {count}")
+            await asyncio.sleep(0.2)
+        async with texts(asked, head) as ends:
+            await asyncio.sleep(args.seconds)
+        if any(task.done() for task in waiting):
+            raise RuntimeError("a prompt did not wait for its image")
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    rate, cpu = rates(ends)
+    return {"waiting": count, "prompts": len(ends), "rate": rate, "cpu_ms": cpu}
 
 
 async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> list[dict[str, float]]:

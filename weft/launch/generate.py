@@ -112,8 +112,9 @@ async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams
         chat = TextModel.load(llm.config.tokenizer_path, config.front.chat_template).chat.source is not None
     several = len(prompts) * params.n > 1
     printed = [GeneratedAnswer(several) for _ in prompts]
+    streams: list[asyncio.Task[int]] = []
     try:
-        streams = [
+        streams += [
             asyncio.create_task(_follow(llm, chat_prompt(prompt) if chat else prompt, params, answer))
             for prompt, answer in zip(prompts, printed, strict=True)
         ]
@@ -123,6 +124,9 @@ async def _answer(config: Config, prompts: Sequence[str], params: SamplingParams
             status = max(status, await stream)
         return status
     finally:
+        for stream in streams:  # else they would end with the engine, and nobody would take their errors
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
         await asyncio.to_thread(llm.shutdown)
 
 
