@@ -180,17 +180,19 @@ def rates(ends: Sequence[End]) -> tuple[float, float]:
     return count / (ended - begun), 1e3 * (after - before) / count
 
 
-async def in_turns(asked: Asked, head: int, encoder: int, args: argparse.Namespace) -> list[dict[str, float]]:
+async def in_turns(asked: Asked, root: int, args: argparse.Namespace) -> list[dict[str, float]]:
     """Prompts of text a second: rounds alone, and beside prompts that wait."""
     rounds: list[dict[str, float]] = []
     for number in range(2 * args.rounds + 1):
         count = args.waiting * (number % 2)
+        encoder = heads(root)["encode"]  # one that stood still when its rooms ended is replaced
         try:
             if count:  # a group that has been still for long is sent nothing
                 os.kill(encoder, signal.SIGSTOP)
-            rounds.append(await _round(asked, head, count, args))
+            rounds.append(await _round(asked, heads(root)["prefil"], count, args))
         finally:
-            os.kill(encoder, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(encoder, signal.SIGCONT)
         say(f"{rounds[-1]}")
     return rounds
 
@@ -216,17 +218,23 @@ async def _round(asked: Asked, head: int, count: int, args: argparse.Namespace) 
     return {"waiting": count, "prompts": len(ends), "rate": rate, "cpu_ms": cpu}
 
 
+def heads(root: int) -> dict[str, int]:
+    """Process ids by the first six letters of their roles."""
+    titles = ((pid, title_of(pid).split()) for pid in processes(root))
+    return {words[1][:6]: pid for pid, words in titles if len(words) > 1 and words[0] == "head"}
+
+
 async def load(server: ServerProcess, args: argparse.Namespace, kind: str) -> list[dict[str, float]]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=server.url, timeout=args.deadline, trust_env=False, limits=limits
     ) as http:
         asked = Asked(http, server, args)
-        heads = {title_of(pid).split()[1][:6]: pid for pid in processes(server.pid or 0) if title_of(pid)}
+        root = server.pid or 0
         await asked.image()  # whatever is made for the first one
         if kind == "turns":
-            return await in_turns(asked, heads["prefil"], heads["encode"], args)
-        await beside(asked, heads["prefil"], args, kind == "images and text")
+            return await in_turns(asked, root, args)
+        await beside(asked, heads(root)["prefil"], args, kind == "images and text")
         await asyncio.sleep(1.0)  # until spans are written
         return []
 
