@@ -125,9 +125,13 @@ class Roster:
     def replace(self, rank: int, why: str) -> None:
         """Its process has ended, or must: another one will say hello."""
         self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
+        served_another = self.members[rank].outlived
         self.forget(rank)
         if self.members[rank].local:
-            log.warning("rank %d is started again: %s", rank, why)
+            if served_another:  # no fault: it may have ended with its head, a moment after this one began
+                log.info("rank %d served the head before, and is replaced: %s", rank, why)
+            else:
+                log.warning("rank %d is started again: %s", rank, why)
             self.spawn(rank, anew=True)
 
     def forget(self, rank: int) -> None:
