@@ -114,7 +114,7 @@ def test_ranks_of_another_host_outlive_their_head(cluster: Cluster, alone: Alone
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
         server.ask()
         time.sleep(1.5)
-        os.kill(child_of(server.process), number)
+        os.kill(child_of(server.process, "head"), number)
         assert server.told() == alone.texts
     assert child_of(server.others[0]) == kept
     server.stop()
@@ -154,7 +154,7 @@ def test_what_befalls_heads_of_another_host(cluster: Cluster, alone: Alone, shar
             cluster.hosts.cable("up")
         else:
             host = server.process if deed == ZERO else server.others[0]
-            os.kill(child_of(host), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
+            os.kill(child_of(host, "head"), signal.SIGSTOP if deed == STOP else signal.SIGKILL)
         assert server.told() == wanted
         counted = server.until_whole()
         assert counted["front_failovers_total"] > failovers, deed
