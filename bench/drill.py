@@ -128,6 +128,17 @@ def pools(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in found if not kept.match(name)}
 
 
+async def comes_back(http: httpx.AsyncClient, page: str, free: dict[str, float]) -> bool:
+    """Whether the pools of the metrics at ``page`` become ``free`` again."""
+    deadline = time.monotonic() + IDLE_S
+    while (now := pools((await http.get(page)).text)) != free:
+        if time.monotonic() > deadline:
+            print({name: (free.get(name), now.get(name)) for name in {*free, *now}})
+            return False
+        await asyncio.sleep(0.2)
+    return True
+
+
 def processes(root: int) -> dict[int, str]:
     """The processes of a server that have a role: ``head``, ``front`` or ``rank``, oldest first."""
     roles: dict[int, str] = {}
@@ -191,7 +202,7 @@ class Drill:
                     await self._kill(victim)
                     await self._wait_whole(http, whole)
                 await asyncio.gather(*load)
-                self.whole = await self._come_back(http, free)
+                self.whole = await comes_back(http, f"{self._server.url}/metrics", free)
             finally:
                 for task in load:
                     task.cancel()
@@ -216,16 +227,6 @@ class Drill:
 
     async def _pools(self, http: httpx.AsyncClient) -> dict[str, float]:
         return pools((await http.get(f"{self._server.url}/metrics")).text)
-
-    async def _come_back(self, http: httpx.AsyncClient, free: dict[str, float]) -> bool:
-        """Whether the pools become ``free`` again."""
-        deadline = time.monotonic() + IDLE_S
-        while (now := await self._pools(http)) != free:
-            if time.monotonic() > deadline:
-                print({name: (free.get(name), now.get(name)) for name in {*free, *now}})
-                return False
-            await asyncio.sleep(0.2)
-        return True
 
     async def _wait_whole(self, http: httpx.AsyncClient, whole: tuple[set[str], int]) -> None:
         """Until as many processes as before have their roles and the server is ready. Raises RuntimeError."""

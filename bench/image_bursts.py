@@ -26,7 +26,7 @@ import httpx
 from bench import record
 from bench.compare import default_folder, model_folder
 from bench.disaggregation import quantile
-from bench.drill import IDLE_S, pools
+from bench.drill import comes_back, pools
 from bench.pictures import messages, photographs
 from bench.rounds import say
 from weft.bench.process import ServerProcess
@@ -118,22 +118,11 @@ async def run(server: ServerProcess, args: argparse.Namespace) -> tuple[list[dic
                     "TTFT p99 s": round(quantile(first, 0.99), 2),
                     "all answered s": round(seconds, 1),
                     "one after it, TTFT s": "failed" if after.failure else round(after.first, 2),
-                    "pools as before": "yes" if await comes_back(http, free) else "no",
+                    "pools as before": "yes" if await comes_back(http, "/metrics", free) else "no",
                 }
             )
             say(f"{rows[-1]}")
     return rows, failures
-
-
-async def comes_back(http: httpx.AsyncClient, free: dict[str, float]) -> bool:
-    """Whether the pools become ``free`` again."""
-    until = time.monotonic() + IDLE_S
-    while (now := pools((await http.get("/metrics")).text)) != free:
-        if time.monotonic() > until:
-            say(f"{ {name: (free.get(name), now.get(name)) for name in {*free, *now}} }")
-            return False
-        await asyncio.sleep(0.2)
-    return True
 
 
 def main() -> None:

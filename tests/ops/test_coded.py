@@ -121,23 +121,30 @@ def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
             assert_gated(gated, x, meaning(codes), bias, "silu")
 
 
-@pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("form", list(FORMS))
-def test_every_code_is_exact(form: str) -> None:
-    """A row of x that picks one input, scales of 1: the number itself."""
-    numbers = FORMS[form][0]
+def every_code(form: str) -> Codes:
+    """Three rows, each with all codes of a form that are numbers, and a scale of 1; zero points differ."""
+    numbers, _, zeros, _, _ = FORMS[form]
     count = 16 if numbers in ("int4", "e2m1") else 256
     values = torch.arange(count, dtype=torch.uint8).repeat(3, 1)
     if numbers == "e4m3":
         values[(values & 127) == 127] = 0
-    zeros = None
-    if FORMS[form][2]:
-        zeros = torch.tensor([[0], [count - 1], [7]], dtype=torch.uint8)
-    scales = torch.ones(3, 1)
-    made = coded.nibbles(values) if count == 16 else values
-    codes = Codes(numbers=numbers, values=made, inputs=count, group=count, scales=scales, zeros=zeros)
+    return Codes(
+        numbers=numbers,
+        values=coded.nibbles(values) if count == 16 else values,
+        inputs=count,
+        group=count,
+        scales=torch.ones(3, 1),
+        zeros=torch.tensor([[0], [count - 1], [7]], dtype=torch.uint8) if zeros else None,
+    )
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_code_is_exact(form: str) -> None:
+    """A row of x that picks one input, scales of 1: the number itself."""
+    codes = every_code(form)
     for dtype in DTYPES:
-        picked = ops.linear(torch.eye(count, dtype=dtype), ops.pack_codes(codes))
+        picked = ops.linear(torch.eye(codes.inputs, dtype=dtype), ops.pack_codes(codes))
         assert torch.equal(picked.double(), meaning(codes).T.contiguous())
 
 

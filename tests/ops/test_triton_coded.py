@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.test_coded import FORMS, codes_of, meaning
+from tests.ops.test_coded import FORMS, codes_of, every_code, meaning
 from tests.support.routed import routed, tokens
 from weft.ops import moe as torch_moe
 from weft.ops import triton as kernels
-from weft.ops.coded import Codes, MixedCodes, nibbles
+from weft.ops.coded import Codes, MixedCodes
 from weft.ops.registry import choose
 
 Tensor = torch.Tensor
@@ -92,22 +92,9 @@ def test_every_code_is_exact(form: str) -> None:
     """A row of x that picks one input, scales of 1: the number itself."""
     from weft.ops.triton import coded
 
-    numbers = FORMS[form][0]
-    count = 16 if numbers in ("int4", "e2m1") else 256
-    values = torch.arange(count, dtype=torch.uint8).repeat(3, 1)
-    if numbers == "e4m3":
-        values[(values & 127) == 127] = 0
-    zeros = torch.tensor([[0], [count - 1], [7]], dtype=torch.uint8) if FORMS[form][2] else None
-    codes = Codes(
-        numbers=numbers,
-        values=nibbles(values) if count == 16 else values,
-        inputs=count,
-        group=count,
-        scales=torch.ones(3, 1),
-        zeros=zeros,
-    )
+    codes = every_code(form)
     for dtype in TYPES:
-        picked = coded.linear(torch.eye(count, dtype=dtype, device=DEVICE), packed(codes))
+        picked = coded.linear(torch.eye(codes.inputs, dtype=dtype, device=DEVICE), packed(codes))
         assert torch.equal(picked.double(), meaning(codes).T.contiguous().to(DEVICE))
 
 
