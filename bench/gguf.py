@@ -1,11 +1,10 @@
-"""GGUF files served packed: memory against the file's size, and decoding one sequence against llama.cpp.
+"""GGUF files served packed: decoding one sequence against llama.cpp.
 
 python -m bench.gguf --threads 2 --json gguf.json
 
-Files are made here, of random blocks: one shaped as qwen3-dense-s for speed, and a wider one for memory. Both
-engines are loaded at a time, each in a process of its own, and take turns; what is printed is the least ms a
-token of all rounds. llama.cpp is the package xllamacpp; without it Weft runs alone. Memory is that of
-``load_model`` in a process of its own, less what the process had before.
+Files are made here, of random blocks, shaped as qwen3-dense-s. Both engines are loaded at a time, each in a
+process of its own, and take turns; what is printed is the least ms a token of all rounds. llama.cpp is the
+package xllamacpp; without it Weft runs alone. What memory such files take: ``bench.packed_memory``.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ import gguf
 import numpy as np
 
 from bench import machine
-from weft.bench.process_memory import own_peak, own_resident, reset_own_peak
 
 #: Layers, hidden, intermediate, heads, KV heads, head size, vocabulary.
 SHAPES = {
     "dense-s": (12, 768, 2304, 12, 4, 64, 16384),
-    "wide": (6, 2048, 6144, 16, 8, 128, 32768),
+    "tiny": (2, 256, 256, 2, 1, 128, 1024),
+    "large": (12, 2048, 6144, 16, 8, 128, 16384),
 }
 #: The type of matrices, and of those whose names have one of the parts.
 KINDS: dict[str, tuple[str, dict[str, str]]] = {
@@ -232,39 +231,6 @@ def decode(folder: Path, kinds: list[str], threads: int, rounds: int) -> dict[st
     return found
 
 
-# --- memory ---
-
-
-def load(path: str) -> None:
-    """Prints bytes that a process has more, at the most and in the end, when it has loaded ``path``."""
-    import torch
-
-    from weft.config.families import load_spec
-    from weft.config.hub import resolve_model_path
-    from weft.models.loader import load_model
-    from weft.ops import cpu
-
-    cpu.load()
-    folder = resolve_model_path(path)
-    before = own_resident()
-    reset_own_peak()
-    model = load_model(folder, load_spec(folder), torch.bfloat16, torch.device("cpu"), progress=False)
-    assert model is not None
-    print(json.dumps({"peak": own_peak() - before, "resident": own_resident() - before}))
-
-
-def memory(folder: Path, kinds: list[str]) -> dict[str, dict[str, int]]:
-    found = {}
-    for kind in kinds:
-        path = folder / f"wide-{kind}.gguf"
-        make(path, "wide", kind)
-        command = [sys.executable, "-m", "bench.gguf", "--load", str(path)]
-        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found[kind] = {"file": path.stat().st_size, **json.loads(answer.splitlines()[-1])}
-        path.unlink()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -272,29 +238,19 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=("memory", "decode"))
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--load", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         return serve(*args.serve, args.threads)
-    if args.load:
-        return load(args.load)
     kinds = args.kinds.split(",")
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as made:
         os.environ["XDG_CACHE_HOME"] = f"{made}/cache"
-        if args.only != "decode":
-            results["memory"] = memory(Path(made), kinds)
-            for kind, sizes in results["memory"].items():
-                peak, resident = sizes["peak"] / sizes["file"], sizes["resident"] / sizes["file"]
-                print(f"{kind:8} {sizes['file'] / 1e6:8.1f} MB  peak {peak:.2f}  resident {resident:.2f}")
-        if args.only != "memory":
-            results["decode"] = decode(Path(made), kinds, args.threads, args.rounds)
-            for kind, times in results["decode"].items():
-                shown = "  ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
-                print(f"{kind:8} {shown}  ratio {times['weft'] / times.get('llama.cpp', float('nan')):.2f}")
+        results["decode"] = decode(Path(made), kinds, args.threads, args.rounds)
+        for kind, times in results["decode"].items():
+            shown = "  ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())
+            print(f"{kind:8} {shown}  ratio {times['weft'] / times.get('llama.cpp', float('nan')):.2f}")
     if args.json:
         record = {"machine": machine.describe(), "threads": args.threads, **results}
         args.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -319,13 +319,15 @@ def main() -> None:
         return
     if args.json:
         require_matplotlib()
-    found = [apart(name) for name in names]
-    shown = table(found)
-    print(shown)
-    if args.json:
-        title = f"Long contexts: {args.threads} threads, bf16, chunks of {CHUNK}"
-        record.write(args.json, "bench.long", title, shown, {"threads": args.threads, "models": found})
-        plot_depths({one["model"]: one["rows"] for one in found}, title, args.json.with_suffix(".png"))
+    title = f"Long contexts: {args.threads} threads, bf16, chunks of {CHUNK}"
+    found: list[dict[str, Any]] = []
+    for name in names:
+        found.append(apart(name))
+        if args.json:  # what is there so far
+            numbers = {"threads": args.threads, "models": found}
+            record.write(args.json, "bench.long", title, table(found), numbers)
+            plot_depths({one["model"]: one["rows"] for one in found}, title, args.json.with_suffix(".png"))
+    print(table(found))
 
 
 if __name__ == "__main__":

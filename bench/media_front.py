@@ -26,7 +26,6 @@ from bench.pictures import messages, picture
 from tests.support.servers import Servers
 
 ROOT = Path(__file__).parents[1]
-SIDE = (4000, 3000)
 MODEL = "fake"
 
 

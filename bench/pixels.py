@@ -29,9 +29,9 @@ from weft.config.media_section import MediaSection
 from weft.engine.pixel_inbox import PixelInbox
 from weft.engine.step_pixels import StepPixels, opened
 from weft.media.headers import read_header
+from weft.media.messages import Target
 from weft.media.pictures import Picture
 from weft.media.service import MediaService
-from weft.media.words import Target
 from weft.types import frames as f
 from weft.types.attachments import decode_parts, encode_parts
 from weft.types.media import MediaItem

@@ -89,10 +89,6 @@ class Row:
             }
         }
 
-    def server_command(self, port: int) -> list[str]:
-        assert self.server is not None
-        return [part.replace("{port}", str(port)) for part in self.server]
-
 
 def keywords(arguments: Sequence[str]) -> dict[str, Any]:
     """Flags of ``weft serve`` as keywords of ``LLM``: ``--a-b 1 --no-c`` is ``{"a_b": "1", "c": False}``."""

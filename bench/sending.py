@@ -31,8 +31,8 @@ from weft.config.sections import TransferSection
 from weft.engine.build import build_runner
 from weft.engine.rank_rooms import open_rooms
 from weft.runner.runner import Runner
+from weft.transfer.events import RankReport
 from weft.transfer.group_layout import blocks_of
-from weft.transfer.words import RankReport
 from weft.types import plan as p
 from weft.types import rooms as r
 from weft.types.rooms import Outcome, RoomKey

@@ -5,19 +5,21 @@ python -m bench.sparse [--json FILE] [--repeat N] [--contexts 8192,32768]
 One layer with the published sizes of a rank with 16 heads, bf16: V3.2 (entries of 576 elements, of which a
 token chooses 2,048 positions) and V4 (entries of 512; a window of 128, and 512 of the groups of 4 positions).
 A decode row, and a chunk of 64 tokens at the end of a prompt. Times are minima of interleaved repetitions: of
-the choice (64 index heads of 128) and of core attention. The machine should be idle.
+the choice (64 index heads of 128) and of core attention. With --json numbers go to FILE and a page beside it.
+The machine should be idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from bench import record
 from weft.attention.base import SegmentInput
 from weft.attention.sparse import Reads, SparseBackend
 from weft.attention.sparse_cpu import CpuSparse
@@ -87,7 +89,7 @@ class Work:
         return between - began, time.perf_counter() - between
 
 
-def measure(name: str, context: int, count: int, repeat: int) -> dict[str, float | str]:
+def measure(name: str, context: int, count: int, repeat: int) -> dict[str, Any]:
     """Minima of ``repeat`` interleaved runs of each."""
     work = Work(MODELS[name], context, count)
     ours, torchs = CpuSparse(), TorchSparse()
@@ -110,9 +112,28 @@ def measure(name: str, context: int, count: int, repeat: int) -> dict[str, float
     }
 
 
+def table(results: list[dict[str, Any]]) -> str:
+    """In Markdown; the form in torch in brackets."""
+    return record.markdown(
+        [
+            {
+                "model": made["model"],
+                "context": f"{made['context']:,}",
+                "tokens": made["tokens"],
+                "choice ms (torch)": f"{made['choice_ms']:.3f} ({made['torch_choice_ms']:.3f})",
+                "attention ms (torch)": f"{made['attention_ms']:.3f} ({made['torch_attention_ms']:.3f})",
+                "choice GFLOP/s": f"{made['choice_gflops']:.0f}",
+                "attention GFLOP/s": f"{made['attention_gflops']:.0f}",
+                "torch's time / ours": f"{made['ratio']:.1f}",
+            }
+            for made in results
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--json", type=Path, help="a file for the numbers; a .md is beside it")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--contexts", default="2048,8192,32768,131072", help="positions, with commas")
@@ -120,24 +141,18 @@ def main() -> None:
     if not cpu.load():
         raise SystemExit("the C++ operations are not built: run `weft build-ops`")
     torch.set_num_threads(options.threads)
-    results = []
-    print(
-        "model  context  tokens   choice ms (torch)    attention ms (torch)   GFLOP/s   torch's time / ours"
-    )
-    for name in MODELS:
-        for context in map(int, options.contexts.split(",")):
-            for count in (1, 64):
-                made = measure(name, context, count, options.repeat)
-                results.append(made)
-                print(
-                    f"{name:5} {context:8} {count:7}",
-                    f"{made['choice_ms']:11.3f} ({made['torch_choice_ms']:9.3f})",
-                    f"{made['attention_ms']:12.3f} ({made['torch_attention_ms']:9.3f})",
-                    f"{made['choice_gflops']:5.0f} {made['attention_gflops']:5.0f} {made['ratio']:10.1f}",
-                    flush=True,
-                )
+    results = [
+        measure(name, context, count, options.repeat)
+        for name in MODELS
+        for context in map(int, options.contexts.split(","))
+        for count in (1, 64)
+    ]
+    shown = table(results)
+    print(shown)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        title = f"Sparse attention of a layer, C++ beside torch: {options.threads} threads, bf16"
+        numbers = {"threads": options.threads, "results": results}
+        record.write(options.json, "bench.sparse", title, shown, numbers)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,10 @@ python -m bench.step_overhead --model FOLDER --batch 32 --load-format dummy
 One step is in flight, so that every part runs by itself, one after the other; with two in flight the parts
 of the control thread overlap the model on a CPU, and the share printed here is an upper bound. The model is
 ``model.steps``; everything else that ``EngineCore.step`` does, and encoding its events, counts as overhead.
+
+With --waits it says instead how often the threads of a decode step meet, and how long they wait there, with
+one region for the whole step (csrc/crew.h) and with one for each operation, a few steps each in turns. Set
+GOMP_SPINCOUNT=1000, as ``weft serve`` does on AMD's CPUs (docs/adr/0007): here torch is loaded first.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import weft.runner.runner as runner_module
 from weft.config.resolve import resolve
@@ -77,6 +82,7 @@ def make_core(args: argparse.Namespace) -> EngineCore:
             model=args.model,
             load_format=args.load_format,
             dtype=args.dtype,
+            quantization=args.quantization,
             max_model_len=args.prompt + args.steps + 64,
         ),
         scheduler=SchedulerSection(
@@ -126,6 +132,48 @@ def measure(core: EngineCore, batch: int, steps: int) -> list[dict[str, float]]:
     return rows[2:]  # the first ones warm up
 
 
+def measure_waits(core: EngineCore, batch: int, turn: int = 5) -> dict[str, list[tuple[float, ...]]]:
+    """(ms of a step, meetings, ms waited by all threads) of steps that decode the whole batch, in both ways.
+
+    They take turns of ``turn`` steps, whose first is not counted.
+    """
+    ops = torch.ops.weft_cpu
+    rows: dict[str, list[tuple[float, ...]]] = {"a region an operation": [], "a region a step": []}
+    step = -20  # the first ones warm up, and are captured
+    while core.has_work():
+        name = list(rows)[step // turn % 2]
+        ops.set_crews.default(name == "a region a step")
+        ops.take_waits.default()
+        began = time.perf_counter()
+        events = core.step()
+        spent = 1e3 * (time.perf_counter() - began)
+        meetings, waited = ops.take_waits.default()
+        if step >= 0 and step % turn and len(events) == batch:
+            rows[name].append((spent, meetings, waited / 1e6))
+        step += 1
+    ops.set_crews.default(True)
+    return rows
+
+
+def report_waits(rows: dict[str, list[tuple[float, ...]]]) -> dict[str, Any]:
+    """Prints and returns medians and tenths of both ways."""
+    made: dict[str, Any] = {}
+    for name, steps in rows.items():
+        of = np.array(steps)
+        middle, tenth = np.median(of, axis=0), np.percentile(of, 10, axis=0)
+        made[name] = {
+            "steps": len(of),
+            "meetings": int(middle[1]),
+            "step_ms": [float(middle[0]), float(tenth[0])],
+            "waited_ms": [float(middle[2]), float(tenth[2])],
+        }
+        print(
+            f"{name:22} {len(of)} steps, {middle[1]:.0f} meetings; a step {middle[0]:.3f} ms "
+            f"(a tenth of them {tenth[0]:.3f}), threads waited {middle[2]:.3f} ms ({tenth[2]:.3f})"
+        )
+    return made
+
+
 def report(rows: list[dict[str, float]]) -> dict[str, Any]:
     """Prints and returns what each part takes, and the share of a step that is not the model.
 
@@ -156,6 +204,7 @@ def main() -> None:
     parser.add_argument("--model", default="spool-text", help="bundled name, folder or hub name")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none", help="int8, int4 or another that weft serve takes")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", type=int, default=32, help="sequences that decode together")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each")
@@ -166,11 +215,15 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=0, help="CPU threads of the model; 0 leaves it to torch"
     )
+    parser.add_argument("--waits", action="store_true", help="count meetings of threads, and what they wait")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     args = parser.parse_args()
     core = make_core(args)
     submit_all(core, args)
-    made = report(measure(core, args.batch, args.steps))
+    if args.waits:
+        made = report_waits(measure_waits(core, args.batch))
+    else:
+        made = report(measure(core, args.batch, args.steps))
     core.close()
     if args.json:
         args.json.write_text(json.dumps(made, indent=1) + "\n")

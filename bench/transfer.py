@@ -28,9 +28,9 @@ import torch
 from weft.config.cache_layout import pool_tensors
 from weft.config.spec import CacheSpec
 from weft.ops import cpu
+from weft.transfer.events import RankReport, RankStopped
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.pushes import WRITE_BYTES
-from weft.transfer.words import RankReport, RankStopped
 from weft.transports.copies import HostCopies
 from weft.transports.copying import copy_spans, digest_spans
 from weft.transports.memory import Sizes, Staged

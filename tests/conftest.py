@@ -9,11 +9,12 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import forked
+from tests.support import forked, order
 from tests.support.slowness import deadline
 from weft.common import env
 
@@ -50,6 +51,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that wait come between files that compute: see ``tests.support.order``."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path.relative_to(Path(__file__).parent), []).append(item)
+    items[:] = [item for file in order.by_turns(list(files)) for item in files[file]]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

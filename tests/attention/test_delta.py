@@ -402,6 +402,7 @@ def test_rows_of_equal_counts_ask_the_host_nothing(
 def test_segments_of_no_rows() -> None:
     scene = Scene(SHAPES[0], lengths=[2])
     scene.step(TorchDelta(), [])
+    assert all(part.isnan().all() for part in scene.state), "no state is written"
 
 
 # --- what is served ---

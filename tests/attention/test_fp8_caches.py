@@ -117,7 +117,9 @@ def test_auto_takes_one_that_can() -> None:
     cache = CacheSpec(kind="full", layers=(0,), kv_heads=2, head_dim=64, fp8=True)
     for dtype in (torch.float64, torch.bfloat16):
         for invariant in (False, True):
-            choose("auto", model_spec(4, cache), dtype, CPU, 16, invariant=invariant)
+            (chosen,) = choose("auto", model_spec(4, cache), dtype, CPU, 16, invariant=invariant)
+            chosen.check(cache, model_spec(4, cache), 16, dtype, CPU)
+            assert chosen.invariant or not invariant
 
 
 @pytest.mark.parametrize("window", [0, 50, 600])

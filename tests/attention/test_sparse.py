@@ -14,7 +14,7 @@ from tests.attention.sparse_scene import SMALL, Scene, segment_of
 from tests.support.specs import model_spec
 from weft.attention import sparse_torch
 from weft.attention.base import StepInput
-from weft.attention.compress import Compressor, completed_groups
+from weft.attention.compress import Compressor, completed_groups, groups_by_token
 from weft.attention.registry import choose
 from weft.attention.sparse_torch import TorchSparse
 from weft.common.errors import ConfigError
@@ -127,18 +127,22 @@ def test_ties_go_to_the_lowest_group(limit: int, monkeypatch: pytest.MonkeyPatch
 
 
 class Groups:
-    """Sources of one row, written in steps, and the groups that come of them."""
+    """Sources of one row, written in steps, and the groups that come of them: by the C++ operations, in
+    ``dtype``, where it is not float64."""
 
-    def __init__(self, dims: tuple[int, ...], ratio: int, overlap: int, total: int) -> None:
+    def __init__(
+        self, dims: tuple[int, ...], ratio: int, overlap: int, total: int, dtype: torch.dtype = torch.float64
+    ) -> None:
         torch.manual_seed(1)
-        build = Build(dtype=torch.float64, device=CPU)
+        self.by_token = dtype != torch.float64
+        build = Build(dtype=dtype, device=CPU)
         self.compressor = Compressor(dims, ratio, overlap, 1e-6, build)
         for weight in self.compressor.parameters():
             weight.data.normal_()
         self.compressor.pack()
         self.rope = Rope(RopeSpec(dim=4, theta=100.0), build)
         self.dims, self.ratio, self.overlap, self.block = dims, ratio, overlap, 5
-        self.entries = torch.randn(total, overlap * 2 * sum(dims), dtype=torch.float64)
+        self.entries = torch.randn(total, overlap * 2 * sum(dims), dtype=torch.float64).to(dtype)
         self.per_block = 2
         tables = []
         for size in (self.block, ratio * self.per_block):
@@ -146,14 +150,16 @@ class Groups:
             tables.append(torch.tensor([random.Random(2).sample(range(1, columns + 1), columns)]))
         self.tables = tuple(tables)
         self.sources = torch.full(
-            (1 + tables[0].numel(), self.block, self.entries.shape[1]), torch.nan
-        ).double()
-        self.groups = torch.full((1 + tables[1].numel(), self.per_block, sum(dims)), torch.nan).double()
+            (1 + tables[0].numel(), self.block, self.entries.shape[1]), torch.nan, dtype=dtype
+        )
+        self.groups = torch.full((1 + tables[1].numel(), self.per_block, sum(dims)), torch.nan, dtype=dtype)
 
-    def step(self, start: int, entries: Tensor, bound: int = 0) -> None:
-        """Computes positions ``start`` .. with these source entries."""
+    def step(
+        self, start: int, entries: Tensor, bound: int = 0, tables: tuple[Tensor, ...] | None = None
+    ) -> None:
+        """Computes positions ``start`` .. with these source entries; ``tables``: what it reads by."""
         count = len(entries)
-        segment = segment_of([(start, count)], self.tables, bound)
+        segment = segment_of([(start, count)], tables or self.tables, bound)
         positions = torch.arange(start, start + count)
         writes = []
         for table, size in zip(self.tables, (self.block, self.ratio * self.per_block), strict=True):
@@ -163,6 +169,9 @@ class Groups:
         )
         assert set(vars(step)) <= set(StepInput.__slots__)
         self.sources.view(-1, self.entries.shape[1])[writes[0]] = entries
+        if self.by_token:
+            self.compressor(self.sources, self.groups, groups_by_token(step, 0, 1, self.ratio, self.rope))
+            return
         completed = completed_groups(step, 0, 1, self.ratio, self.overlap, self.block, self.rope)
         if completed is None:
             assert (start + count) // self.ratio == start // self.ratio
@@ -181,7 +190,7 @@ class Groups:
         for g in range(count):
             entry = []
             for number, dim in enumerate(self.dims):
-                bias = self.compressor.biases[number]
+                bias = self.compressor.biases[number].double()
                 vector = torch.zeros(dim, dtype=torch.float64)
                 for c in range(dim):
                     gates, kvs = [], []
@@ -189,8 +198,10 @@ class Groups:
                         begin = (g - (self.overlap - 1 - part)) * self.ratio
                         for i in range(self.ratio if begin >= 0 else 0):
                             at = part * 2 * whole + int(begins[number]) + c
-                            kvs.append(self.entries[begin + i, at])
-                            gates.append(self.entries[begin + i, at + whole] + bias[i, part * dim + c])
+                            kvs.append(self.entries[begin + i, at].double())
+                            gates.append(
+                                self.entries[begin + i, at + whole].double() + bias[i, part * dim + c]
+                            )
                     vector[c] = torch.stack(gates).softmax(0) @ torch.stack(kvs)
                 vector = vector / (vector.square().mean() + 1e-6).sqrt() * self.compressor.norms[number]
                 for pair in range(2):
@@ -205,6 +216,44 @@ class Groups:
 
 
 SHAPES = [((6, 5), 4, 2), ((6,), 8, 1), ((4, 7), 3, 2), ((5,), 1, 1)]
+WIDE = [((32, 16), 4, 2), ((40,), 16, 1), ((37, 21), 3, 2)]
+
+
+@pytest.mark.parametrize(("dims", "ratio", "overlap"), [*SHAPES, *WIDE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_by_token(
+    dims: tuple[int, ...], ratio: int, overlap: int, dtype: torch.dtype, extension: None
+) -> None:
+    """Of the C++ operations: what is written out, and the same bits however a prompt is cut, on any
+    threads.
+    """
+    made = []
+    before = torch.get_num_threads()
+    try:
+        for chunk, threads in ((1, 1), (3, 2), (50, 1), (50, 2)):
+            torch.set_num_threads(threads)
+            row = Groups(dims, ratio, overlap, 50, dtype)
+            for start in range(0, 50, chunk):
+                row.step(start, row.entries[start : start + chunk])
+            made.append(row.found(50 // ratio))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found, made[0]) for found in made)
+    away = (made[0].double() - row.expected(50 // ratio)).abs().max()
+    assert away < (2e-5 if dtype == torch.float32 else 3e-2)
+    rest = row.groups.view(-1, sum(dims)).isnan().all(1).sum()
+    assert rest == row.groups.shape[0] * row.per_block - 50 // ratio, "something else was written"
+
+
+def test_groups_by_token_refuse_tables_and_places_that_are_not_there(extension: None) -> None:
+    row = Groups((32,), 4, 2, 20, torch.float32)
+    wrong = row.tables[0].clone()
+    wrong[0, 1] = 99
+    with pytest.raises(RuntimeError, match="row 0 names block 99 of 5"):
+        row.step(0, row.entries, tables=(wrong, row.tables[1]))
+    row.groups = row.groups[:1].contiguous()
+    with pytest.raises(RuntimeError, match=r"token 3 goes to \d of 2"):
+        row.step(0, row.entries)
 
 
 @pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
@@ -221,8 +270,13 @@ def test_groups_of_chunks(dims: tuple[int, ...], ratio: int, overlap: int, chunk
 
 
 @pytest.mark.parametrize(("dims", "ratio", "overlap"), SHAPES)
-def test_groups_that_drafts_closed_are_replaced(dims: tuple[int, ...], ratio: int, overlap: int) -> None:
-    row = Groups(dims, ratio, overlap, 40)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_groups_that_drafts_closed_are_replaced(
+    dims: tuple[int, ...], ratio: int, overlap: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    if dtype != torch.float64:
+        request.getfixturevalue("extension")
+    row = Groups(dims, ratio, overlap, 40, dtype)
     at, rng = 0, random.Random(3)
     while at < 40:
         n = min(rng.randint(1, 6), 40 - at)
@@ -232,7 +286,8 @@ def test_groups_that_drafts_closed_are_replaced(dims: tuple[int, ...], ratio: in
         row.step(at, entries)
         at += right
     count = 40 // ratio
-    assert torch.allclose(row.found(count), row.expected(count), **EXACT)
+    limits = EXACT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 2e-5}
+    assert torch.allclose(row.found(count).double(), row.expected(count), **limits)
 
 
 def test_a_backend_that_lacks_a_type_says_so() -> None:

@@ -143,6 +143,70 @@ def test_ties_go_to_the_lowest_group() -> None:
     assert selected[6].tolist() == [0, -1, -1]
 
 
+def _of_scores(scores: Tensor, top: int) -> list[int]:
+    """What ``sparse_select`` chooses of positions with these scores: a head's queries and weights are 1, and
+    a key is its score where that is not negative; the other head's weight is -1."""
+    count = len(scores)
+    keys = torch.zeros(-(-count // 16), 16, 16)
+    keys.view(-1, 16)[:count, 0] = torch.where(scores.signbit(), 0.0, scores)
+    keys.view(-1, 16)[:count, 1] = torch.where(scores.signbit(), -scores, 0.0)
+    q = torch.zeros(1, 2, 16)
+    q[0, 0, 0] = q[0, 1, 1] = 1.0
+    chosen: Tensor = torch.ops.weft_cpu.sparse_select.default(
+        q,
+        torch.tensor([[1.0, -1.0]]),
+        keys,
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([count - 1]),
+        torch.arange(len(keys)).unsqueeze(0),
+        1,
+        top,
+    )
+    return chosen[0].tolist()
+
+
+def _scores(kind: str, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    made = torch.randn(count, generator=generator)
+    if kind == "few":
+        return made.mul(2).round()
+    if kind == "equal":
+        return torch.full((count,), 0.25)
+    if kind == "close":  # that differ in the last bits
+        return (torch.full((count,), 0x40490FDB) + torch.arange(count) % 5).int().view(torch.float32)
+    if kind == "falling":
+        return torch.arange(count, 0, -1).float()
+    if kind == "small":
+        return made * 1e-40
+    if kind == "infinite":
+        return torch.where(made > 0.5, torch.inf, torch.where(made < 0, -torch.inf, made))
+    return made
+
+
+@pytest.mark.parametrize("kind", ["random", "few", "equal", "close", "falling", "small", "infinite"])
+@pytest.mark.parametrize("count", [17, 64, 100, 1000, 5003])
+def test_the_highest_are_chosen_and_of_equals_the_lowest(kind: str, count: int) -> None:
+    scores = _scores(kind, count)
+    exact = scores.tolist()
+    order = sorted(range(count), key=lambda place: (-exact[place], place))
+    for top in sorted({1, 2, 15, 16, count // 3, count - 1, count, count + 5}):
+        expected = sorted(order[:top])
+        assert _of_scores(scores, top) == expected + [-1] * (top - len(expected)), top
+
+
+def test_scores_that_are_no_numbers_have_a_place() -> None:
+    """The row fails for its values, but what it chooses is there: places that ascend, none of them twice."""
+    found = scene([(640, 1)], groups=(4, 30))
+    found.weights[0, 0] = torch.nan
+    for weight in (torch.nan, -torch.inf):
+        found.weights[0, 1] = weight
+        selected = found.select()
+        assert selected is not None
+        chosen = selected[0].tolist()
+        assert chosen == sorted(set(chosen))
+        assert 0 <= chosen[0] <= chosen[-1] < 160
+
+
 def test_a_table_that_names_no_block_is_refused() -> None:
     found = scene([(50, 3)], groups=(4, 2))
     found.segment.tables[1][0, 0] = 10**6

@@ -24,7 +24,7 @@ def test_the_factor(
     monkeypatch: pytest.MonkeyPatch, speed: float, contention: float, load: float, factor: float
 ) -> None:
     monkeypatch.setattr(slowness, "_measured", lambda: (speed, contention))
-    monkeypatch.setattr(slowness, "usable_cores", lambda: 2)
+    monkeypatch.setattr(slowness, "_cores", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert slowness.slowness() == factor
     assert slowness.deadline(20) == 20 * factor

@@ -91,7 +91,9 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     [
         ("ep2", "qwen3_moe"),
         ("dp2ep2", "qwen3_moe"),
+        ("tp2", "deepseek_v4"),
         pytest.param("tp2", "qwen3_moe", marks=pytest.mark.grid),
+        pytest.param("tp2", "deepseek_v32", marks=pytest.mark.grid),
         pytest.param("ep2", "deepseek_v3", marks=pytest.mark.grid),
         pytest.param("tp2dp2", "deepseek_v3", marks=pytest.mark.grid),
         pytest.param("dp2ep2", "qwen3_next", marks=pytest.mark.grid),

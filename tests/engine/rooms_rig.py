@@ -17,7 +17,7 @@ from weft.engine.group_rooms import RankWord
 from weft.engine.peers import PeerWatch, Process, own_process
 from weft.engine.room_channel import Arrived
 from weft.engine.rooms import HeadRooms
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.room_table import Patience
 from weft.types import frames as f
@@ -106,13 +106,13 @@ class FakeRanks:
         if isinstance(frame, f.StopRoom):
             self.busy.discard(frame.key)
             for rank in set(self.ranks) - self.deaf:
-                self.said.append(w.RankStopped(frame.key, rank))
+                self.said.append(ev.RankStopped(frame.key, rank))
         else:
             self.busy.add(frame.offer.key)
 
     def say(self, key: RoomKey, outcome: Outcome, error: Any = None) -> None:
         for rank in self.ranks:
-            self.said.append(w.RankReport(key, rank, outcome, error))
+            self.said.append(ev.RankReport(key, rank, outcome, error))
 
     def take(self) -> list[RankWord]:
         said = list(self.said)

@@ -24,8 +24,8 @@ from weft.engine.rank_rooms import embedding_dims_of
 from weft.engine.start import start_executor
 from weft.runner.media_rooms import Departures
 from weft.runner.runner import StepHandle
+from weft.transfer.events import RankReport
 from weft.transfer.group_layout import blocks_of, embedding_dims
-from weft.transfer.words import RankReport
 from weft.transports.reports import RoomReports
 from weft.transports.shared_memory import SharedMemory
 from weft.transports.shm import ShmTransport

@@ -18,7 +18,7 @@ from weft.engine.worker import GivenUp
 from weft.group import types as t
 from weft.parallel.loopback import Loopback
 from weft.runner.exports import RankRooms
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.group_layout import blocks_of
 from weft.transports.reports import RoomReports
 from weft.types import frames as f
@@ -52,7 +52,7 @@ class FakeTransfer:
 
     def stop(self, key: RoomKey) -> None:
         self.log.append(("stop", key))
-        self.reports.tell(w.RankStopped(key, 99))
+        self.reports.tell(ev.RankStopped(key, 99))
 
     def stop_all(self) -> None:
         self.log.append("stop all")
@@ -165,7 +165,7 @@ def test_every_rank_carries_out_words_in_order_with_steps(rig: GroupRig) -> None
     expected = [("step", 0), ("begin", KEY, BLOCKS, 4), ("step", 1), ("expect", KEY), ("stop", KEY)]
     assert {rank: transfer.log for rank, transfer in transfers.items()} == dict.fromkeys(range(3), expected)
     rig.ranks.head.check()
-    assert set(rooms.take()) == {w.RankStopped(KEY, rank) for rank in range(3)}
+    assert set(rooms.take()) == {ev.RankStopped(KEY, rank) for rank in range(3)}
     assert rooms.take() == []
 
 
@@ -177,12 +177,12 @@ def test_ranks_say_how_it_stands_and_have_numbers_of_their_group(rig: GroupRig) 
     rooms.send(push())
     rig.ranks.settle()
     for transfer in transfers.values():
-        transfer.reports.tell(w.RankReport(KEY, 0, Outcome.failed, ERROR))
+        transfer.reports.tell(ev.RankReport(KEY, 0, Outcome.failed, ERROR))
     rig.ranks.settle()
     rig.ranks.head.check()
     said = rooms.take()
     assert sorted(word.rank for word in said) == [0, 1, 2]
-    assert all(word == w.RankReport(KEY, word.rank, Outcome.failed, ERROR) for word in said)
+    assert all(word == ev.RankReport(KEY, word.rank, Outcome.failed, ERROR) for word in said)
 
 
 def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> None:
@@ -203,10 +203,10 @@ def test_caches_and_embeddings_have_transfers_of_their_own(rig: GroupRig) -> Non
         expected = [("begin", key, BLOCKS, 0), ("stop", key)]
         assert {rank: made.log for rank, made in transfers.items()} == dict.fromkeys(range(3), expected)
     head.check()
-    assert set(head.rooms.take()) == {w.RankStopped(kv, rank) for rank in range(3)}
-    assert set(head.embeddings.take()) == {w.RankStopped(image, rank) for rank in range(3)}
+    assert set(head.rooms.take()) == {ev.RankStopped(kv, rank) for rank in range(3)}
+    assert set(head.embeddings.take()) == {ev.RankStopped(image, rank) for rank in range(3)}
     for made in both[1].values():
-        made.reports.tell(w.RankReport(image, 0, Outcome.done))  # it was stopped: who says so is not heard
+        made.reports.tell(ev.RankReport(image, 0, Outcome.done))  # it was stopped: who says so is not heard
     rig.ranks.settle()
     head.check()
     assert [word.rank for word in head.embeddings.take()] == [0]
@@ -230,7 +230,7 @@ def test_a_rank_that_ends_is_told_of_to_both() -> None:
         pass
     for rooms in (ranks.head.rooms, ranks.head.embeddings):
         assert rooms is not None
-        assert w.RankGone(2) in rooms.take()
+        assert ev.RankGone(2) in rooms.take()
     assert ranks.head.embeddings is not None
     assert ranks.head.embeddings.endpoints() is None, "the process that took its place has not said where"
 
@@ -263,7 +263,7 @@ def test_of_several_replicas_ranks_are_numbered_from_their_head_on() -> None:
     rooms.heard(f.RoomStopped(rank=6, key=KEY))
     rooms.ended(5)
     rooms.ended(4)  # the head's own: it would not say so
-    assert set(rooms.take()) == {w.RankStopped(KEY, 0), w.RankStopped(KEY, 2), w.RankGone(1)}
+    assert set(rooms.take()) == {ev.RankStopped(KEY, 0), ev.RankStopped(KEY, 2), ev.RankGone(1)}
 
 
 def test_endpoints_are_complete_or_none() -> None:
@@ -296,7 +296,7 @@ def test_a_rank_that_was_replaced_has_ended_and_the_next_one_has_an_endpoint_of_
     while not ranks.head.recovered(10.0):
         pass
     assert books.kills == 1
-    assert w.RankGone(2) in rooms.take()
+    assert ev.RankGone(2) in rooms.take()
     assert rooms.endpoints() == (endpoint(0), endpoint(1), endpoint(22))
 
 
@@ -309,7 +309,7 @@ def test_an_idle_head_wakes_when_a_rank_says_something(rig: GroupRig) -> None:
     for socket in rooms.sockets:
         poller.register(socket, zmq.POLLIN)
     assert not poller.poll(0)
-    transfers[0].reports.tell(w.RankStopped(KEY, 0))
+    transfers[0].reports.tell(ev.RankStopped(KEY, 0))
     assert poller.poll(0)
     rooms.take()
     assert not poller.poll(0)

@@ -11,7 +11,7 @@ import pytest
 from tests.engine.rooms_rig import ERROR, PROMPT, Pair, Side
 from weft.common.errors import ErrorInfo
 from weft.engine.rooms import MEET_S, HeadRooms
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.volume import room_bytes
 from weft.types import frames as f
 from weft.types import rooms as r
@@ -259,7 +259,7 @@ def test_a_rank_that_was_replaced_has_stopped_with_its_process() -> None:
     sender.rooms.lose()
     pair.run(1.0)
     assert sender.scheduler.held
-    sender.ranks.said.append(w.RankGone(1))
+    sender.ranks.said.append(ev.RankGone(1))
     pair.run(0.2)
     assert sender.scheduler.kinds(key)[-1] == "RoomFreed"
     assert not sender.scheduler.held
@@ -324,7 +324,7 @@ def test_a_message_that_cannot_be_taken_in_ends_its_room_alone(monkeypatch: pyte
     machine = pair.receiver.rooms._machine
     heard = machine._heard
 
-    def poisoned(event: w.Heard, now: float) -> list[w.Action]:
+    def poisoned(event: ev.Heard, now: float) -> list[ev.Action]:
         if event.message.key == first and isinstance(event.message, r.Metadata):
             raise ZeroDivisionError
         return heard(event, now)

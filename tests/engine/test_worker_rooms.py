@@ -22,7 +22,7 @@ from weft.engine import worker as module
 from weft.engine.worker import Worker
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
-from weft.transfer.words import RankStopped
+from weft.transfer.events import RankStopped
 from weft.transports import worker as transfers
 from weft.transports.reports import RoomReports
 from weft.transports.worker import RankTransfer

@@ -1,4 +1,4 @@
-"""The bundled model with its cache in 8 bits: as many problems solved, give or take one."""
+"""The bundled model with its cache in 8 bits: as many problems solved, give or take one in a hundred."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _compare(count: int, dtype: str) -> None:
     plain, ours = _solved(count, dtype, "auto"), _solved(count, dtype, "fp8")
     print(f"{dtype}: {ours} of {count} with the cache in 8 bits, {plain} without")
     assert plain >= 0.9 * count
-    assert abs(ours - plain) <= 1
+    assert abs(ours - plain) <= max(1, count // 100)
 
 
 def test_it_is_another_cache() -> None:

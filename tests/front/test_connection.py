@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -9,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ class App:
     "/never" with twice as many, and no end.
     """
 
-    def __init__(self, most: int = MOST) -> None:
-        http: Any = functools.partial(connection.Connection, connections=Connections(most))
+    def __init__(self, most: int = MOST, connections: type = connection.Connection) -> None:
+        http: Any = functools.partial(connections, connections=Connections(most))
         self.config = uvicorn.Config(self, http=http, ws="none", lifespan="off", log_config=None)
         self.config.timeout_keep_alive = 60  # beyond what reading an answer slowly takes
         self.server = uvicorn.Server(self.config)
@@ -275,23 +276,66 @@ def test_who_makes_room_and_does_not_read_is_gone_at_once() -> None:
         assert read < LARGE
 
 
+class Unread:
+    """A loop whose timers of clients that do not read run out when the test says so."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.timers: list[tuple[asyncio.TimerHandle, Callable[[], None]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def call_later(self, seconds: float, callback: Callable[..., None], *args: Any) -> asyncio.TimerHandle:
+        timer = self._loop.call_later(seconds, callback, *args)
+        if seconds == connection.UNREAD_SECONDS:
+            self.timers.append((timer, functools.partial(callback, *args)))
+        return timer
+
+    def run_out(self) -> None:
+        """Has those that were not cancelled run out, in the loop's thread."""
+
+        def work() -> None:
+            for timer, callback in self.timers:
+                if not timer.cancelled():
+                    timer.cancel()
+                    callback()
+            done.set()
+
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(work)
+        assert done.wait(deadline(10))
+
+
 def test_how_long_a_client_does_not_read_is_counted_anew_for_each_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "UNREAD_SECONDS", 3.0)
+    """The timer of the first answer runs out when the client reads nothing of the second one yet."""
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 3600.0)
     monkeypatch.setattr(connection, "WRITE_BUFFER", 1 << 30)
-    with serving(App()) as app, socket.socket() as raw:
+    loops: list[Unread] = []
+
+    class Connection(connection.Connection):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.loop: Any = Unread(self.loop)
+            loops.append(self.loop)
+
+    with serving(App(connections=Connection)) as app, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.settimeout(deadline(10))
         raw.connect(("127.0.0.1", app.config.port))
         raw.sendall(b"GET /large HTTP/1.1\r\n\r\n")
-        time.sleep(0.5)
-        read = 0
+        read = len(raw.recv(1))
+        until = time.monotonic() + deadline(10)
+        while not loops[0].timers:
+            assert time.monotonic() < until, "nobody watches whether the client reads"
+            time.sleep(0.01)
         while read < LARGE:
             read += len(raw.recv(1 << 20))
-        time.sleep(1.5)
         raw.sendall(b"GET /never HTTP/1.1\r\n\r\n")
-        time.sleep(2)
+        assert app.asked.wait(deadline(10))
+        loops[0].run_out()
         while read < 3 * LARGE and (got := len(raw.recv(1 << 20))):
             read += got
         assert read >= 3 * LARGE

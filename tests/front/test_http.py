@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.bench.process import free_port
-from weft.front.doors import ApiKeys
+from weft.front.access import ApiKeys
 from weft.front.metrics import describe
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import CompletionRequest

@@ -288,6 +288,7 @@ def begin(server: Any, **fields: Any) -> socket.socket:
 
 def read_stream(raw: socket.socket) -> list[dict[str, Any]]:
     """All chunks of a stream."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)  # it is read in larger pieces from now on
     with raw:
         data = b"".join(iter(lambda: raw.recv(1 << 16), b""))
     assert data.count(b"data: [DONE]") == 1

@@ -107,19 +107,6 @@ def test_other_forms(backend: str) -> None:
     rig.check(build.context_free('root ::= "x" | "y"'), ["x"], ["z"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_behind_a_thought(backend: str) -> None:
-    rig = Rig(backend)
-    tags = {"opening": "<think>", "closing": "</think>", "after": "\n\n"}
-    answer = build.json_schema({"type": "integer"})
-    opened = build.behind_thought(answer, **tags, opened=True)
-    rig.check(opened, ["so</think>\n\n5"], ["5", "<think>so</think>\n\n5"])
-    opens = build.behind_thought(answer, **tags, opened=False)
-    rig.check(opens, ["<think>so</think>\n\n5"], ["5", "so</think>\n\n5"])
-    either = build.behind_thought(answer, **tags, opened=False, optional=True)
-    rig.check(either, ["<think>so</think>\n\n5", "5"], ["so</think>\n\n5"])
-
-
 @pytest.mark.parametrize("value", ["{", "[]", "5", False, None, {"minimum": float("inf")}])
 def test_a_schema_that_is_none_is_refused(value: object) -> None:
     with pytest.raises(InvalidRequest):

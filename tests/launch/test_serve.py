@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.config.flags import from_keywords
 from weft.launch.serve import with_keys
+
+ONE_RUNS = re.compile(r"^weft:front_sequences(\{.*\})? 1\b", re.MULTILINE)
+"""What metrics say of one sequence that the front waits for."""
 
 
 class Server:
@@ -97,6 +101,14 @@ def signals_are_heeded() -> Iterator[None]:
     finally:
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
+
+
+def until(server: Server, condition: Any, seconds: float = 120.0) -> None:
+    """Waits for ``condition()``."""
+    over = time.monotonic() + deadline(seconds)
+    while not condition():
+        assert time.monotonic() < over, server.log.read_text()
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -239,8 +251,6 @@ def test_the_next_start_removes_the_folder_of_a_killed_server(checkpoint: str, s
 
 
 def test_an_address_in_use_gives_status_2_and_leaves_no_head(checkpoint: str, start: Any) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         server = start(checkpoint, "--port", str(taken.getsockname()[1]))
         assert server.process.wait(deadline(60)) == 2
@@ -344,32 +354,38 @@ def test_a_head_that_loads_is_not_waited_for(checkpoint: str, start: Any) -> Non
 @pytest.mark.parametrize(
     ("number", "more"),
     [
-        (signal.SIGHUP, ["--tensor-parallel-size", "2"]),
+        (signal.SIGHUP, ["--tensor-parallel-size", "2", "--rank-timeout", str(deadline(20))]),
         pytest.param(signal.SIGQUIT, [], marks=pytest.mark.grid),
         (signal.SIGINT, []),
     ],
     ids=["SIGHUP", "SIGQUIT", "SIGINT"],
 )
 def test_a_signal_to_all_drains(checkpoint: str, start: Any, number: int, more: list[str]) -> None:
-    """Front, head and workers get the signal, as from a terminal; the stream that runs comes to its end."""
-    server = start(checkpoint, "--port", "0", *more)
+    """Front, head and workers get the signal, as from a terminal; the stream that runs comes to its end.
+
+    The head stands still until the server stops: so the stream runs then, however fast the machine is.
+    """
+    drain = round(deadline(60))
+    server = start(checkpoint, "--port", "0", "--drain-timeout", str(drain), *more)
     base = server.url()
-    body = {"model": checkpoint, "prompt": "x", "max_tokens": 500, "temperature": 0, "stream": True}
-    with httpx.stream(
-        "POST", f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=deadline(120)
-    ) as answer:
-        lines = (line for line in answer.iter_lines() if line)
-        first = next(lines)
+    body = {"model": checkpoint, "prompt": "x", "max_tokens": 100, "temperature": 0, "stream": True}
+    with ThreadPoolExecutor() as pool:
+        head = server.head()
+        os.kill(head, signal.SIGSTOP)
+        asked = pool.submit(
+            httpx.post, f"{base}/v1/completions", json={**body, "ignore_eos": True}, timeout=deadline(120)
+        )
+        until(server, lambda: ONE_RUNS.search(httpx.get(f"{base}/metrics").text))
         server.signal_group(number)
+        told = f"stopping: 1 request may run for {drain} more seconds; a second Ctrl-C stops at once"
+        until(server, lambda: told in server.log.read_text())
         if number == signal.SIGHUP:  # closing a terminal sends it more than once
-            time.sleep(0.1)
             server.signal_group(number)
-        *_, last, done = [first, *lines]
+        os.kill(head, signal.SIGCONT)
+        *_, last, done = [line for line in asked.result().text.splitlines() if line]
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(deadline(60)) == 0
-    told = "stopping: 1 request may run for 30 more seconds; a second Ctrl-C stops at once"
-    assert told in server.log.read_text()
     assert os.listdir(server.temporary) == []
 
 

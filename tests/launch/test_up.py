@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,12 +15,12 @@ import pytest
 import yaml
 
 from tests.launch.test_cli import run
-from tests.launch.test_serve import Server, start
+from tests.launch.test_serve import Server, start, until
 from tests.support import processes as support
 from tests.support.processes import is_alive, with_role
 from tests.support.slowness import deadline
 
-__all__ = ["start"]
+__all__ = ["start", "until"]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "Tom has 12 apples and buys 7 more. How many apples does he have?"
@@ -70,13 +69,6 @@ class Clients:
                 self.errors.append(error)
                 return
             self._over.wait(0.5)
-
-
-def until(server: Server, condition: Any, seconds: float = 120.0) -> None:
-    over = time.monotonic() + deadline(seconds)
-    while not condition():
-        assert time.monotonic() < over, server.log.read_text()
-        time.sleep(0.1)
 
 
 def titles(server: Server) -> list[str]:
@@ -181,7 +173,7 @@ def test_a_rolling_restart_loses_no_request(
     assert not clients.errors
     assert set(clients.texts) == {due}
     assert len(set(engines(server)) - set(before)) == sum(ranks)
-    assert not any(is_alive(pid) for pid in before)
+    until(server, lambda: not any(is_alive(pid) for pid in before))
     log = server.log.read_text()
     assert log.index("unified0 is restarted") < log.index("unified1 is restarted")
     assert " is started again" not in log

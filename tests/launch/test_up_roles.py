@@ -114,5 +114,5 @@ def test_the_short_form_with_several_fronts_and_a_rolling_restart(start: Any, du
         until(server, lambda: "decode0 is restarted" in server.log.read_text())
     assert not clients.errors
     assert len(set(clients.texts)) == 1
-    assert not any(is_alive(pid) for pid in before)
+    until(server, lambda: not any(is_alive(pid) for pid in before))
     ends_in_order(server)

@@ -18,7 +18,7 @@ from weft.media import decode
 from weft.media.decode import key_of, pixels_of
 from weft.media.errors import BadMedia
 from weft.media.headers import read_header
-from weft.media.words import Target
+from weft.media.messages import Target
 
 BICUBIC = 3
 
@@ -175,9 +175,8 @@ def test_compressed_text_of_a_png_is_not_expanded() -> None:
 
 
 def test_nothing_imports_pillow_before_it_is_needed() -> None:
-    code = (
-        "import sys, weft.media.decode, weft.media.worker, weft.media.words; assert 'PIL' not in sys.modules"
-    )
+    modules = "weft.media.decode, weft.media.worker, weft.media.messages"
+    code = f"import sys, {modules}; assert 'PIL' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

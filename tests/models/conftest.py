@@ -27,7 +27,7 @@ from weft.config.resolved import KVConfig, PoolSpec
 from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.overlap.drive import drive
-from weft.runner.kv_tensors import allocate
+from weft.runner.kv_tensors import by_layer, stacked
 from weft.types.exchange import UNAGREED
 
 Tensor = torch.Tensor
@@ -239,7 +239,7 @@ class Paged:
             num_slots=16,
             copies=copies,
         )
-        self.kv = allocate(config, model.dtype, model.device)
+        self.kv = by_layer(config, stacked(config, model.dtype, model.device))
         for tensor in self._tensors():
             tensor.fill_(float("nan"))
 

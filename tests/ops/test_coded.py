@@ -14,6 +14,7 @@ from weft.ops import coded, implementations, torch_ops
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
 from weft.ops.registry import choose
+from weft.ops.stacks import stacked
 
 Tensor = torch.Tensor
 assert implementations  # registers every one
@@ -164,7 +165,7 @@ def test_every_scale_is_exact(kind: torch.dtype) -> None:
 @sampled(
     {
         "dtype": list(DTYPES),
-        "shape": [(1280, 768), (768, 2304), (70, 33)],
+        "shape": [(1280, 768), (768, 2304), (70, 33), (70, 80)],
         "form": list(FORMS),
         "gated": [False, True],
     }
@@ -206,7 +207,7 @@ def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
     again = coded.joined([codes[:5], codes[5:]])
     assert again is not None
     assert torch.equal(meaning(again), whole)
-    stack = coded.stacked([codes[:6], codes[6:]])
+    stack = stacked([codes[:6], codes[6:]])
     assert stack is not None
     assert stack.shape == (2, 6, 384)
     assert torch.equal(meaning(stack).flatten(0, 1), whole)
@@ -249,3 +250,40 @@ def test_rounded_weights(name: str, op: str, extension: None) -> None:
     wanted = torch_ops.gated(product, "silu") if more else product
     for one, tolerance in zip(made, (1e-12, 1e-12, 2e-2), strict=True):
         assert torch.allclose(one, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(70, 200), (3, 10, 200)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounding_some_rows_at_a_time(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same codes, and never more than so many numbers in float32."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = [to(weight) for to in (coded.to_int4, coded.to_fp8)]
+    monkeypatch.setattr(coded, "ROUNDED_NUMBERS", 2100)
+    seen: list[int] = []
+    grouped = coded._grouped
+
+    def watched(some: torch.Tensor, group: int) -> tuple[torch.Tensor, int]:
+        seen.append(some.numel())
+        return grouped(some, group)
+
+    monkeypatch.setattr(coded, "_grouped", watched)
+    for to, whole in zip((coded.to_int4, coded.to_fp8), wanted, strict=True):
+        found = to(weight)
+        assert found.shape == shape
+        assert all(torch.equal(*both) for both in zip(found.tensors(), whole.tensors(), strict=True))
+    assert len(seen) == 2 * (7 if len(shape) == 2 else 3)
+    assert max(seen) == 2000
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_int8_some_rows_at_a_time(largest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(70, 200, generator=torch.Generator().manual_seed(1)).bfloat16()
+    most = 2 * weight.float().abs().amax(1, keepdim=True) if largest else None
+    whole = torch_ops.to_int8(weight, most)
+    monkeypatch.setattr(coded, "ROUNDED_NUMBERS", 2100)
+    assert coded.rows_at_once(weight) == 10
+    found = torch_ops.to_int8(weight, most)
+    assert torch.equal(found.values, whole.values)
+    assert torch.equal(found.scales, whole.scales)

@@ -13,6 +13,7 @@ from weft.gguf.container import CODED
 from weft.ops import coded, ggml, implementations, torch_ops
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.cpu import linear as ops
+from weft.ops.stacks import stacked
 
 Tensor = torch.Tensor
 assert implementations  # registers every one
@@ -160,7 +161,7 @@ def test_parts_are_parts_of_what_they_mean(kind: str) -> None:
     both = coded.joined([codes[:5], codes[5:]])
     assert both is not None
     assert torch.equal(coded.dequantize(both, torch.float64), exact)
-    stack = coded.stacked([codes[:6], codes[6:]])
+    stack = stacked([codes[:6], codes[6:]])
     assert stack is not None
     assert stack.shape == (2, 6, 768)
     assert torch.equal(coded.dequantize(stack, torch.float64).flatten(0, 1), exact)

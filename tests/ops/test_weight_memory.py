@@ -39,6 +39,19 @@ def test_weights_that_are_dropped_give_their_memory_back() -> None:
     assert torch.isfinite(expected).all()
 
 
+def test_the_place_of_the_last_is_taken_again() -> None:
+    """What is packed to be copied leaves nothing between weights that stay."""
+    kept = pack(64, 100)
+    places = {pack(64, 100).data_ptr() for _ in range(5)}
+    assert len(places) == 1
+    first, second = pack(64, 100), pack(64, 100)
+    assert first.data_ptr() in places
+    del first
+    third = pack(64, 100)
+    assert len({kept.data_ptr(), second.data_ptr(), third.data_ptr()}) == 3
+    assert not (second.data_ptr() <= third.data_ptr() < second.data_ptr() + second.nbytes)
+
+
 def test_each_weight_has_its_own_memory() -> None:
     """Also of one that takes more than a region, and of an empty one."""
     sizes = [(32, 64), (9000, 2048), (32, 64), (0, 64)]

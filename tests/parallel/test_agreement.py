@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from tests.support.ranks import ends_when_aborted
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.parallel.agreement import AgreementGroup
@@ -203,6 +204,13 @@ def test_bells_follow_who_moves() -> None:
     assert sockets[1].received() == []
     for wakeup in sockets:
         wakeup.close()
+
+
+def test_a_head_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
+    store, group = dist.HashStore(), AgreementGroup(0, 2, LocalWakeups(2).of(0))
+    said = ends_when_aborted(lambda: group.connect(store, 0, deadline(60)), group.abort)
+    assert said == "the heads group could not form: it was aborted before all ranks came"
+    group.close()
 
 
 def test_whoever_does_not_come_is_waited_for_only_so_long() -> None:

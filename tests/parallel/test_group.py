@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.support.ranks import on_ranks
+from tests.support.ranks import ends_when_aborted, on_ranks
 from tests.support.slowness import deadline
 from weft.parallel.comm import LocalComm
 from weft.parallel.group_comm import ONE_SHOT, CommLost
-from weft.parallel.mesh import Mesh
+from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.layout import Layout
 
 
@@ -88,6 +90,21 @@ def test_a_peer_that_is_gone_is_an_error_and_no_hang() -> None:
 
     with pytest.raises((ValueError, CommLost)):
         on_ranks(Layout(tensor=2), work, timeout=deadline(5.0))
+
+
+def test_a_rank_that_waits_for_others_to_come_stops_when_it_is_aborted() -> None:
+    """They are in the next epoch by now, where they wait for this one, and not for ever."""
+    mine, other = (make_mesh(Layout(tensor=2), rank) for rank in range(2))
+    store = dist.HashStore()
+
+    said = ends_when_aborted(lambda: mine.connect(store, 0, deadline(60)), mine.abort)
+    assert said == "the tp0 group could not form: it was aborted before all ranks came"
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda mesh: mesh.connect(store, 1, deadline(30)), (mine, other)))
+        sums = pool.map(lambda mesh: mesh.tp.all_reduce(torch.ones(1)).result().item(), (mine, other))
+        assert list(sums) == [2, 2]
+    for mesh in (mine, other):
+        mesh.abort()
 
 
 def test_nothing_to_add_up() -> None:

@@ -18,8 +18,8 @@ from weft.config.sections import TransferSection
 from weft.engine.build import build_runner
 from weft.launch.tiny import write_family
 from weft.runner.runner import Runner
+from weft.transfer.events import RankReport, RankStopped
 from weft.transfer.group_layout import blocks_of
-from weft.transfer.words import RankReport, RankStopped
 from weft.types import plan as p
 from weft.types.rooms import Admitted, Blocks, Bound, Outcome, RoomKey
 from weft.types.sampling import TokenParams

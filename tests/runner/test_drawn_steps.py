@@ -10,6 +10,7 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import make_checkpoint, make_engine
+from weft.config.sections import SpeculationSection
 from weft.ops import cpu
 from weft.ops.cpu import sampling
 from weft.types.sampling import TokenParams
@@ -89,9 +90,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_checkpoint(tmp_path_factory.mktemp("drawn"), request.param)
 
 
-def answers(folder: Path, replay: bool, **more: Any) -> tuple[Any, set[bool]]:
+def answers(
+    folder: Path, replay: bool, speculation: SpeculationSection | None = None, **more: Any
+) -> tuple[Any, set[bool]]:
     """(tokens of four sequences, whether steps drew)."""
-    engine, runner = make_engine(folder, "float32", "cpp", max_num_seqs=4, replay=replay, depth=2)
+    engine, runner = make_engine(
+        folder, "float32", "cpp", max_num_seqs=4, replay=replay, depth=2, speculation=speculation
+    )
     asked = [GREEDY, SAMPLED, TokenParams(temperature=0.5, max_tokens=15, **more), GREEDY]
     made = run(engine, [[submit(i, [5 + i, 6, 7], one, request=i) for i, one in enumerate(asked, 1)]])
     drew = set() if runner.graphs is None else {key.ends for key in runner.graphs._replays}
@@ -111,3 +116,17 @@ def test_steps_with_rows_that_need_more_are_sampled_as_ever(folder: Path, more: 
     made, drew = answers(folder, True, **more)
     assert False in drew, "while the third sequence runs"
     assert made == answers(folder, False, **more)[0]
+
+
+def test_steps_draw_beside_a_drafter_that_rests(folder: Path) -> None:
+    """Where no row wants drafts; the others are sampled as ever."""
+    adaptive = SpeculationSection(speculative_method="ngram", num_speculative_tokens=2)
+    made, drew = answers(folder, True, adaptive)
+    assert True in drew
+    plain = {request: answer.tokens for request, answer in answers(folder, False)[0].items()}
+    assert {request: answer.tokens for request, answer in made.items()} == plain
+    always = SpeculationSection(
+        speculative_method="ngram", num_speculative_tokens=2, speculative_adaptive=False
+    )
+    drafted, _ = answers(folder, True, always)
+    assert {request: answer.tokens for request, answer in drafted.items()} == plain

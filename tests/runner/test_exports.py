@@ -21,8 +21,8 @@ from weft.engine.build import build_runner
 from weft.engine.rank_rooms import check_rooms, dims_of, is_staged
 from weft.launch.tiny import write_family
 from weft.runner import exports
+from weft.transfer.events import RankReport
 from weft.transfer.group_layout import compatible, tensors_of
-from weft.transfer.words import RankReport
 from weft.types import plan as p
 from weft.types.rooms import Outcome
 

@@ -15,7 +15,7 @@ from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.sections import CacheSection, SchedulerSection
 from weft.config.spec import CacheSpec, MLASpec, ModelSpec, StatePart
 from weft.engine.build import DTYPES
-from weft.runner.kv_tensors import allocate
+from weft.runner.kv_tensors import by_layer, stacked
 
 FP8 = CacheSection(kv_cache_dtype="fp8")
 MLA = MLASpec(q_lora=None, kv_lora=512, nope=128, rope=64, v=128, scale=1.0)
@@ -37,7 +37,7 @@ def test_bytes_are_those_allocated(name: str, dtype: str) -> None:
     for cache in (KINDS[name], _spec(KINDS[name]).caches[0]):
         pool = PoolSpec(cache=cache, block_size=16, num_blocks=7)
         kv = KVConfig(pools=(pool,), block_size=16, enable_prefix_caching=True, max_model_len=64, num_slots=2)
-        (layer,) = allocate(kv, DTYPES[dtype], torch.device("cpu"))
+        (layer,) = by_layer(kv, stacked(kv, DTYPES[dtype], torch.device("cpu")))
         held = sum(tensor.nbytes for tensors in layer.values() for tensor in tensors)
         assert held == pool.nbytes(dtype)
         assert f"{held / 1e6:.1f} MB in {'fp8' if cache.fp8 else dtype}" in pool.describe(dtype)

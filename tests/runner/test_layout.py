@@ -17,7 +17,7 @@ from weft.config.sections import CacheSection, SchedulerSection
 from weft.config.sharding import local_spec, share_of_kv
 from weft.config.spec import CacheSpec, ModelSpec, StatePart
 from weft.launch.tiny import FAMILIES, write_family
-from weft.runner.kv_tensors import stacked
+from weft.runner.kv_tensors import stacked, zeros
 from weft.runner.states import States
 from weft.types.layout import Layout
 
@@ -140,3 +140,18 @@ def test_dims_by_hand() -> None:
     ]
     assert dims(slot_tensors(STATE, 5, 2, "bfloat16"))[0] == "layer=2 slot=6 copy=2 head=4 row=32 width=24"
     assert [t.dtype for t in slot_tensors(STATE, 5, 2, "bfloat16")] == ["float32", "bfloat16"]
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="a kernel without large pages"
+)
+def test_caches_lie_in_large_pages_where_the_system_has_some() -> None:
+    cache = zeros((64 << 20,), torch.uint8, CPU)
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        begin, dash, rest = line.split()[0].partition("-")
+        if dash and int(begin, 16) <= cache.data_ptr() < int(rest.split()[0], 16):
+            break
+    flags = next(line for line in lines if line.startswith("VmFlags:"))
+    assert "hg" in flags.split()
+    assert not cache[:: 1 << 20].any()

@@ -17,6 +17,8 @@ from weft.types.sampling import TokenParams
 
 pytestmark = pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")
 
+FAMILIES = ["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4"]
+
 
 def test_every_kind_of_argument_and_result() -> None:
     """Views, lists with holes, numbers for tensors, several results, types, and what is written in place."""
@@ -76,21 +78,45 @@ def test_a_call_that_fails_leaves_a_program_that_runs() -> None:
     assert torch.equal(out[0], table[2] + 1)
 
 
-@pytest.mark.parametrize("what", ["item", "list"])
-def test_what_cannot_be_captured_is_refused(what: str) -> None:
+def test_what_cannot_be_captured_is_refused() -> None:
     x = torch.ones(4)
+    with pytest.raises(CannotCapture):
+        capture_calls(lambda: x.sum().item())
+
+
+def test_lists_of_tensors() -> None:
+    """What splits, unbinds or computes with lists, of which some tensors are never read."""
+    x, out = torch.zeros(3, 6), torch.zeros(3, 4)
 
     def run() -> None:
-        if what == "item":
-            x.sum().item()
-        else:
-            x.split(2)[0].add(1)
+        first, _, last = x.split((2, 3, 1), dim=1)
+        left, right = x.chunk(2, dim=1)
+        wide = torch.stack((left, right)).unbind(0)[1] + torch._foreach_add([left, right], 2.0)[0]
+        out.copy_(torch.cat((wide[:, :1] * last, first, wide[:, 2:]), dim=1))
 
-    with pytest.raises(CannotCapture):
-        capture_calls(run)
+    with torch.inference_mode():
+        again = capture_calls(run)
+        for seed in range(3):
+            x.copy_(torch.randn(3, 6, generator=torch.Generator().manual_seed(seed)))
+            run()
+            expected = out.clone()
+            out.fill_(float("nan"))
+            again()
+            assert torch.equal(out, expected)
 
 
-@pytest.fixture(scope="module", params=["qwen2_mixed", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_a_list_of_another_length_is_refused() -> None:
+    x, out = torch.tensor([1.0, 0.0, 2.0]), torch.zeros(1)
+    again = capture_calls(lambda: out.copy_(x.nonzero().split(1)[0].view(1)))
+    x.fill_(1.0)
+    with pytest.raises(RuntimeError, match=r"split made 3 tensors, and 2 when it was captured"):
+        again()
+    x[1] = 0.0
+    again()
+    assert out.tolist() == [0.0]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("programs"), request.param)
 

@@ -23,7 +23,7 @@ from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
 from weft.kv.kinds import ids_of
 from weft.scheduler import Scheduler
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.room_table import Patience, Rooms
 from weft.transfer.sender import SendingRooms, not_needed
@@ -119,7 +119,7 @@ class Head:
     def submit(self, request: Submit) -> None:
         events = self.scheduler.add(request, self.world.now)
         if (ticket := request.room) is not None:
-            self.feed(w.Open(ticket.key, ticket.peer, ticket.seconds))
+            self.feed(ev.Open(ticket.key, ticket.peer, ticket.seconds))
         self.hear(events)
         if request.grammar is not None and not events:
             # Compiled here while the other side is at it, or has done it long ago.
@@ -178,8 +178,8 @@ class Head:
         audit(self.scheduler)
         self.hear(events)
         self.drain()
-        self.feed(w.RankGone(0))
-        self.feed(w.RankBack(0))
+        self.feed(ev.RankGone(0))
+        self.feed(ev.RankBack(0))
         self.seen.add("lost")
 
     # ---- rooms
@@ -198,40 +198,42 @@ class Head:
         match request:
             case r.OfferRoom(key, num_prompt, num_cached, hashes):
                 offer = r.Admitted(key=key, num_prompt=num_prompt, dims=self.dims, hashes=hashes)
-                return w.Offer(offer, num_cached)
+                return ev.Offer(offer, num_cached)
             case r.FinishRoom(key, first):
-                return w.Finished(r.Metadata(key=key, first=(first,)))
+                return ev.Finished(r.Metadata(key=key, first=(first,)))
             case r.CancelRoom(key, error):
-                return w.Cancel(key, error or not_needed())
+                return ev.Cancel(key, error or not_needed())
             case r.ReserveRoom(key, start, blocks):
                 self._promise(key, blocks)
                 ends = tuple(Endpoint(transport="x", address=str(n), incarnation=1) for n in range(RANKS))
-                return w.Reserve(r.Bound(key=key, start=start, dims=self.dims, blocks=blocks, endpoints=ends))
+                return ev.Reserve(
+                    r.Bound(key=key, start=start, dims=self.dims, blocks=blocks, endpoints=ends)
+                )
             case r.PostponeRoom(key, seconds):
-                return w.Postpone(key, seconds)
+                return ev.Postpone(key, seconds)
             case r.RefuseRoom(key, error):
-                return w.Refuse(key, error)
+                return ev.Refuse(key, error)
 
     def carry(self, actions: list[Any]) -> None:
         world = self.world
         for action in actions:
             match action:
-                case w.Send(peer, message):
+                case ev.Send(peer, message):
                     world.send(self.peer, peer, message)
-                case w.Push(key, offer, bound, num_cached):
+                case ev.Push(key, offer, bound, num_cached):
                     own = self.scheduler.room_blocks(key)
                     assert own
                     self._begin(key, offer, bound, own, num_cached)
-                case w.Expect(key, offer, bound):
+                case ev.Expect(key, offer, bound):
                     self._begin(key, offer, bound, bound.blocks, 0)
-                case w.Stop(key):
+                case ev.Stop(key):
                     world.later(world.delay(), lambda key=key: self._stop(key))  # type: ignore[misc]
-                case w.Tell(event):
+                case ev.Tell(event):
                     self.seen.add(type(event).__name__)
                     self.hear(self.scheduler.room(event, world.now))
                     if isinstance(event, r.RoomLanded | r.RoomFreed):
                         self.promised.pop(event.key, None)
-                case w.Revoke():
+                case ev.Revoke():
                     pass  # it will answer in the end
 
     def _promise(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
@@ -251,7 +253,7 @@ class Head:
         self.parts.pop(key, None)
         self.exported.pop(key, None)
         for rank in range(RANKS):
-            self.feed(w.RankStopped(key, rank))
+            self.feed(ev.RankStopped(key, rank))
 
     def _export(self, plan: StepPlan, exports: list[Any]) -> None:
         for op in exports:
@@ -390,7 +392,7 @@ class World:
             for head in (self.sender, self.receiver):
                 due = head.rooms.next_due()
                 if due is not None and due <= self.now:
-                    head.feed(w.Tick())
+                    head.feed(ev.Tick())
                 head.turn()
             self._copy()
             if self.idle():
@@ -413,7 +415,7 @@ class World:
             return
         head = self.sender if target.name == "P" else self.receiver
         for _ in range(1 + (self.rng.random() < 0.1 * self.harm)):
-            self.later(self.delay(), lambda: head.feed(w.Heard(source, r.decode(data))))
+            self.later(self.delay(), lambda: head.feed(ev.Heard(source, r.decode(data))))
 
     # ---- ranks
 
@@ -434,12 +436,12 @@ class World:
                 self._report(key)
             elif self.rng.random() < 0.01 * self.harm:
                 head = self.rng.choice([self.sender, self.receiver])
-                head.feed(w.RankReport(key, 1, Outcome.failed, MINE))
+                head.feed(ev.RankReport(key, 1, Outcome.failed, MINE))
 
     def _report(self, key: RoomKey) -> None:
         for head in (self.sender, self.receiver):
             for rank in range(RANKS):
-                word = w.RankReport(key, rank, Outcome.done)
+                word = ev.RankReport(key, rank, Outcome.done)
                 self.later(self.delay(), lambda head=head, word=word: head.feed(word))  # type: ignore[misc]
 
     def _copy_positions(self, key: RoomKey, mine: Part, theirs: Part, reach: int) -> bool:

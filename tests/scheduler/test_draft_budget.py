@@ -38,3 +38,48 @@ def test_sums_fade_by_the_time_that_passed_at_rest_too() -> None:
     paused.spend(HALF_LIFE / 11)
     assert paused.loss == pytest.approx(steady.loss)
     assert paused.loss == pytest.approx(0.5)
+
+
+def budget_at(price: float, *outcomes: int) -> DraftBudget:
+    """Plain steps take ``price``. Each outcome is a verified row of 3 drafts, of which as many were right; it
+    gained and lost nothing."""
+    budget = DraftBudget()
+    for _ in range(2 * SETTLED):
+        budget.step(plan(), price, 0, uncaptured=False)
+    for right in outcomes:
+        budget.step(plan(count=4), (1 + right) * price, right, uncaptured=True)
+    return budget
+
+
+@pytest.mark.parametrize(
+    ("price", "outcomes", "most"),
+    [
+        (3e-4, (), 124),  # of fast steps all that is granted: a capture takes as long as a hundred
+        (1e-2, (), 1),
+        (1e-2, (0, 0, 0), 1),
+        (1e-2, (1, 0, 0), 40),
+        (1e-2, (3, 3), 124),
+        (1.0, (), 1),
+    ],
+)
+def test_what_may_be_lost_at_the_start_goes_by_what_drafts_were_right(
+    price: float, outcomes: tuple[int, ...], most: int
+) -> None:
+    """``most``: plain steps lost by a step that was captured, after which another try (of 4) is allowed."""
+    for lost, allowed in ((most - 0.5, True), (most + 1.5, False)):
+        budget = budget_at(price, *outcomes)
+        budget.step(plan(next_k=3), (1 + lost) * price, 0, uncaptured=True)
+        assert budget.allows(1) == allowed
+
+
+def test_a_try_of_which_nothing_is_known_yet_counts_as_lost() -> None:
+    budget = budget_at(1e-2)
+    assert budget.allows(1)
+    budget.drafting()
+    assert not budget.allows(1)
+    budget.step(plan(next_k=3), 1e-2, 0, uncaptured=True)
+    assert budget.allows(1)
+    budget.drafting()
+    for _ in range(2 * SETTLED):
+        budget.step(plan(), 1e-2, 0, uncaptured=False)
+    assert budget.allows(1), "a step that nobody told of is waited for"

@@ -45,7 +45,6 @@ def test_shape_of_a_plan() -> None:
     assert found.prefill_pairs == (1 + 2 + 3 + 4) + (11 + 12 + 13)
     assert found.prefill_read == 4 + 13
     assert found.decode_pairs == 8 + 1 + 100
-    assert found.label() == "2/7 + 3/3"
     assert shape_of(StepPlan(step=0)) == StepShape()
 
 

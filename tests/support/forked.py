@@ -39,6 +39,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
+ROOTS = ("weft", "tests", "bench", "training")
+"""Packages whose modules are commands of this repository."""
 MAIN = "from weft.launch.main import main; main()"
 """The program of tests that start the command line with ``-c``."""
 SCRIPTS = tuple(str(ROOT / name) for name in ("tests/front/fake_server.py", "tests/front/fake_head.py"))
@@ -116,7 +118,7 @@ def asked(command: Any) -> list[str] | None:
     words = [os.fsdecode(word) for word in command]
     if len(words) < 2 or words[0] != sys.executable:
         return None
-    if words[1] == "-m" and len(words) > 2 and words[2].split(".")[0] in ("weft", "tests"):
+    if words[1] == "-m" and len(words) > 2 and words[2].split(".")[0] in ROOTS:
         return words[1:]
     if words[1:3] == ["-c", MAIN] or words[1] in SCRIPTS:
         return words[1:]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from tests.support.slowness import deadline
+from weft.parallel.launcher import CommLost
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.types.layout import Layout
 
@@ -45,3 +47,27 @@ def on_ranks(layout: Layout, work: Callable[[Mesh], R], timeout: float | None = 
     if order:
         raise order[0]
     return results  # type: ignore[return-value]
+
+
+def ends_when_aborted(connect: Callable[[], None], abort: Callable[[], None]) -> str:
+    """What CommLost says that ``connect()``, to which no other rank comes, raises once ``abort()`` is called.
+
+    Again and again, as at each heartbeat: the wait may not have begun at the first.
+    """
+    said: list[str] = []
+
+    def alone() -> None:
+        try:
+            connect()
+        except CommLost as error:
+            said.append(error.message)
+
+    thread = threading.Thread(target=alone, daemon=True)
+    thread.start()
+    until = time.monotonic() + deadline(20)
+    while thread.is_alive():
+        assert time.monotonic() < until, "it waits for others though it was aborted"
+        abort()
+        thread.join(0.01)
+    (made,) = said
+    return made

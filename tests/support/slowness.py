@@ -29,8 +29,13 @@ def slowness() -> float:
     come since. Of the two signs of a busy machine the worse counts.
     """
     speed, contention = _measured()
-    load = (os.getloadavg()[0] + 1) / usable_cores()
+    load = (os.getloadavg()[0] + 1) / _cores()
     return min(MOST, max(1.0, speed) * max(1.0, contention, load))
+
+
+@functools.cache
+def _cores() -> int:
+    return usable_cores()
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 
 from tests.transfer.test_rooms import BOUND, KEY, OFFER, D, P, names, receiver, sender
 from tests.transfer.world import ERROR, GROUP, PATIENCE
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.tombstones import Tombstones
 from weft.types import rooms as r
@@ -19,22 +19,22 @@ from weft.types.rooms import RoomKey
 def test_a_peer_that_has_answered_is_not_revoked(proof: str) -> None:
     """Though a rank of this side takes longer than the peer's patience."""
     out = sender()
-    out.on(w.Cancel(KEY, ERROR), 1.0)
-    events: dict[str, w.SenderEvent] = {
-        "Fenced": w.Heard(D, r.Fenced(key=KEY)),
-        "PeerLost": w.PeerLost(D),
-        "Revoked": w.Revoked(KEY),
+    out.on(ev.Cancel(KEY, ERROR), 1.0)
+    events: dict[str, ev.SenderEvent] = {
+        "Fenced": ev.Heard(D, r.Fenced(key=KEY)),
+        "PeerLost": ev.PeerLost(D),
+        "Revoked": ev.Revoked(KEY),
     }
     assert out.on(events[proof], 2.0) == []
     for later in (5.0, 100.0, 10_000.0):
-        assert out.on(w.Tick(), later) in ([], [w.Stop(KEY)])
-    assert out.on(w.RankStopped(KEY, 0), 10_000.0) == []
-    assert names(out.on(w.RankStopped(KEY, 1), 10_000.0)) == ["RoomFreed"]
+        assert out.on(ev.Tick(), later) in ([], [ev.Stop(KEY)])
+    assert out.on(ev.RankStopped(KEY, 0), 10_000.0) == []
+    assert names(out.on(ev.RankStopped(KEY, 1), 10_000.0)) == ["RoomFreed"]
 
 
 def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() -> None:
     out = sender()
-    out.on(w.Cancel(KEY, ERROR), 0.0)
+    out.on(ev.Cancel(KEY, ERROR), 0.0)
     at: dict[str, list[float]] = {"Fence": [], "Revoke": [], "Stop": []}
     now = 0.0
     while now < 20 * PATIENCE.remember:
@@ -42,7 +42,7 @@ def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() 
         assert due is not None
         assert due > now
         now = due
-        for name in names(out.on(w.Tick(), now)):
+        for name in names(out.on(ev.Tick(), now)):
             at[name].append(now)
     for times in at.values():
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -53,27 +53,27 @@ def test_fences_and_revocations_are_repeated_as_long_as_memory_waits_for_them() 
 
 def test_a_fence_that_nothing_waits_for_is_given_up() -> None:
     into = receiver()
-    into.on(w.Cancel(KEY, ERROR), 0.0)
+    into.on(ev.Cancel(KEY, ERROR), 0.0)
     for rank in (0, 1):
-        into.on(w.RankStopped(KEY, rank), 0.0)
-    assert names(into.on(w.Tick(), PATIENCE.retry)) == ["Fence"]
-    into.on(w.Tick(), PATIENCE.remember)
+        into.on(ev.RankStopped(KEY, rank), 0.0)
+    assert names(into.on(ev.Tick(), PATIENCE.retry)) == ["Fence"]
+    into.on(ev.Tick(), PATIENCE.remember)
     assert into.next_due() is None
 
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_rank_that_is_gone_before_the_room_is_bound_fails_it(back: bool) -> None:
     out, into = sender("new"), receiver("new")
-    for event in (w.RankGone(1), w.RankBack(1))[: 1 + back]:
+    for event in (ev.RankGone(1), ev.RankBack(1))[: 1 + back]:
         assert out.on(event, 0.0) == into.on(event, 0.0) == []
-    out.on(w.Offer(OFFER), 0.0)
-    into.on(w.Heard(P, OFFER), 0.0)
-    bound, reserved = names(out.on(w.Heard(D, BOUND), 0.0)), names(into.on(w.Reserve(BOUND), 0.0))
+    out.on(ev.Offer(OFFER), 0.0)
+    into.on(ev.Heard(P, OFFER), 0.0)
+    bound, reserved = names(out.on(ev.Heard(D, BOUND), 0.0)), names(into.on(ev.Reserve(BOUND), 0.0))
     if back:
         assert (bound, reserved) == (["Push", "RoomBound"], ["Expect", "Bound"])
         return
     assert bound == reserved == ["RoomFailed", "Stop", "Fence"]
-    assert names(into.on(w.RankStopped(KEY, 0), 0.0)) == ["RoomFreed"]
+    assert names(into.on(ev.RankStopped(KEY, 0), 0.0)) == ["RoomFreed"]
 
 
 def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
@@ -96,19 +96,19 @@ def test_what_a_stranger_ends_is_bounded_in_bytes() -> None:
 
 def test_the_senders_own_prefix_hit_is_told_to_its_ranks() -> None:
     out = sender("new")
-    out.on(w.Offer(OFFER, 6), 0.0)
-    assert out.on(w.Heard(D, BOUND), 0.0)[0] == w.Push(KEY, OFFER, BOUND, 6)
+    out.on(ev.Offer(OFFER, 6), 0.0)
+    assert out.on(ev.Heard(D, BOUND), 0.0)[0] == ev.Push(KEY, OFFER, BOUND, 6)
 
 
 def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
     """What was said, or the answer, may have been lost with a connection, and no step shows it."""
     into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
-    into.on(w.Open(KEY, P, 1000.0), 0.0)
-    into.on(w.Heard(P, OFFER), 0.0)
-    into.on(w.Reserve(BOUND), 0.0)
-    into.on(w.Cancel(KEY, ERROR), 10.0)
-    into.on(w.RankStopped(KEY, 0), 10.0)
-    into.on(w.Heard(P, r.Fenced(key=KEY)), 10.0)
+    into.on(ev.Open(KEY, P, 1000.0), 0.0)
+    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.Reserve(BOUND), 0.0)
+    into.on(ev.Cancel(KEY, ERROR), 10.0)
+    into.on(ev.RankStopped(KEY, 0), 10.0)
+    into.on(ev.Heard(P, r.Fenced(key=KEY)), 10.0)
     told = []
     now = 10.0
     while len(told) < 3:
@@ -116,7 +116,7 @@ def test_ranks_that_do_not_say_that_they_stopped_are_told_again() -> None:
         assert due is not None
         assert due > now
         now = due
-        told += [now for action in into.on(w.Tick(), now) if action == w.Stop(KEY)]
+        told += [now for action in into.on(ev.Tick(), now) if action == ev.Stop(KEY)]
     assert told == [15.0, 25.0, 45.0]
-    assert names(into.on(w.RankStopped(KEY, 1), now)) == ["RoomFreed"]
-    assert w.Stop(KEY) not in into.on(w.Tick(), now + 1000.0)
+    assert names(into.on(ev.RankStopped(KEY, 1), now)) == ["RoomFreed"]
+    assert ev.Stop(KEY) not in into.on(ev.Tick(), now + 1000.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from tests.transfer.world import ERROR, GROUP, LONGEST, PATIENCE, PROMPT, Violation, World
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.room_table import FenceBy
@@ -43,7 +43,7 @@ def play(seed: int, fence: FenceBy, harm: float = 1.0) -> World:
             world.at(rng.random() * 2, lambda: world.receiver.open(key, seconds))
             if rng.random() < 0.15 * harm:
                 head = rng.choice([world.sender, world.receiver])
-                world.at(rng.random() * 8, lambda: head.feed(w.Cancel(key, ERROR)))
+                world.at(rng.random() * 8, lambda: head.feed(ev.Cancel(key, ERROR)))
 
         world.at(start, submit)
     for _ in range(round(4 * harm)):
@@ -57,7 +57,7 @@ def play(seed: int, fence: FenceBy, harm: float = 1.0) -> World:
     world.harm = 0.0
     for key in world.receiver.opened:  # nobody will offer it to this receiver, as the front knows
         if world.sender.receivers.get(key) != world.receiver.peer:
-            world.receiver.feed(w.Cancel(key, ERROR))
+            world.receiver.feed(ev.Cancel(key, ERROR))
     world.run(500.0)
     return world
 
@@ -120,7 +120,7 @@ def test_the_watch_on_memory_notices_what_is_freed_without_a_fence(monkeypatch: 
 # ---- one message at a time
 
 
-def names(actions: list[w.Action]) -> list[str]:
+def names(actions: list[ev.Action]) -> list[str]:
     """Sends by their message, and tells by their event."""
     found = []
     for action in actions:
@@ -131,65 +131,65 @@ def names(actions: list[w.Action]) -> list[str]:
 
 def sender(state: str = "active", fence: FenceBy = "copy") -> SendingRooms:
     rooms = SendingRooms(2, fence, PATIENCE)
-    rooms.on(w.Open(KEY, D, 30.0), 0.0)
+    rooms.on(ev.Open(KEY, D, 30.0), 0.0)
     if state == "new":
         return rooms
-    rooms.on(w.Offer(OFFER), 0.0)
-    rooms.on(w.Heard(D, BOUND), 0.0)
+    rooms.on(ev.Offer(OFFER), 0.0)
+    rooms.on(ev.Heard(D, BOUND), 0.0)
     if state == "active":
-        rooms.on(w.RankReport(KEY, 0, Outcome.pending), 0.0)
+        rooms.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0)
     return rooms
 
 
 def receiver(state: str = "active", fence: FenceBy = "copy") -> ReceivingRooms:
     rooms = ReceivingRooms(GROUP.dims, fence, PATIENCE)
-    rooms.on(w.Open(KEY, P, 30.0), 0.0)
+    rooms.on(ev.Open(KEY, P, 30.0), 0.0)
     if state == "new":
         return rooms
-    rooms.on(w.Heard(P, OFFER), 0.0)
-    rooms.on(w.Reserve(BOUND), 0.0)
+    rooms.on(ev.Heard(P, OFFER), 0.0)
+    rooms.on(ev.Reserve(BOUND), 0.0)
     if state == "active":
-        rooms.on(w.RankReport(KEY, 0, Outcome.pending), 0.0)
+        rooms.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0)
     return rooms
 
 
 def test_a_room_from_beginning_to_end() -> None:
     out, into = SendingRooms(2), ReceivingRooms(GROUP.dims)
-    assert out.on(w.Open(KEY, D, 30.0), 0.0) == []
-    assert into.on(w.Open(KEY, P, 30.0), 0.0) == []
-    assert names(out.on(w.Offer(OFFER), 0.0)) == ["Admitted"]
-    assert names(into.on(w.Heard(P, OFFER), 0.0)) == ["RoomWanted"]
-    assert names(into.on(w.Reserve(BOUND), 0.0)) == ["Expect", "Bound"]
-    assert names(out.on(w.Heard(D, BOUND), 0.0)) == ["Push", "RoomBound"]
+    assert out.on(ev.Open(KEY, D, 30.0), 0.0) == []
+    assert into.on(ev.Open(KEY, P, 30.0), 0.0) == []
+    assert names(out.on(ev.Offer(OFFER), 0.0)) == ["Admitted"]
+    assert names(into.on(ev.Heard(P, OFFER), 0.0)) == ["RoomWanted"]
+    assert names(into.on(ev.Reserve(BOUND), 0.0)) == ["Expect", "Bound"]
+    assert names(out.on(ev.Heard(D, BOUND), 0.0)) == ["Push", "RoomBound"]
     assert out.state(KEY) is State.bound
-    assert out.on(w.RankReport(KEY, 0, Outcome.pending), 0.0) == []
+    assert out.on(ev.RankReport(KEY, 0, Outcome.pending), 0.0) == []
     assert out.state(KEY) is State.active
-    (said,) = out.on(w.Finished(FIRST), 0.0)
-    assert isinstance(said, w.Send)
-    assert into.on(w.Heard(P, said.message), 0.0) == []
-    assert into.on(w.RankReport(KEY, 0, Outcome.done), 0.0) == []
-    assert names(into.on(w.RankReport(KEY, 1, Outcome.done), 0.0)) == ["Stop", "RoomLanded", "Landed"]
-    assert names(out.on(w.Heard(D, r.Landed(key=KEY)), 0.0)) == ["Stop", "RoomLanded"]
+    (said,) = out.on(ev.Finished(FIRST), 0.0)
+    assert isinstance(said, ev.Send)
+    assert into.on(ev.Heard(P, said.message), 0.0) == []
+    assert into.on(ev.RankReport(KEY, 0, Outcome.done), 0.0) == []
+    assert names(into.on(ev.RankReport(KEY, 1, Outcome.done), 0.0)) == ["Stop", "RoomLanded", "Landed"]
+    assert names(out.on(ev.Heard(D, r.Landed(key=KEY)), 0.0)) == ["Stop", "RoomLanded"]
     assert (out.state(KEY), into.state(KEY)) == (State.done, State.done)
     assert (len(out), len(into)) == (0, 0)
 
 
 def test_all_ranks_must_have_landed_and_failure_wins() -> None:
     into = receiver()
-    into.on(w.Heard(P, sealed(FIRST)), 0.0)
+    into.on(ev.Heard(P, sealed(FIRST)), 0.0)
     for _ in range(3):
-        assert into.on(w.RankReport(KEY, 0, Outcome.done), 0.0) == []
-    actions = into.on(w.RankReport(KEY, 1, Outcome.failed, ERROR), 0.0)
+        assert into.on(ev.RankReport(KEY, 0, Outcome.done), 0.0) == []
+    actions = into.on(ev.RankReport(KEY, 1, Outcome.failed, ERROR), 0.0)
     assert names(actions)[:3] == ["RoomFailed", "Stop", "Fence"]
-    assert into.on(w.RankReport(KEY, 1, Outcome.done), 0.0) == []
+    assert into.on(ev.RankReport(KEY, 1, Outcome.done), 0.0) == []
 
 
 def test_bytes_without_metadata_are_not_landed_and_wrong_metadata_fail() -> None:
     into = receiver()
     for rank in (0, 1):
-        assert into.on(w.RankReport(KEY, rank, Outcome.done), 0.0) == []
+        assert into.on(ev.RankReport(KEY, rank, Outcome.done), 0.0) == []
     other = msgspec.structs.replace(sealed(FIRST), first=(r.FirstToken(0, 43),))
-    assert "RoomFailed" in names(into.on(w.Heard(P, other), 0.0))
+    assert "RoomFailed" in names(into.on(ev.Heard(P, other), 0.0))
     assert intact(sealed(FIRST))
     assert not intact(msgspec.structs.replace(sealed(FIRST), key=KEY._replace(attempt=1)))
 
@@ -198,113 +198,113 @@ def test_a_deadline_fails_both_sides_at_once_and_frees_nothing() -> None:
     out = sender()
     due = out.next_due()
     assert due is not None
-    actions = out.on(w.Tick(), 30.0)
+    actions = out.on(ev.Tick(), 30.0)
     assert names(actions) == ["RoomFailed", "Stop", "Fence"]
     for later in (31.0, 100.0, 10_000.0):  # nobody acknowledges: time alone frees nothing
-        assert "RoomFreed" not in names(out.on(w.Tick(), later))
+        assert "RoomFreed" not in names(out.on(ev.Tick(), later))
     assert out.state(KEY) is State.failing
     for rank in (0, 1):
-        assert out.on(w.RankStopped(KEY, rank), 10_000.0) == []
-    assert names(out.on(w.Heard(D, r.Fenced(key=KEY)), 10_000.0)) == ["RoomFreed"]
+        assert out.on(ev.RankStopped(KEY, rank), 10_000.0) == []
+    assert names(out.on(ev.Heard(D, r.Fenced(key=KEY)), 10_000.0)) == ["RoomFreed"]
 
 
 @pytest.mark.parametrize("proof", ["Fenced", "PeerLost", "Revoked"])
 def test_what_frees_memory_that_a_peer_could_touch(proof: str) -> None:
     rooms: list[tuple[Any, Peer]] = [(sender(), D), (receiver(fence="rekey"), P)]
     for side, peer in rooms:
-        side.on(w.Cancel(KEY, ERROR), 1.0)
+        side.on(ev.Cancel(KEY, ERROR), 1.0)
         for rank in (0, 1):
-            assert "RoomFreed" not in names(side.on(w.RankStopped(KEY, rank), 1.0))
+            assert "RoomFreed" not in names(side.on(ev.RankStopped(KEY, rank), 1.0))
         event = {
-            "Fenced": w.Heard(peer, r.Fenced(key=KEY)),
-            "PeerLost": w.PeerLost(peer),
-            "Revoked": w.Revoked(KEY),
+            "Fenced": ev.Heard(peer, r.Fenced(key=KEY)),
+            "PeerLost": ev.PeerLost(peer),
+            "Revoked": ev.Revoked(KEY),
         }[proof]
         assert names(side.on(event, 2.0)) == ["RoomFreed"]
 
 
 def test_who_copies_itself_needs_nobodys_word() -> None:
     into = receiver()
-    into.on(w.Cancel(KEY, ERROR), 1.0)
-    assert into.on(w.RankStopped(KEY, 0), 1.0) == []
-    assert names(into.on(w.RankStopped(KEY, 1), 1.0)) == ["RoomFreed"]
+    into.on(ev.Cancel(KEY, ERROR), 1.0)
+    assert into.on(ev.RankStopped(KEY, 0), 1.0) == []
+    assert names(into.on(ev.RankStopped(KEY, 1), 1.0)) == ["RoomFreed"]
 
 
 def test_a_rank_that_died_touches_nothing() -> None:
     into = receiver()
-    assert names(into.on(w.RankGone(0), 1.0)) == ["RoomFailed", "Stop", "Fence"]
-    assert names(into.on(w.RankStopped(KEY, 1), 1.0)) == ["RoomFreed"]
+    assert names(into.on(ev.RankGone(0), 1.0)) == ["RoomFailed", "Stop", "Fence"]
+    assert names(into.on(ev.RankStopped(KEY, 1), 1.0)) == ["RoomFreed"]
 
 
 def test_a_peer_that_does_not_answer_a_fence_is_to_be_revoked() -> None:
     out = sender()
-    out.on(w.Cancel(KEY, ERROR), 1.0)
-    assert "Revoke" not in names(out.on(w.Tick(), 0.9 + PATIENCE.fence))
-    assert "Revoke" in names(out.on(w.Tick(), 1.0 + PATIENCE.fence))
-    assert "Revoke" not in names(out.on(w.Tick(), 2.0 + PATIENCE.fence))
+    out.on(ev.Cancel(KEY, ERROR), 1.0)
+    assert "Revoke" not in names(out.on(ev.Tick(), 0.9 + PATIENCE.fence))
+    assert "Revoke" in names(out.on(ev.Tick(), 1.0 + PATIENCE.fence))
+    assert "Revoke" not in names(out.on(ev.Tick(), 2.0 + PATIENCE.fence))
 
 
 def test_messages_are_repeated_until_they_are_answered() -> None:
     out = SendingRooms(2, patience=PATIENCE)
-    out.on(w.Open(KEY, D, 30.0), 0.0)
-    out.on(w.Offer(OFFER), 0.0)
-    assert names(out.on(w.Tick(), 0.5)) == ["Admitted"]
-    assert out.on(w.Heard(D, r.Later(key=KEY, seconds=4.0)), 0.6) == []
-    assert out.on(w.Tick(), 2.0) == []
-    assert names(out.on(w.Tick(), 4.7)) == ["Admitted"]
-    out.on(w.Heard(D, BOUND), 5.0)
-    assert out.on(w.Tick(), 6.0) == []
-    out.on(w.Finished(FIRST), 6.0)
-    assert names(out.on(w.Tick(), 6.5)) == ["Metadata"]
+    out.on(ev.Open(KEY, D, 30.0), 0.0)
+    out.on(ev.Offer(OFFER), 0.0)
+    assert names(out.on(ev.Tick(), 0.5)) == ["Admitted"]
+    assert out.on(ev.Heard(D, r.Later(key=KEY, seconds=4.0)), 0.6) == []
+    assert out.on(ev.Tick(), 2.0) == []
+    assert names(out.on(ev.Tick(), 4.7)) == ["Admitted"]
+    out.on(ev.Heard(D, BOUND), 5.0)
+    assert out.on(ev.Tick(), 6.0) == []
+    out.on(ev.Finished(FIRST), 6.0)
+    assert names(out.on(ev.Tick(), 6.5)) == ["Metadata"]
 
 
 def test_repeated_messages_get_the_same_answers() -> None:
     into = receiver()
-    assert names(into.on(w.Heard(P, OFFER), 1.0)) == ["Bound"]
-    into.on(w.Heard(P, sealed(FIRST)), 1.0)
+    assert names(into.on(ev.Heard(P, OFFER), 1.0)) == ["Bound"]
+    into.on(ev.Heard(P, sealed(FIRST)), 1.0)
     for rank in (0, 1):
-        into.on(w.RankReport(KEY, rank, Outcome.done), 1.0)
+        into.on(ev.RankReport(KEY, rank, Outcome.done), 1.0)
     for message in (OFFER, sealed(FIRST)):
-        assert names(into.on(w.Heard(P, message), 2.0)) == ["Landed"]
-    assert into.on(w.Open(KEY, P, 30.0), 2.0) == []
+        assert names(into.on(ev.Heard(P, message), 2.0)) == ["Landed"]
+    assert into.on(ev.Open(KEY, P, 30.0), 2.0) == []
 
 
 def test_an_offer_before_its_submit_is_parked_and_flushed() -> None:
     into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
-    assert into.on(w.Heard(P, OFFER), 0.0) == []
-    assert into.on(w.Heard(P, OFFER), 0.1) == []
+    assert into.on(ev.Heard(P, OFFER), 0.0) == []
+    assert into.on(ev.Heard(P, OFFER), 0.1) == []
     assert into.parked == 1
-    assert names(into.on(w.Open(KEY, P, 30.0), 0.2)) == ["RoomWanted"]
+    assert names(into.on(ev.Open(KEY, P, 30.0), 0.2)) == ["RoomWanted"]
     assert into.parked == 0
     small = ReceivingRooms(GROUP.dims, patience=PATIENCE, parked_bytes=10)
-    assert names(small.on(w.Heard(P, OFFER), 0.0)) == ["Later"]
-    into.on(w.Heard(P, msgspec.structs.replace(OFFER, key=RoomKey(8, 0, 1))), 0.0)
-    into.on(w.Tick(), PATIENCE.bind + 1)
+    assert names(small.on(ev.Heard(P, OFFER), 0.0)) == ["Later"]
+    into.on(ev.Heard(P, msgspec.structs.replace(OFFER, key=RoomKey(8, 0, 1))), 0.0)
+    into.on(ev.Tick(), PATIENCE.bind + 1)
     assert into.parked == 0
 
 
 def test_a_fence_before_its_submit_ends_the_room() -> None:
     into = ReceivingRooms(GROUP.dims, patience=PATIENCE)
-    assert names(into.on(w.Heard(P, r.Fence(key=KEY, error=ERROR)), 0.0)) == ["Fenced"]
-    assert names(into.on(w.Open(KEY, P, 30.0), 1.0)) == ["RoomFailed", "RoomFreed"]
+    assert names(into.on(ev.Heard(P, r.Fence(key=KEY, error=ERROR)), 0.0)) == ["Fenced"]
+    assert names(into.on(ev.Open(KEY, P, 30.0), 1.0)) == ["RoomFailed", "RoomFreed"]
 
 
 def test_refusals_end_the_room_on_both_sides() -> None:
     into, out = receiver("new"), sender("new")
-    out.on(w.Offer(OFFER), 0.0)
-    into.on(w.Heard(P, OFFER), 0.0)
-    actions = into.on(w.Refuse(KEY, ERROR), 0.0)
+    out.on(ev.Offer(OFFER), 0.0)
+    into.on(ev.Heard(P, OFFER), 0.0)
+    actions = into.on(ev.Refuse(KEY, ERROR), 0.0)
     assert names(actions) == ["Refused", "RoomFailed", "Stop", "RoomFreed"]
-    assert names(into.on(w.Heard(P, OFFER), 1.0)) == ["Refused"]
+    assert names(into.on(ev.Heard(P, OFFER), 1.0)) == ["Refused"]
     refused = r.Refused(key=KEY, error=ERROR)
-    assert names(out.on(w.Heard(D, refused), 1.0)) == ["RoomFailed", "Stop", "RoomFreed"]
+    assert names(out.on(ev.Heard(D, refused), 1.0)) == ["RoomFailed", "Stop", "RoomFreed"]
 
 
 def test_a_reservation_for_a_room_that_ended_is_given_back() -> None:
     into = receiver("new")
-    into.on(w.Heard(P, OFFER), 0.0)
-    into.on(w.Cancel(KEY, ERROR), 0.0)
-    assert names(into.on(w.Reserve(BOUND), 0.1)) == ["RoomFreed"]
+    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.Cancel(KEY, ERROR), 0.0)
+    assert names(into.on(ev.Reserve(BOUND), 0.1)) == ["RoomFreed"]
 
 
 def test_answers_that_do_not_fit_the_offer_fail_the_room_alone() -> None:
@@ -317,38 +317,38 @@ def test_answers_that_do_not_fit_the_offer_fail_the_room_alone() -> None:
         msgspec.structs.replace(BOUND, dims=r.GroupDims(ranks=2, kinds=())),
     ):
         out = sender("new")
-        out.on(w.Offer(OFFER), 0.0)
-        assert "RoomFailed" in names(out.on(w.Heard(D, wrong), 0.0))
+        out.on(ev.Offer(OFFER), 0.0)
+        assert "RoomFailed" in names(out.on(ev.Heard(D, wrong), 0.0))
 
 
 def test_strangers_are_not_heard() -> None:
     out, stranger = sender(), Peer("D", 3)
-    assert out.on(w.Heard(stranger, r.Landed(key=KEY)), 0.0) == []
-    assert out.on(w.Heard(stranger, r.Fence(key=KEY, error=ERROR)), 0.0) == []
-    assert out.on(w.PeerLost(stranger), 0.0) == []
+    assert out.on(ev.Heard(stranger, r.Landed(key=KEY)), 0.0) == []
+    assert out.on(ev.Heard(stranger, r.Fence(key=KEY, error=ERROR)), 0.0) == []
+    assert out.on(ev.PeerLost(stranger), 0.0) == []
     assert out.strays == 2
     assert out.state(KEY) is State.active
 
 
 def test_a_room_of_another_start_of_the_sender_fails_at_once() -> None:
     out = SendingRooms(2, incarnation=5)
-    assert names(out.on(w.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed", "Fence"]
-    assert names(out.on(w.Tick(), 1.0)) == ["Fence"]
-    out.on(w.Heard(D, r.Fenced(key=KEY)), 1.1)
-    assert out.on(w.Tick(), 100.0) == []
-    assert out.on(w.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
+    assert names(out.on(ev.Open(KEY, D, 30.0), 0.0)) == ["RoomFailed", "RoomFreed", "Fence"]
+    assert names(out.on(ev.Tick(), 1.0)) == ["Fence"]
+    out.on(ev.Heard(D, r.Fenced(key=KEY)), 1.1)
+    assert out.on(ev.Tick(), 100.0) == []
+    assert out.on(ev.Open(KEY._replace(incarnation=5), D, 30.0), 0.0) == []
     assert len(out) == 1
 
 
 def test_tombstones_expire() -> None:
     into = receiver()
-    into.on(w.Cancel(KEY, ERROR), 0.0)
-    into.on(w.PeerLost(P), 0.0)
+    into.on(ev.Cancel(KEY, ERROR), 0.0)
+    into.on(ev.PeerLost(P), 0.0)
     for rank in (0, 1):
-        into.on(w.RankStopped(KEY, rank), 0.0)
+        into.on(ev.RankStopped(KEY, rank), 0.0)
     assert into.remembered == 1
     assert into.next_due() == PATIENCE.remember
-    into.on(w.Tick(), PATIENCE.remember)
+    into.on(ev.Tick(), PATIENCE.remember)
     assert into.remembered == 0
     assert into.next_due() is None
 
@@ -402,68 +402,68 @@ def test_the_time_in_the_senders_queue_is_not_the_rooms() -> None:
     into = receiver("new")
     for rooms in (out, into):
         assert rooms.next_due() is None
-        assert rooms.on(w.Tick(), 1000.0) == []
-    assert names(out.on(w.Offer(OFFER), 1000.0)) == ["Admitted"]
-    into.on(w.Heard(P, OFFER), 1000.0)
-    into.on(w.Postpone(KEY, 1.0), 1000.0)
-    into.on(w.Heard(P, OFFER), 1020.0)  # offered again: it is no younger for that
-    assert into.on(w.Tick(), 1029.0) == []
-    assert "RoomFailed" in names(into.on(w.Tick(), 1030.0))
-    out.on(w.Heard(D, BOUND), 1001.0)
-    assert out.on(w.Tick(), 1029.0) == []
-    assert "RoomFailed" in names(out.on(w.Tick(), 1030.0))
+        assert rooms.on(ev.Tick(), 1000.0) == []
+    assert names(out.on(ev.Offer(OFFER), 1000.0)) == ["Admitted"]
+    into.on(ev.Heard(P, OFFER), 1000.0)
+    into.on(ev.Postpone(KEY, 1.0), 1000.0)
+    into.on(ev.Heard(P, OFFER), 1020.0)  # offered again: it is no younger for that
+    assert into.on(ev.Tick(), 1029.0) == []
+    assert "RoomFailed" in names(into.on(ev.Tick(), 1030.0))
+    out.on(ev.Heard(D, BOUND), 1001.0)
+    assert out.on(ev.Tick(), 1029.0) == []
+    assert "RoomFailed" in names(out.on(ev.Tick(), 1030.0))
 
 
 def test_a_receiver_that_asked_for_patience_may_take_the_room_at_any_time() -> None:
     """Nobody waits until the sender offers it again; an offer that was on its way changes nothing."""
     out, into = sender("new"), receiver("new")
-    out.on(w.Offer(OFFER), 0.0)
-    into.on(w.Heard(P, OFFER), 0.0)
-    out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), 0.0)
-    into.on(w.Postpone(KEY, 0.5), 0.0)
-    assert names(into.on(w.Reserve(BOUND), 0.1)) == ["Expect", "Bound"]
-    assert names(out.on(w.Heard(D, BOUND), 0.1)) == ["Push", "RoomBound"]
-    assert names(into.on(w.Heard(P, OFFER), 0.2)) == ["Bound"]
-    assert out.on(w.Heard(D, BOUND), 0.3) == []
+    out.on(ev.Offer(OFFER), 0.0)
+    into.on(ev.Heard(P, OFFER), 0.0)
+    out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), 0.0)
+    into.on(ev.Postpone(KEY, 0.5), 0.0)
+    assert names(into.on(ev.Reserve(BOUND), 0.1)) == ["Expect", "Bound"]
+    assert names(out.on(ev.Heard(D, BOUND), 0.1)) == ["Push", "RoomBound"]
+    assert names(into.on(ev.Heard(P, OFFER), 0.2)) == ["Bound"]
+    assert out.on(ev.Heard(D, BOUND), 0.3) == []
     into, error = receiver("new"), ERROR
-    into.on(w.Heard(P, OFFER), 0.0)
-    into.on(w.Postpone(KEY, 0.5), 0.0)
-    assert "Refused" in names(into.on(w.Refuse(KEY, error), 0.1))
+    into.on(ev.Heard(P, OFFER), 0.0)
+    into.on(ev.Postpone(KEY, 0.5), 0.0)
+    assert "Refused" in names(into.on(ev.Refuse(KEY, error), 0.1))
 
 
 def test_an_offer_that_the_scheduler_keeps_is_not_given_up() -> None:
     """A sibling's, say, until its leader is there: the sender hears that the receiver lives."""
     out, into = SendingRooms(2, "copy", PATIENCE), ReceivingRooms(GROUP.dims, "copy", PATIENCE)
-    out.on(w.Open(KEY, D, 100.0), 0.0)
-    into.on(w.Open(KEY, P, 100.0), 0.0)
-    out.on(w.Offer(OFFER), 0.0)
-    assert names(into.on(w.Heard(P, OFFER), 0.0)) == ["RoomWanted"]
+    out.on(ev.Open(KEY, D, 100.0), 0.0)
+    into.on(ev.Open(KEY, P, 100.0), 0.0)
+    out.on(ev.Offer(OFFER), 0.0)
+    assert names(into.on(ev.Heard(P, OFFER), 0.0)) == ["RoomWanted"]
     offers = 0
     for second in range(1, 100):
-        for action in out.on(w.Tick(), float(second)):
-            assert isinstance(action, w.Send), (second, action)
+        for action in out.on(ev.Tick(), float(second)):
+            assert isinstance(action, ev.Send), (second, action)
             offers += 1
-            for answer in into.on(w.Heard(P, action.message), float(second)):
-                assert isinstance(answer, w.Send)
+            for answer in into.on(ev.Heard(P, action.message), float(second)):
+                assert isinstance(answer, ev.Send)
                 assert isinstance(answer.message, r.Later)
-                out.on(w.Heard(D, answer.message), float(second))
+                out.on(ev.Heard(D, answer.message), float(second))
     assert offers > 2
-    assert names(into.on(w.Reserve(BOUND), 99.5)) == ["Expect", "Bound"]
-    assert names(out.on(w.Heard(D, BOUND), 99.5)) == ["Push", "RoomBound"]
+    assert names(into.on(ev.Reserve(BOUND), 99.5)) == ["Expect", "Bound"]
+    assert names(out.on(ev.Heard(D, BOUND), 99.5)) == ["Push", "RoomBound"]
 
 
 def test_a_receiver_that_asks_for_patience_gets_it_until_the_deadline() -> None:
     out = SendingRooms(2, "copy", PATIENCE)
-    out.on(w.Open(KEY, D, 100.0), 0.0)
-    out.on(w.Offer(OFFER), 0.0)
+    out.on(ev.Open(KEY, D, 100.0), 0.0)
+    out.on(ev.Offer(OFFER), 0.0)
     for second in range(99):
-        said = names(out.on(w.Tick(), float(second)))
+        said = names(out.on(ev.Tick(), float(second)))
         assert said in ([], ["Admitted"]), second
-        out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), float(second))
-    assert "RoomFailed" in names(out.on(w.Tick(), 100.0))
+        out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), float(second))
+    assert "RoomFailed" in names(out.on(ev.Tick(), 100.0))
     out = SendingRooms(2, "copy", PATIENCE)
-    out.on(w.Open(KEY, D, 100.0), 0.0)
-    out.on(w.Offer(OFFER), 0.0)
-    out.on(w.Heard(D, r.Later(key=KEY, seconds=0.5)), 10.0)
-    assert "RoomFailed" not in names(out.on(w.Tick(), 10.0 + PATIENCE.bind))
-    assert "RoomFailed" in names(out.on(w.Tick(), 10.5 + PATIENCE.bind))
+    out.on(ev.Open(KEY, D, 100.0), 0.0)
+    out.on(ev.Offer(OFFER), 0.0)
+    out.on(ev.Heard(D, r.Later(key=KEY, seconds=0.5)), 10.0)
+    assert "RoomFailed" not in names(out.on(ev.Tick(), 10.0 + PATIENCE.bind))
+    assert "RoomFailed" in names(out.on(ev.Tick(), 10.5 + PATIENCE.bind))

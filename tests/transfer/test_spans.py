@@ -11,7 +11,7 @@ from tests.transfer.memory import KINDS, Group, local_cache, reference
 from weft.config.resolved import KVConfig, PoolSpec
 from weft.config.spec import CacheSpec
 from weft.transfer.coverage import BadSpans, Coverage
-from weft.transfer.group_layout import compatible, group_dims, regions, tensors_of
+from weft.transfer.group_layout import compatible, group_dims, tensors_of
 from weft.transfer.spans import SpanPlan, arriving, first_position, merged, split
 from weft.types.rooms import RoomMessageError
 
@@ -189,7 +189,6 @@ def test_a_group_is_described_by_its_configuration(ranks: int) -> None:
         tensors_of(dims)
         sizes = [tensor.nbytes for tensors in tensors_of(dims) for tensor in tensors]
         assert sizes == [len(region) for region in Group(caches, ranks, 8, BLOCKS, snapshots).regions[0]]
-        assert len(regions(dims)) == len(sizes)
 
 
 def test_dims_that_contradict_a_kind_are_refused() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.transfer.memory import KINDS, Group
 from weft.common.errors import Unavailable
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.room_table import FenceBy, Patience
@@ -90,18 +90,18 @@ class Head:
     def tick(self) -> None:
         due = self.machine.next_due()
         if due is not None and due <= self.world.now:
-            self.feed(w.Tick())
+            self.feed(ev.Tick())
 
-    def carry_out(self, action: w.Action) -> None:
+    def carry_out(self, action: ev.Action) -> None:
         match action:
-            case w.Send(peer, message):
+            case ev.Send(peer, message):
                 self.world.send(self, peer, message)
-            case w.Stop(key):
+            case ev.Stop(key):
                 self.world.stop(self, key)
-            case w.Tell(event):
+            case ev.Tell(event):
                 self.note(event.key, type(event).__name__)
                 self.tell(event)
-            case w.Revoke(key, peer):
+            case ev.Revoke(key, peer):
                 self.world.revoke(self, key, peer)
             case _:
                 self.start(action)
@@ -121,7 +121,7 @@ class Head:
         if isinstance(event, r.RoomFreed | r.RoomLanded):
             self.memory.give_back(event.key)
 
-    def start(self, action: w.Action) -> None:
+    def start(self, action: ev.Action) -> None:
         raise NotImplementedError
 
 
@@ -136,7 +136,7 @@ class Sender(Head):
             return
         self.opened.add(key)
         self.receivers[key] = self.world.receiver.peer
-        self.feed(w.Open(key, self.world.receiver.peer, seconds))
+        self.feed(ev.Open(key, self.world.receiver.peer, seconds))
         self.world.at(self.world.rng.random() * 3, lambda: self.admit(key))
 
     def admit(self, key: RoomKey) -> None:
@@ -149,12 +149,12 @@ class Sender(Head):
         if self.memory.take(key) is None:
             self.world.at(0.5, lambda: self.admit(key))
             return
-        self.feed(w.Offer(r.Admitted(key=key, num_prompt=PROMPT, dims=GROUP.dims)))
-        finished = w.Finished(r.Metadata(key=key, first=(r.FirstToken(0, 7),)))
+        self.feed(ev.Offer(r.Admitted(key=key, num_prompt=PROMPT, dims=GROUP.dims)))
+        finished = ev.Finished(r.Metadata(key=key, first=(r.FirstToken(0, 7),)))
         self.world.at(self.world.rng.random() * 4, lambda: self.feed(finished))
 
-    def start(self, action: w.Action) -> None:
-        assert isinstance(action, w.Push)
+    def start(self, action: ev.Action) -> None:
+        assert isinstance(action, ev.Push)
         for rank in range(RANKS):
             self.world.push(self, rank, action)
 
@@ -168,7 +168,7 @@ class Receiver(Head):
     def open(self, key: RoomKey, seconds: float) -> None:
         if self.alive and key not in self.opened:
             self.opened.add(key)
-            self.feed(w.Open(key, self.world.sender.peer, seconds))
+            self.feed(ev.Open(key, self.world.sender.peer, seconds))
 
     def tell(self, event: r.RoomEvent) -> None:
         super().tell(event)
@@ -187,9 +187,9 @@ class Receiver(Head):
             draw = 0.5
         blocks = self.memory.take(key) if draw > 0.2 else None
         if draw < 0.03:
-            self.feed(w.Refuse(key, ERROR))
+            self.feed(ev.Refuse(key, ERROR))
         elif blocks is None:
-            self.feed(w.Postpone(key, self.world.rng.random() * 2))
+            self.feed(ev.Postpone(key, self.world.rng.random() * 2))
             self.world.at(self.world.rng.random() * 2, lambda: self.look_again(key))
         else:
             endpoints = tuple(r.Endpoint("loopback", f"D{rank}", 0) for rank in range(RANKS_TO))
@@ -198,15 +198,15 @@ class Receiver(Head):
             )
             if "RoomFailed" in self.told[key]:
                 self.told[key].append("reserved late")
-            self.feed(w.Reserve(bound))
+            self.feed(ev.Reserve(bound))
 
     def look_again(self, key: RoomKey) -> None:
         """The scheduler answers one that it put off, unless it has meanwhile."""
         if key not in self.memory.of and "RoomFailed" not in self.told[key]:
             self.decide(key)
 
-    def start(self, action: w.Action) -> None:
-        assert isinstance(action, w.Expect)
+    def start(self, action: ev.Action) -> None:
+        assert isinstance(action, ev.Expect)
         for rank in range(RANKS_TO):
             self.got[action.key, rank] = set()
 
@@ -266,11 +266,11 @@ class World:
     def deliver(self, source: Peer, peer: Peer, data: bytes) -> None:
         head = self.head(peer)
         if head is not None:
-            head.feed(w.Heard(source, r.decode(data)))
+            head.feed(ev.Heard(source, r.decode(data)))
 
     # ---- ranks
 
-    def push(self, sender: Sender, rank: int, action: w.Push) -> None:
+    def push(self, sender: Sender, rank: int, action: ev.Push) -> None:
         """A rank writes to each rank of the receiver, each after a while."""
         key = action.key
         blocks = [int(b) for b in memoryview(action.bound.blocks[0].ids).cast("i")]
@@ -310,14 +310,14 @@ class World:
         receiver.memory.touch(key, blocks)
         if fails:
             self.happened.add("a rank failed")
-            receiver.feed(w.RankReport(key, to, Outcome.failed, ERROR))
+            receiver.feed(ev.RankReport(key, to, Outcome.failed, ERROR))
             return
         got = receiver.got.setdefault((key, to), set())
         got.add(rank)
         outcome = Outcome.done if len(got) == RANKS else Outcome.pending
         for _ in range(1 + (self.rng.random() < 0.2)):
             delay = self.rng.random() * 0.3
-            self.at(delay, lambda: receiver.feed(w.RankReport(key, to, outcome)))
+            self.at(delay, lambda: receiver.feed(ev.RankReport(key, to, outcome)))
 
     def stop(self, head: Head, key: RoomKey) -> None:
         """Ranks stop, each after a while; until then they go on."""
@@ -328,7 +328,7 @@ class World:
             left.discard(rank)
             if not left:
                 head.quiet.add(key)
-            head.feed(w.RankStopped(key, rank))
+            head.feed(ev.RankStopped(key, rank))
 
         for rank in range(count):
             self.at(self.rng.random(), lambda rank=rank: stopped(rank))  # type: ignore[misc]
@@ -343,7 +343,7 @@ class World:
             self.cut.add(key)
             if isinstance(head, Sender):
                 self.receiver.quiet.add(key)
-            self.at(0.1, lambda: head.feed(w.Revoked(key)))
+            self.at(0.1, lambda: head.feed(ev.Revoked(key)))
         else:
             self.kill(other)
 
@@ -360,7 +360,7 @@ class World:
             self.receiver = Receiver(self, self._count + 10)
             others = [self.sender]
         for other in others:
-            self.at(self.rng.random() * 2, partial(other.feed, w.PeerLost(head.peer)))
+            self.at(self.rng.random() * 2, partial(other.feed, ev.PeerLost(head.peer)))
 
     def pause(self, head: Head, seconds: float) -> None:
         self.happened.add("paused")

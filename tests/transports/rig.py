@@ -14,9 +14,9 @@ import torch
 
 from tests.support.slowness import deadline
 from tests.transfer.memory import KINDS, Group, reference
+from weft.transfer.events import RankReport, RankStopped
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.spans import first_position
-from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport
 from weft.transports.copies import Copies, HostCopies
 from weft.transports.memory import Sizes, Staged

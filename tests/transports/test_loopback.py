@@ -10,9 +10,9 @@ import torch
 
 from tests.transfer.memory import KINDS, Group
 from tests.transports.rig import TABLES
+from weft.transfer.events import RankReport, RankStopped
 from weft.transfer.group_layout import blocks_of
 from weft.transfer.room_table import FenceBy
-from weft.transfer.words import RankReport, RankStopped
 from weft.transports.loopback import Faults, LoopbackNetwork, LoopbackTransport
 from weft.transports.worker import RankTransfer
 from weft.types import rooms as r

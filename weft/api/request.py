@@ -63,7 +63,7 @@ class Request:
         return all(choice.finished for choice in self.choices)
 
     def embedding(self, normalize: bool) -> EmbeddingOutput:
-        """Of a prompt that was embedded, when it has ended."""
+        """The output of a prompt that was embedded, when it has ended."""
         choice = self.choices[0]
         raw = np.frombuffer(choice.embedding, "<f4").astype(np.float32)
         return EmbeddingOutput(

@@ -45,6 +45,27 @@ class Completed:
     """cos and sin of the groups' positions, wide [C, dim / 2]."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByToken:
+    """The groups that a step completes, found where they are written: by C++ (csrc/compress.cpp), from
+    tokens' positions. The host asks nothing."""
+
+    step: StepInput
+    sources: int
+    """Cache kind."""
+    writes: Tensor
+    """int64 [T]: as ``StepInput.writes``."""
+    ratio: int
+    angles: tuple[Tensor, Tensor]
+    """cos and sin of the first position of the group that a token would complete: float32 [T, dim / 2]."""
+
+
+def groups_by_token(step: StepInput, sources: int, groups: int, ratio: int, rope: Rope) -> ByToken:
+    """What all layers of a type share in one step. sources, groups: cache kinds."""
+    angles = rope.angles((step.positions - (ratio - 1)).clamp(min=0))
+    return ByToken(step=step, sources=sources, writes=step.writes[groups], ratio=ratio, angles=angles)
+
+
 def completed_groups(
     step: StepInput, sources: int, groups: int, ratio: int, overlap: int, block: int, rope: Rope
 ) -> Completed | None:
@@ -118,11 +139,14 @@ class Compressor(Packs):
         ]
         self._bias = torch.cat(parts)  # [overlap * ratio, sum of dims]
 
-    def forward(self, sources: Tensor, groups: Tensor, completed: Completed) -> None:
+    def forward(self, sources: Tensor, groups: Tensor, completed: Completed | ByToken) -> None:
         """Writes the entries of ``completed``.
 
         sources: [blocks, block, overlap * 2 n]; groups: [blocks, per block, n], n the sum of dims.
         """
+        if isinstance(completed, ByToken):
+            self._by_token(sources, groups, completed)
+            return
         flat = sources.view(-1, sources.shape[2])
         entries = groups.view(-1, groups.shape[2])
         cos, sin = completed.angles
@@ -136,3 +160,26 @@ class Compressor(Packs):
                 made.append(rotate_pairs_(normed, cos[part], sin[part]).squeeze(1))
             entry = torch.cat(made, dim=1) if len(made) > 1 else made[0]
             entries.index_copy_(0, completed.writes[part], entry.to(entries.dtype))
+
+    def _by_token(self, sources: Tensor, groups: Tensor, completed: ByToken) -> None:
+        norms = list(self.norms)
+        for segment in completed.step.segments:
+            if not segment.tokens:
+                continue
+            rows = slice(segment.begin, segment.begin + segment.tokens)
+            cos, sin = completed.angles
+            torch.ops.weft_cpu.compress_groups.default(
+                sources,
+                groups,
+                segment.q_offsets,
+                segment.starts,
+                segment.tables[completed.sources],
+                completed.writes[rows],
+                cos[rows],
+                sin[rows],
+                self._bias,
+                norms,
+                completed.ratio,
+                self._overlap,
+                self._eps,
+            )

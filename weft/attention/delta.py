@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class DeltaNet(Packs):
-    """Returns a partial.
+    """The layer of a gated delta net; returns a partial.
 
     qkvz        [q heads | k heads | v heads | z heads, hidden]; value head i reads key head
                 i * k_heads // v_heads

@@ -75,7 +75,7 @@ class _Tokens:
 
 
 class TorchDelta(DeltaBackend):
-    """The reference. Stateless; any number of threads may share it."""
+    """The reference of the gated delta net's core. Stateless; any number of threads may share it."""
 
     capturable = True
 
@@ -201,7 +201,7 @@ class TorchDelta(DeltaBackend):
 
 
 class InvariantDelta(TorchDelta):
-    """The same token by token, in elementwise operations alone."""
+    """``TorchDelta`` token by token, in elementwise operations alone."""
 
     invariant = True
 

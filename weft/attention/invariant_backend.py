@@ -206,6 +206,7 @@ def _column(values: list[int], device: torch.device) -> Tensor:
 def make_group(
     pieces: list[TilePiece], n: int, segment: SegmentInput, kind: int, spec: CacheSpec, memory: Memory
 ) -> TileGroup:
+    """``pieces`` of at most ``n`` queries each, staged: what all layers of kind ``kind`` read of the step."""
     table = segment.tables[kind]
     starts = segment.starts
     block = memory.block

@@ -1,8 +1,7 @@
 """Latent attention's core, as an interface: one entry ``[latent | rotated key]`` a token serves all heads.
 
     expanded   keys and values of every head are made from the entries: [k nope | key] and v. That pays for
-    many
-               queries.
+               many queries.
     absorbed   a query goes through the key matrix instead and attends to the entries themselves; what it gets
                of their latents goes through the value matrix.
 

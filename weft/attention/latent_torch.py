@@ -40,7 +40,7 @@ class _Prepared:
 
 
 class TorchLatent(LatentBackend):
-    """The reference backend. Stateless; any number of threads may share it."""
+    """The reference backend of latent attention. Stateless; any number of threads may share it."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

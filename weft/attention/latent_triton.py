@@ -34,7 +34,9 @@ class _Prepared:
 
 
 class TritonLatent(TorchLatent):
-    """Stateless; any number of threads may share it. What is beside a row chooses its tile: not invariant."""
+    """Latent attention's absorbed form by a Triton kernel. Stateless; any number of threads may share it.
+    What is beside a row chooses its tile: not invariant.
+    """
 
     capturable = True
 

@@ -87,7 +87,7 @@ class LatentAttention(Layer):
         self.kv_up = UpLayer(heads, mla, build)
         self.out = RowLinear(heads.times(mla.v), spec.hidden, build, bias=spec.o_bias)
         fp8 = self._cache_spec.fp8
-        self._cache_lines = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
+        self._rotate_and_cache = build.op("latent_rope_cache_fp8" if fp8 else "latent_rope_cache").run
         self._forms = self._choose_forms(build)
 
     @staticmethod
@@ -105,7 +105,7 @@ class LatentAttention(Layer):
         backend = shared.backends["latent"]
         assert isinstance(backend, LatentBackend)
         cos, sin = shared.angles
-        q = self._cache_lines(
+        q = self._rotate_and_cache(
             self.down(x),
             None if self.q_norm is None else self.q_norm.weight,
             self.kv_norm.weight,

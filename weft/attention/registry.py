@@ -103,7 +103,8 @@ def _choose(
                     backend.check(cache, spec, block_size, dtype, device)
         except ConfigError as error:
             if name != "auto":
-                raise
+                hint = f"{error.message}; or use --attention-backend auto"
+                raise ConfigError(hint, param=error.param) from error
             lacking.append(error.message)
             continue
         return backend

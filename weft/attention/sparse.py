@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -47,6 +48,9 @@ class SparseBackend(Backend):
     """
 
     form = "sparse"
+    by_token: ClassVar[bool] = False
+    """Whether groups that a step completes are found and written by C++ (``compress.ByToken``): in the dtypes
+    that this backend serves the host need not look which they are."""
 
     @abstractmethod
     def plan(self, segment: SegmentInput, reads: Reads, caches: LayerCache) -> object:

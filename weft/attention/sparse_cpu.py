@@ -30,6 +30,7 @@ class CpuSparse(SparseBackend):
 
     invariant = True
     capturable = True
+    by_token = True
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

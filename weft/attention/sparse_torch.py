@@ -4,8 +4,7 @@ Rows are cut into pieces of neighbouring queries; pieces that are alike are comp
 
     n queries   positions p .. p + n - 1 of a row
     keys        entries of the window of any of them, then groups' entries: all that one of them may see,
-    masked
-                by what each has chosen; or, of single queries that choose few of many, the chosen ones alone
+                masked by what each has chosen; or, of single queries that choose few of many, the chosen ones
     zeros       for keys that no query of the piece may see: they can hold another sequence's NaN
 
 Sums, scores and exponentials are float32 (float64 in float64 models). Shapes come from host columns,
@@ -84,7 +83,7 @@ class _Plan:
 
 
 class TorchSparse(SparseBackend):
-    """The reference backend. Stateless; any number of threads may share it."""
+    """The reference backend of sparse attention. Stateless; any number of threads may share it."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

@@ -82,7 +82,7 @@ class _Prepared:
 
 
 class TorchAttention(AttentionBackend):
-    """The reference backend. Stateless; any number of threads may share it."""
+    """The reference backend of grouped-query attention. Stateless; any number of threads may share it."""
 
     def check(
         self, cache: CacheSpec, spec: ModelSpec, block_size: int, dtype: torch.dtype, device: torch.device

@@ -69,7 +69,7 @@ class _Prepared:
 
 
 class TritonAttention(AttentionBackend):
-    """The fast form. Stateless; any number of threads may share it."""
+    """Paged attention by Triton kernels, in the fast form. Stateless; any number of threads may share it."""
 
     capturable = True
     _name = "triton"

@@ -87,7 +87,7 @@ def measure(asked: RunSettings) -> dict[str, Any]:
 
 
 async def measure_async(asked: RunSettings, title: str = "requests") -> dict[str, Any]:
-    """The same, inside a running event loop."""
+    """``measure`` inside a running event loop."""
     base = base_url(asked.url)
     connections = None if asked.limits.concurrency is None else asked.limits.concurrency
     async with http_client(base, asked.key, connections, keep_alive=asked.keep_alive) as client:

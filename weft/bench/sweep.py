@@ -17,8 +17,8 @@ Measure = Callable[[RunSettings], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """The points. ``seconds`` bounds each: nothing new is sent after half of them, and the point ends with
-    the rest.
+    """The points of a sweep. ``seconds`` bounds each: nothing new is sent after half of them, and the point
+    ends with the rest.
     """
 
     concurrency: tuple[int, ...]

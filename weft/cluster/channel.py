@@ -79,7 +79,7 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 
 
 class SupervisorLink:
-    """The front's end. See ``weft.front.server.Supervisor``. Used from one event loop."""
+    """The front's end of the socket pair. See ``weft.front.server.Supervisor``. Used from one event loop."""
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
         """``serving``: see ``weft.front.server.Supervisor``."""
@@ -123,7 +123,7 @@ class SupervisorLink:
         self._say(DrainAsked())
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
-        """That process of a head is lost."""
+        """Reports that this process of a head is lost."""
         self._say(HeadLost(name, incarnation, error.info()))
 
     def _say(self, message: FromFront) -> None:

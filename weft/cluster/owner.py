@@ -63,7 +63,7 @@ class HeadOwner:
         self._rolling.end()
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Of each head its present process, or why none will be started again. Polled: starts those whose
+        """For each head its present process, or why none will be started again. Polled: starts those whose
         time has come.
         """
         self._turn()

@@ -22,7 +22,7 @@ NAME = "registry"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process."""
+    """One process, as the registry lists it."""
 
     role: Role
     name: str
@@ -60,7 +60,7 @@ def write(folder: Path, registry: ProcessRegistry) -> None:
 
 
 class RegistryReader:
-    """Reads the file when it has changed."""
+    """Reads the registry's file when it has changed."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME

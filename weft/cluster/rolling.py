@@ -36,7 +36,7 @@ Action: TypeAlias = t.Action | Quit
 
 
 class RollingRestart:
-    """Times are seconds of one monotonic clock, which never falls."""
+    """Decides which process is replaced next. Times are seconds of one monotonic clock, which never falls."""
 
     def __init__(self, table: t.ProcessTable, drain_timeout: float) -> None:
         """``drain_timeout``: seconds that a process gets to finish its work."""
@@ -78,8 +78,8 @@ class RollingRestart:
         self._left.clear()
 
     def seen(self, name: str, incarnation: int, idle: bool | None) -> None:
-        """That process answers. ``idle``: whether it has no work of any front, and nothing that others read,
-        by what it said since it was seen last; None: nothing.
+        """Notes that this process answers. ``idle``: whether it has no work of any front, and nothing that
+        others read, by what it said since it was seen last; None: nothing.
         """
         if self._asked:
             self._up.add(name)

@@ -40,7 +40,7 @@ StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
 
 
 class ClusterServer:
-    """Used from the main thread, which owns all processes: they end with it."""
+    """The shell of ``Supervisor``. Used from the main thread, which owns all processes: they end with it."""
 
     def __init__(
         self,

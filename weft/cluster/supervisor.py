@@ -37,6 +37,8 @@ FORCED = 130
 
 
 class ServerPhase(Enum):
+    """Of the whole server; the module's docstring has the transitions."""
+
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -129,7 +131,9 @@ Action: TypeAlias = t.Action | Quit | Tell | Announce | Exit
 
 
 class Supervisor:
-    """Times are seconds of one monotonic clock, which never falls."""
+    """Decides what the processes of a server do: ``on(event, now)`` returns actions. Times are seconds of
+    one monotonic clock, which never falls.
+    """
 
     def __init__(
         self,

@@ -102,7 +102,9 @@ class ProcessEntry:
 
 
 class ProcessTable:
-    """Times are seconds of one monotonic clock, which never falls."""
+    """The processes of one kind and the rule that restarts them. Times are seconds of one monotonic clock,
+    which never falls.
+    """
 
     def __init__(
         self,
@@ -200,12 +202,12 @@ class ProcessTable:
         return entry is not None
 
     def drain(self, name: str, incarnation: int) -> None:
-        """That process gets no new work, and is replaced when it ends, however it ends."""
+        """Gives this process no new work; it is replaced when it ends, however it ends."""
         if (entry := self.running(name, incarnation)) is not None:
             entry.draining = True
 
     def give_up(self) -> None:
-        """Those that wait are not started again."""
+        """Starts none of the waiting processes again."""
         for entry in self._entries.values():
             if entry.state is ProcessState.WAITING:
                 entry.state, entry.due = ProcessState.ENDED, math.inf

@@ -31,7 +31,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Measurements(Generic[Row]):
-    """One kind of table."""
+    """The measurements of one kind: the package's table and this machine's."""
 
     what: str
     """Is measured, for the log."""

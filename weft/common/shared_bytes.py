@@ -47,7 +47,7 @@ class SharedName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SharedBytes:
-    """The owner's. ``close`` gives up the descriptor: then the name leads nowhere."""
+    """Shared memory, as its owner has it. ``close`` gives up the descriptor: then the name leads nowhere."""
 
     def __init__(self, size: int) -> None:
         """Zeros. Raises OSError."""

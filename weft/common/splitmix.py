@@ -12,14 +12,14 @@ _MASK = (1 << 64) - 1
 
 
 def mix(value: int) -> int:
-    """Of an integer, 0 .. 2^64 - 1."""
+    """The finalizer of an integer, 0 .. 2^64 - 1."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def mix_array(values: np.ndarray) -> np.ndarray:
-    """Of each uint64."""
+    """The finalizer of each element, uint64."""
     values = (values ^ (values >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _U64(27))) * _U64(0x94D049BB133111EB)
     mixed: np.ndarray = values ^ (values >> _U64(31))

@@ -49,7 +49,7 @@ class _Waiting(NamedTuple):
 
 
 class WorkerPool:
-    """Used from one event loop. ``close`` ends it."""
+    """Worker processes, and the tasks that wait for them. Used from one event loop. ``close`` ends it."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
         """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and

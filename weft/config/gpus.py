@@ -40,7 +40,7 @@ def gpus_here(parallel: ParallelSection, device: str) -> tuple[str, ...]:
 
 
 def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShare) -> tuple[str, ...]:
-    """Those of this host's ``gpus`` that a group's ranks have, in order: they follow those of the groups
+    """The GPUs, of this host's ``gpus``, that a group's ranks have, in order: they follow those of the groups
     before it and, where there are fewer GPUs than ranks, begin again with the first.
     """
     if not host.ranks:

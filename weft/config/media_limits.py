@@ -85,7 +85,7 @@ def embedding_bytes(
 
 
 def most_tokens(media: MediaFacts) -> int:
-    """Of the largest image or group of frames, but for very long ones, which may have some more."""
+    """Tokens of the largest image or group of frames; very long ones may have some more."""
     if media.kind == "area":
         area = media.max_pixels
         if media.frames is not None:  # of a video with as few frames as there can be

@@ -19,7 +19,7 @@ class ParallelSection(Section, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> Layout:
-        """The same, as layers and groups see it."""
+        """These settings as layers and groups see them."""
         return Layout(
             tensor=self.tensor_parallel_size,
             data=self.data_parallel_size,

@@ -136,8 +136,8 @@ def read_spec(config: Config, path: str) -> ModelSpec:
 
 
 def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
-    """Of a model that loads no tower. Who decodes what others have prefilled counts the positions of images
-    all the same, where the checkpoint says how."""
+    """The spec of a model that loads no tower. ``decodes``: its prompts are prefilled by other groups; then
+    it still counts the positions of their images, where the checkpoint says how."""
     if decodes:
         try:
             return read()

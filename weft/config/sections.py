@@ -207,7 +207,8 @@ class RunnerSection(Section, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Bitwise equal results whatever is computed beside a request; refused where an "
-            "operation has no such form. Dense models on a CPU are so by default."
+            "operation has no such form. On a CPU with the C++ operations all models are so by default, "
+            "but those with latent attention."
         ),
     ] = False
     logprobs_mode: Annotated[

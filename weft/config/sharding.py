@@ -30,7 +30,7 @@ def balanced_share(size: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Likewise of KV heads, of which every rank has at least one."""
+    """A rank's share of KV heads, of which every rank has at least one."""
     if heads >= ranks:
         return share(heads, rank, ranks)
     head = rank * heads // ranks

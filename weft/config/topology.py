@@ -255,7 +255,7 @@ def _over_hosts(topology: Topology) -> Topology:
 
 
 def on_host(topology: Topology, node: int) -> Topology:
-    """The same, as host ``node`` sees it. Raises ConfigError when there is no such host."""
+    """The topology as host ``node`` sees it. Raises ConfigError when there is no such host."""
     groups = []
     for name, config in topology.groups:
         parallel = msgspec.structs.replace(config.parallel, node_rank=node)

@@ -27,7 +27,7 @@ from weft.types.plan import SendMedia
 
 
 class Batch:
-    """One step in the making. Its ops are in ``cache``."""
+    """One step of a group that encodes, in the making. Its ops are in ``cache``."""
 
     def __init__(self, book: ItemBook, cache: EmbeddingCache, limits: MediaLimits, step: int) -> None:
         self._book, self._cache, self._limits, self._step = book, cache, limits, step
@@ -45,7 +45,7 @@ class Batch:
     def fill(self, starved: ItemRoom | None, hurry: bool = False) -> ItemRoom | None:
         """Decides. The cache is as after the step then. ``starved``: what the step before returned, the first
         bound room for which the pool was full: nothing behind it gets a pin before it does. ``hurry``:
-        whether what is there leaves in a step of its own, so that nobody waits for the tower who need not.
+        whether embeddings that are there leave in a step of their own, instead of waiting for the tower.
         """
         bound = [room for room in self._waiting if room.bound]
         if starved is not None and (starved.sent or starved.over):

@@ -116,11 +116,11 @@ class ItemBook:
         return sequence
 
     def send(self, room: ItemRoom) -> None:
-        """A plan says that it may leave, or nothing of it has to."""
+        """Notes that a plan says the embedding may leave, or that nothing of it has to."""
         room.sent = self._stale = True
 
     def fail(self, room: ItemRoom) -> None:
-        """It failed, or was cancelled."""
+        """Notes that the room failed, or was cancelled."""
         room.over = self._stale = True
 
     @property

@@ -322,8 +322,8 @@ class EncodeScheduler:
             self._end(sequence, "moved", None, None)
 
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
-        """Its sequence ends. Of an image that cannot be encoded nothing is kept, so that it is tried again
-        for whoever else wants it: only for whom it was tried does it end the request."""
+        """Ends the room's sequence. Of an image that cannot be encoded nothing is kept: other sequences with
+        the same image try it again, and each fails by its own try."""
         self._book.fail(room)
         cannot = error.code == ImageFailed.code
         if cannot and room.held is not None:

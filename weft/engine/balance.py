@@ -7,7 +7,7 @@ from weft.types.plan import Rebalance, StepPlan
 
 
 class Balance:
-    """Of one engine. The first replica whose time has come decides for its domain."""
+    """When experts of one engine move. The first replica whose time has come decides for its domain."""
 
     def __init__(self, interval: int) -> None:
         """``interval``: steps; 0 for never."""

@@ -108,7 +108,7 @@ class EngineCore:
         """Grammars of sequences, until they are compiled."""
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
         self._bell = self.runner.bell or (Doorbell() if rings else None)
-        """Rung at the end of a step. Who prefills hears of rooms until then: layers leave once made."""
+        """Rung at the end of a step, for a group that prefills: until then it takes in messages of rooms."""
         self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
         """All of them are there before a loop begins, as it asks for ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight

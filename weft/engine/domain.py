@@ -18,7 +18,9 @@ from weft.scheduler.votes import Vote, most_drafts
 
 
 class Domain:
-    """Used from the thread that steps or forms the group; ``abort`` from any thread."""
+    """One replica's part in its domain. Used from the thread that steps or forms the group; ``abort`` from
+    any thread.
+    """
 
     def __init__(self, group: AgreementGroup) -> None:
         self._group = group

@@ -10,7 +10,7 @@ step's leave. A group of one rank has nobody to send to, and keeps no digest.
 
     the thread that steps    reads frames, sends, looks at leases
     the carrier              what blocks: ends and starts processes, connects communicators
-    the watch                heartbeats, processes that ended; frees whoever waits in a collective
+    the watch                heartbeats, processes that ended; aborts collectives that would wait for ever
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ R = TypeVar("R")
 
 
 class GroupExecutor:
-    """A group's head. Whoever steps uses it from one thread."""
+    """A group's head. Used from one thread, the one that steps."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class GroupExecutor:
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
         self.bell: Doorbell | None = getattr(self._runner, "bell", None)
-        """Rung whenever a step has ended here; None where whoever steps waits for it."""
+        """Rung whenever a step has ended here; None where the thread that steps waits for it instead."""
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
         self.rooms = self._make_rooms("kv")
         self.embeddings = self._make_rooms("embeddings")
@@ -183,7 +183,7 @@ class GroupExecutor:
 
     @property
     def processes(self) -> Ranks | None:
-        """Of the workers on this host."""
+        """Processes of the workers on this host."""
         return self._links.processes
 
     def forward(self, plan: StepPlan) -> StepHandle:

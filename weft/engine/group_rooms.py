@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import msgspec
 
 from weft.common.errors import EngineDead
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.types import frames as f
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
 
-RankWord = w.RankReport | w.RankStopped | w.RankGone
+RankWord = ev.RankReport | ev.RankStopped | ev.RankGone
 
 
 class OwnTransfer(Protocol):
@@ -39,16 +39,16 @@ class OwnTransfer(Protocol):
 
 
 class OwnReports(Protocol):
-    """What it tells."""
+    """What the head's own rank tells of rooms."""
 
     @property
     def descriptor(self) -> int: ...
 
-    def take(self) -> list[w.RankReport | w.RankStopped]: ...
+    def take(self) -> list[ev.RankReport | ev.RankStopped]: ...
 
 
 class GroupRooms:
-    """Used from the thread that steps, but for ``ended``."""
+    """Rooms on the ranks of a group: the head's side. Used from the thread that steps, but for ``ended``."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class GroupRooms:
         number = self._others[frame.rank]
         match frame:
             case f.RoomReport(key=key, outcome=outcome, error=error):
-                self._said.append(w.RankReport(key, number, outcome, error))
+                self._said.append(ev.RankReport(key, number, outcome, error))
             case f.RoomStopped(key=key):
-                self._said.append(w.RankStopped(key, number))
+                self._said.append(ev.RankStopped(key, number))
 
     def ended(self, rank: int) -> None:
         """The process that was ``rank``, as frames name it, has ended. From any thread."""
         if rank in self._others:
-            self._said.append(w.RankGone(self._others[rank]))
+            self._said.append(ev.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
         """What ranks have said since the last call, and which have ended. Cheap when there is nothing. Raises
@@ -131,8 +131,8 @@ class GroupRooms:
         return said
 
 
-def _of_head(word: w.RankReport | w.RankStopped) -> RankWord:
+def _of_head(word: ev.RankReport | ev.RankStopped) -> RankWord:
     """A word of the head's own rank, which is 0 here, whatever it is called there."""
-    if isinstance(word, w.RankReport):
-        return w.RankReport(word.key, 0, word.outcome, word.error)
-    return w.RankStopped(word.key, 0)
+    if isinstance(word, ev.RankReport):
+        return ev.RankReport(word.key, 0, word.outcome, word.error)
+    return ev.RankStopped(word.key, 0)

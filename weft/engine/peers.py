@@ -68,7 +68,7 @@ class Peers(Protocol):
 
 
 class PeerWatch:
-    """``Peers`` of this host. Used from one thread."""
+    """Watches the processes of peers on this host: an implementation of ``Peers``. Used from one thread."""
 
     def __init__(self) -> None:
         self._host = _host()

@@ -18,7 +18,9 @@ from weft.types.messages import Submit
 
 
 class PixelInbox:
-    """Of one head. ``close`` when no front can be welcomed any more."""
+    """Mappings of the pixels that fronts show to one head. ``close`` when no front can be welcomed any
+    more.
+    """
 
     def __init__(self, shows: bool) -> None:
         """``shows``: whether other processes of its group are to open what it has."""

@@ -15,7 +15,7 @@ log = get_logger(__name__)
 
 
 class Profiler:
-    """Used from the thread that steps."""
+    """Profiles the steps of one head. Used from the thread that steps."""
 
     def __init__(self, folder: str | None, name: str) -> None:
         """``folder``: where profiles are written to; None: nothing is ever profiled. ``name``: of the

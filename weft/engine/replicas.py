@@ -197,7 +197,7 @@ def _capacity(group: EngineConfig) -> int:
 
 
 def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
-    """Of all heads: sums, element by element in tuples, and the highest fill level."""
+    """Statistics of all heads: sums, element by element in tuples, and the highest fill level."""
     made = {}
     for name in m.HeadStats.__struct_fields__:
         values = [getattr(one, name) for one in stats]

@@ -38,7 +38,7 @@ _ENVELOPE = 4096
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What travels."""
+    """What travels on the channel."""
 
     version: int
     address: str
@@ -65,7 +65,7 @@ class Arrived(NamedTuple):
 
 
 class RoomChannel(Protocol):
-    """One head's end. Used from one thread."""
+    """One head's end of the channel for messages of rooms. Used from one thread."""
 
     address: str
     bad: int

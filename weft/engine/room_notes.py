@@ -33,7 +33,7 @@ class RoomNotes:
     failed: bool = False
 
     def mark(self, name: str, now: float) -> None:
-        """It happened; the first time counts, but of the last byte the last."""
+        """Notes when ``name`` happened: the first time, but of the last byte the last."""
         if name == LAST_BYTE or name not in self.marks:
             self.marks[name] = now
 
@@ -79,7 +79,7 @@ class RoomTally:
     def failed(
         self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
     ) -> None:
-        """It failed. ``address``: of this head."""
+        """Logs and counts that the room failed. ``address``: of this head."""
         if notes is not None:
             notes.failed = True
             notes.mark(FAILED, now)

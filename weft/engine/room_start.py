@@ -23,8 +23,9 @@ from weft.parallel.secret import read_keys
 def make_rooms(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """Of caches of sequences; None for a group that neither prefills for others nor decodes for them: then
-    nothing was made. ``incarnation``: of this head. Raises EngineDead when ranks have no transfers.
+    """A head's rooms for caches of sequences; None for a group that neither prefills for others nor decodes
+    for them: then nothing was made. ``incarnation``: of this head. Raises EngineDead when ranks have no
+    transfers.
     """
     role = config.transfer.role
     if role not in ("prefill", "decode"):
@@ -35,7 +36,7 @@ def make_rooms(
 def make_embeddings(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """Likewise of embeddings of images; None for a group that neither sends nor takes any."""
+    """A head's rooms for embeddings of images; None for a group that neither sends nor takes any."""
     does = embeddings_of(config)
     if does is None:
         return None

@@ -29,7 +29,7 @@ from weft.engine import room_notes as notes
 from weft.engine.group_rooms import RankWord
 from weft.engine.peers import Peers, PeerWatch
 from weft.engine.room_notes import RoomNotes, RoomTally
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.receiver import ReceivingRooms
 from weft.transfer.room_table import Patience
 from weft.transfer.sender import SendingRooms, not_needed
@@ -90,7 +90,7 @@ class RoomRanks(Protocol):
 
 
 class HeadRooms:
-    """An ``AwaitedSource``. Used from the thread that steps."""
+    """The rooms of one head, as an ``AwaitedSource``. Used from the thread that steps."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class HeadRooms:
         self._lost: set[Peer] = set()
         self._whole = True
         """Whether all ranks carry out what they are told."""
-        self._put_off: dict[RoomKey, w.Action] = {}
+        self._put_off: dict[RoomKey, ev.Action] = {}
         """What the scheduler hears once they do."""
         self._gone: set[int] = set()
         self._records: dict[RoomKey, RoomNotes] = {}
         self._stops: dict[RoomKey, set[int]] = {}
         """Rooms that ranks were told to stop, and those that have not said that they did."""
-        self._actions: deque[w.Action] = deque()
+        self._actions: deque[ev.Action] = deque()
         self._tick_at = self._tidy_at = self._ask_at = 0.0
         self._unmet: dict[RoomKey, float] = {}
         """Rooms whose peer is not known, and until when that may be so."""
@@ -174,11 +174,11 @@ class HeadRooms:
         if key in self._records:
             return
         self._records[key] = RoomNotes(peer)
-        self._on(w.Open(key, peer, ticket.seconds))
+        self._on(ev.Open(key, peer, ticket.seconds))
         if self._machine.state(key) is r.State.done:  # an old Submit, which nobody answers
             del self._records[key]
         if peer in self._lost:
-            self._on(w.PeerLost(peer))
+            self._on(ev.PeerLost(peer))
         elif not self._peers.knows(peer):
             self._unmet[key] = self._clock.now() + MEET_S
             self._channel.send(peer, b"", asks=True)
@@ -218,7 +218,7 @@ class HeadRooms:
         self._whole = False
         lost = Unavailable("processes of a group that had a part in the transfer were lost").info()
         for key in list(self._records):
-            self._on(w.Cancel(key, lost))
+            self._on(ev.Cancel(key, lost))
 
     def regain(self) -> None:
         """The group is whole again. ``asked`` is to follow."""
@@ -226,7 +226,7 @@ class HeadRooms:
             self._rank_said(word)
         self._whole = True
         for rank in self._gone:
-            self._on(w.RankBack(rank))
+            self._on(ev.RankBack(rank))
         self._gone.clear()
         for key in self._stops:
             self._ranks.send(f.StopRoom(key=key))
@@ -237,9 +237,9 @@ class HeadRooms:
         """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
         ends = Unavailable("the head of a group that had a part in the transfer ends").info()
         for key in list(self._records):
-            self._on(w.Cancel(key, ends))
+            self._on(ev.Cancel(key, ends))
         for action in self._actions:
-            if isinstance(action, w.Send):
+            if isinstance(action, ev.Send):
                 self._send(action.peer, action.message)
         self._actions.clear()
         self._channel.close()
@@ -247,14 +247,14 @@ class HeadRooms:
 
     # ---- what comes in
 
-    def _on(self, event: w.SenderEvent | w.ReceiverEvent) -> None:
+    def _on(self, event: ev.SenderEvent | ev.ReceiverEvent) -> None:
         machine = self._machine
         now = self._clock.now()
         if isinstance(machine, SendingRooms):
-            assert not isinstance(event, w.Reserve | w.Postpone | w.Refuse), "a receiver's word"
+            assert not isinstance(event, ev.Reserve | ev.Postpone | ev.Refuse), "an event of receivers"
             self._actions.extend(machine.on(event, now))
         else:
-            assert not isinstance(event, w.Offer | w.Finished), "a sender's word"
+            assert not isinstance(event, ev.Offer | ev.Finished), "an event of senders"
             self._actions.extend(machine.on(event, now))
 
     def _request(self, request: r.RoomRequest) -> None:
@@ -264,24 +264,24 @@ class HeadRooms:
                 dims = self._ranks.dims
                 message = r.Admitted(key=key, num_prompt=num_prompt, dims=dims, hashes=hashes)
                 self._mark(key, notes.OFFERED)
-                self._on(w.Offer(message, num_cached))
+                self._on(ev.Offer(message, num_cached))
             case r.FinishRoom(first=first):
                 self._mark(key, notes.FIRST_TOKEN)
-                self._on(w.Finished(r.Metadata(key=key, first=() if first is None else (first,))))
+                self._on(ev.Finished(r.Metadata(key=key, first=() if first is None else (first,))))
             case r.CancelRoom(error=error):
-                self._on(w.Cancel(key, error or not_needed()))
+                self._on(ev.Cancel(key, error or not_needed()))
             case r.ReserveRoom(start=start, blocks=blocks):
                 endpoints = self._ranks.endpoints() or ()
                 dims = self._ranks.dims
                 self._mark(key, notes.BOUND)
                 self._on(
-                    w.Reserve(r.Bound(key=key, start=start, dims=dims, blocks=blocks, endpoints=endpoints))
+                    ev.Reserve(r.Bound(key=key, start=start, dims=dims, blocks=blocks, endpoints=endpoints))
                 )
             case r.PostponeRoom(seconds=seconds):
                 self._mark(key, notes.POSTPONED)
-                self._on(w.Postpone(key, seconds))
+                self._on(ev.Postpone(key, seconds))
             case r.RefuseRoom(error=error):
-                self._on(w.Refuse(key, error))
+                self._on(ev.Refuse(key, error))
 
     def _arrived(self, arrived: Arrived) -> None:
         peer = arrived.peer
@@ -299,22 +299,22 @@ class HeadRooms:
             log.warning("dropped a message of %s: %s", peer.name, error.message)
             return
         try:
-            self._on(w.Heard(peer, message))
+            self._on(ev.Heard(peer, message))
         except Exception:  # what a peer says ends its room, and nothing else
             log.exception("a message of %s could not be taken in", peer.name)
             self.bad += 1
             bad = r.RoomMessageError("the other end of the transfer said what cannot be right")
-            self._on(w.Cancel(message.key, bad.info()))
+            self._on(ev.Cancel(message.key, bad.info()))
 
     def _rank_said(self, word: RankWord) -> None:
         match word:
-            case w.RankReport(key, _, outcome) if outcome is not Outcome.failed:
+            case ev.RankReport(key, _, outcome) if outcome is not Outcome.failed:
                 self._mark(key, notes.FIRST_BYTE)
                 if outcome is Outcome.done:
                     self._mark(key, notes.LAST_BYTE)
-            case w.RankStopped(key, rank):
+            case ev.RankStopped(key, rank):
                 self._has_stopped(key, rank)
-            case w.RankGone(rank):
+            case ev.RankGone(rank):
                 self._gone.add(rank)
                 for key in list(self._stops):
                     self._has_stopped(key, rank)
@@ -331,13 +331,13 @@ class HeadRooms:
         log.info("a head at the other end of transfers has ended: %s", peer.name)
         self._lost.add(peer)
         self._channel.drop(peer)
-        self._on(w.PeerLost(peer))
+        self._on(ev.PeerLost(peer))
 
     def _tick(self, now: float) -> None:
         self._tick_at = now + TICK_S
         due = self._machine.next_due()
         if due is not None and due <= now:
-            self._on(w.Tick())
+            self._on(ev.Tick())
         self._peers.look()
         if self._unmet and now >= self._ask_at:
             self._meet(now)
@@ -357,42 +357,42 @@ class HeadRooms:
             elif now >= until:
                 del self._unmet[key]
                 self._on(
-                    w.Cancel(key, Unavailable("the other end of the transfer was never heard of").info())
+                    ev.Cancel(key, Unavailable("the other end of the transfer was never heard of").info())
                 )
             else:
                 self._channel.send(record.peer, b"", asks=True)
 
     # ---- what goes out
 
-    def _carry_out(self, action: w.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
+    def _carry_out(self, action: ev.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
         match action:
-            case w.Send(peer, message):
+            case ev.Send(peer, message):
                 self._send(peer, message)
-            case w.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
+            case ev.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
                 self._put_off[key] = action
-                self._on(w.Postpone(key, POSTPONE_S))
-            case w.Tell(event):
+                self._on(ev.Postpone(key, POSTPONE_S))
+            case ev.Tell(event):
                 self._note(event)
                 events += scheduler.room(event, self._clock.now())
-            case w.Push(key, offer, bound, num_cached):
+            case ev.Push(key, offer, bound, num_cached):
                 if self._begins(key, offer, bound):
                     blocks = scheduler.room_blocks(key)
                     self._ranks.send(
                         f.PushRoom(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached)
                     )
-            case w.Expect(key, offer, bound):
+            case ev.Expect(key, offer, bound):
                 if self._begins(key, offer, bound):
                     self._ranks.send(f.ExpectRoom(offer=offer, bound=bound))
-            case w.Stop(key):
+            case ev.Stop(key):
                 self._stops[key] = set(self._ranks.ranks)
                 self._ranks.send(f.StopRoom(key=key))
-            case w.Revoke(key, peer):
+            case ev.Revoke(key, peer):
                 self._revoke(key, peer)
 
     def _begins(self, key: RoomKey, offer: r.Admitted, bound: r.Bound) -> bool:
         """Whether ranks can be told to begin with a room; else it fails."""
         if not self._whole:
-            self._on(w.Cancel(key, Unavailable("the group is being formed anew").info()))
+            self._on(ev.Cancel(key, Unavailable("the group is being formed anew").info()))
             return False
         record = self._records.get(key)
         if record is None or record.failed:
@@ -407,7 +407,7 @@ class HeadRooms:
         try:
             body = r.encode(message)
         except WeftError as error:
-            self._on(w.Cancel(message.key, error.info()))
+            self._on(ev.Cancel(message.key, error.info()))
             return
         self._channel.send(peer, body, asks=not self._peers.knows(peer))
 
@@ -415,9 +415,9 @@ class HeadRooms:
         """See ``weft.engine.peers``."""
         record = self._records.get(key)
         if record is None or record.transports <= {"tcp"}:
-            self._on(w.Revoked(key))
+            self._on(ev.Revoked(key))
         elif peer in self._lost:
-            self._on(w.PeerLost(peer))
+            self._on(ev.PeerLost(peer))
         else:
             log.warning(
                 "the other end of transfer %d/%d does not answer: %s; blocks wait until it does, or ends",

@@ -54,7 +54,7 @@ class _Entry(_Fields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one choice gets."""
+    """The output that one choice gets."""
 
     ids: tuple[int, ...]
     finish: Finish
@@ -99,7 +99,7 @@ class Entry:
         return self.regex is None or self.regex.search(prompt) is not None
 
     def output(self, choice: int) -> Output:
-        """That of a choice; with more choices than outputs they start again."""
+        """The output of a choice; with more choices than outputs they start again."""
         return self.outputs[choice % len(self.outputs)]
 
 

@@ -98,7 +98,7 @@ class _Playing:
 
 
 class ScriptedEngine:
-    """Plays entries. Control only: ``clock`` is its one input besides calls."""
+    """Plays the entries of a script. Control only: ``clock`` is its one input besides calls."""
 
     sockets: Sequence[Any] = ()
     recovering = False

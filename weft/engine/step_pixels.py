@@ -24,7 +24,7 @@ class _Member(Protocol):
 
 
 class StepPixels:
-    """The head's side. Used from the thread that steps."""
+    """Pixels in the frames of steps, on the head's side. Used from the thread that steps."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[int, list[bytes]]] = deque()

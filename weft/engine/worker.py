@@ -45,7 +45,7 @@ class GivenUp(EngineDead):
 
 
 class Worker:
-    """One rank. ``turn`` handles one frame or result; ``run`` calls it until the end."""
+    """One worker rank's loop. ``turn`` handles one frame or result; ``run`` calls it until the end."""
 
     def __init__(
         self,

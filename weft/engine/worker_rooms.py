@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 
 from weft.common.errors import EngineDead
 from weft.runner.exports import Transfer
-from weft.transfer.words import RankReport, RankStopped
+from weft.transfer.events import RankReport, RankStopped
 from weft.types import frames as f
 from weft.types.rooms import RoomKey
 
 
 class WorkerRooms:
-    """Of one rank and kind of transfers, used from the thread that serves its head."""
+    """A worker's rooms of one kind of transfers, used from the thread that serves its head."""
 
     def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
         self._rank, self._cache = rank, cache

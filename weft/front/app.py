@@ -15,10 +15,10 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
 from weft.front import answers, docs_page, openapi, page
+from weft.front.access import OPEN_PATHS
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
-from weft.front.doors import OPEN_PATHS
 from weft.front.embeddings import embeddings
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
@@ -47,7 +47,7 @@ def build_app(front: Front) -> AccessGate:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return AccessGate(app, front.doors, front.metrics)
+    return AccessGate(app, front.access, front.metrics)
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:

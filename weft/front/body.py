@@ -82,7 +82,7 @@ class Upload:
         self._size = 0
 
     def begin(self, timeout: asyncio.Timeout) -> None:
-        """It is being read, within ``timeout``, until it is complete."""
+        """Marks the body as being read, within ``timeout``, until it is complete."""
         self._timeout = timeout
         self._share.reading[self] = None
 

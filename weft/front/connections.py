@@ -50,24 +50,24 @@ class Connections:
         return True
 
     def waits(self, connection: WaitingConnection) -> None:
-        """It waits for its client from now on."""
+        """Notes that ``connection`` waits for its client from now on."""
         self.works(connection)
         if connection in self._open:
             self._waiting[connection] = None
 
     def works(self, connection: WaitingConnection) -> None:
-        """All of a request has come."""
+        """Notes that all of a request has come."""
         self._waiting.pop(connection, None)
 
     def holds(self, connection: WaitingConnection, ahead: int) -> bool:
-        """It holds ``ahead`` bytes that wait behind a request. False when that is too much."""
+        """Notes that ``ahead`` bytes wait behind its request. False when that is too much."""
         self._all_ahead += ahead - self._ahead.pop(connection, 0)
         if ahead:
             self._ahead[connection] = ahead
         return self._all_ahead <= MOST_AHEAD or not ahead
 
     def closed(self, connection: WaitingConnection) -> None:
-        """It is gone. Idempotent."""
+        """Forgets a connection that is gone. Idempotent."""
         self._open.discard(connection)
         self.holds(connection, 0)
         self._waiting.pop(connection, None)

@@ -19,9 +19,9 @@ from weft.common.log import get_logger
 from weft.common.workers import WorkerPool
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
+from weft.front.access import AccessControl
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
-from weft.front.doors import Doors
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
 from weft.front.rate_limit import RateLimits
@@ -114,7 +114,7 @@ class Front:
         self.media = MediaService(config.media)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
-        self.doors = Doors(
+        self.access = AccessControl(
             section.api_key,
             section.admin_key,
             section.allowed_origins,
@@ -257,7 +257,7 @@ class Front:
         raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def made(self, kind: str, body: list[bytes]) -> bytes:
-        """The same for what needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
+        """Reads a body that needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
         return (await self._read(kind, body, lambda answer: answer.made, None))[0]
 
     async def _read(

@@ -64,7 +64,7 @@ def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], positions: Iterable[PositionLogprobs], top: int
 ) -> r.ChatLogprobs:
-    """Those of output tokens, each with its ``top`` likeliest candidates in order."""
+    """Logprobs of output tokens, each with its ``top`` likeliest candidates in order."""
 
     def token(number: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(number)

@@ -391,7 +391,7 @@ class Metrics:
 
 
 def as_vllm(page: bytes) -> bytes:
-    """The same exposition as vLLM's dashboards and gateways ask for it: names, and the engine's label."""
+    """The exposition ``page`` as vLLM's dashboards and gateways ask for it: names, and the engine's label."""
     return page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
 
 

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
+from weft.front.access import AccessControl, RateLimited
 from weft.front.answers import error_response, to_json
-from weft.front.doors import Doors, RateLimited
 from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
 
@@ -62,9 +62,9 @@ def refusal(error: WeftError, path: str) -> Response:
 class AccessGate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, metrics: Metrics) -> None:
         self._app = app
-        self._doors = doors
+        self._access = access
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +76,7 @@ class AccessGate:
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
         status = 0
-        more = [(b"x-request-id", request_id), *self._doors.origins.headers(headers)]
+        more = [(b"x-request-id", request_id), *self._access.origins.headers(headers)]
         if messages.applies(scope["path"]):
             more.append((b"request-id", request_id))  # the name that its clients show
 
@@ -89,11 +89,11 @@ class AccessGate:
 
         try:
             _check_size(scope)
-            preflight = self._doors.origins.preflight(method, headers, ALL_METHODS)
+            preflight = self._access.origins.preflight(method, headers, ALL_METHODS)
             if preflight is not None:
                 await preflight(scope, receive, answer)
                 return
-            more += self._doors.admit(scope, headers)
+            more += self._access.admit(scope, headers)
             await self._app(scope, receive, answer)
         except WeftError as error:
             more += error.headers if isinstance(error, RateLimited) else []

@@ -29,7 +29,7 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a bucket has."""
+    """What a bucket has left."""
 
     limit: int
     remaining: int

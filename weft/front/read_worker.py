@@ -28,7 +28,7 @@ NICENESS = 5
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One of them is there."""
+    """A read worker's answer; exactly one of the fields is there."""
 
     job: Job | None = None
     made: bytes = b""
@@ -75,6 +75,8 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
 
 
 def main() -> None:
+    """Runs a read worker: greeted with its ``Setup``, it answers one body after another."""
+
     def prepare(greeting: bytes) -> Answer:
         setup = msgspec.msgpack.decode(greeting, type=Setup)
         reader = setup.reader(setup.text.load())

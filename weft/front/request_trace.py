@@ -9,7 +9,9 @@ from weft.tracing.writer import SpanWriter
 
 
 class RequestTrace:
-    """From a request's arrival until it is answered. Ends once; later ends are ignored."""
+    """The root span of one request, from its arrival until it is answered. Ends once; later ends are
+    ignored.
+    """
 
     def __init__(self, writer: SpanWriter, kind: str, header: str | None) -> None:
         """``header``: the client's ``traceparent``, if it sent one; anything that is none is ignored."""
@@ -22,7 +24,7 @@ class RequestTrace:
 
     @property
     def context(self) -> SpanContext:
-        """Of the request's span."""
+        """The context of the request's span."""
         return self._span.context
 
     def mark(self, name: str) -> None:
@@ -35,7 +37,7 @@ class RequestTrace:
         self._span.attributes.update({f"weft.{name}": count for name, count in counts.items()})
 
     def end(self, error: str | None = None) -> None:
-        """It was answered, or failed with the code ``error``."""
+        """Ends the span: the request was answered, or failed with the code ``error``."""
         if self._open:
             self._open = False
             self._writer.write(self._span, time.monotonic(), error)

@@ -103,7 +103,7 @@ async def handle(
             generation.headers = request.headers
             generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
-            held.callback(lambda: front.doors.spend(request.scope, generation.spent()))
+            held.callback(lambda: front.access.spend(request.scope, generation.spent()))
             times.mark("body is here")
             images = held.enter_context(front.media.memory.lease())
             async with within(deadline):

@@ -18,7 +18,7 @@ FOUND = b"found"
 
 
 class Siblings:
-    """Used from one event loop."""
+    """The other fronts of the server. Used from one event loop."""
 
     def __init__(self, name: str, folder: Path, others: Callable[[], Iterable[str]]) -> None:
         """``others``: the names of all fronts that run, now."""

@@ -51,7 +51,7 @@ class FlowPauser(Protocol):
         """The client does not read for now: the flow's sequences should give up their slots."""
 
     def resume(self, flow: Flow) -> None:
-        """It is read again."""
+        """Goes on: the client reads again."""
 
 
 class EventStream(Response):

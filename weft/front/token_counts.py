@@ -13,5 +13,5 @@ def cache_creation(tokens: int, cached: int, block: int) -> int:
 
 
 def thought_tokens(tokenizer: Tokenizer, thought: str, output: int) -> int:
-    """Of the ``output`` tokens of a choice, those of its thoughts: as many as their text takes."""
+    """How many of the ``output`` tokens of a choice are thoughts: as many as their text takes."""
     return min(len(tokenizer.encode(thought)), output) if thought else 0

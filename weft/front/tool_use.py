@@ -59,12 +59,12 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> tuple[Tool, ...]:
-        """Those that the template shows."""
+        """Tools that the template shows."""
         return () if self.mode == "none" else self.tools
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """Tools that may be called."""
         if self.names is None:
             return self.told
         return tuple(tool for tool in self.told if tool.name in self.names)

@@ -83,7 +83,7 @@ class ModelFacts:
 
     @property
     def family(self) -> str:
-        """Of ``FAMILIES``."""
+        """Its key in ``FAMILIES``."""
         if self.architecture == "llama" and self.experts:
             return "mixtral"
         if self.architecture == "deepseek2" and self.integer("expert_gating_func", 1) == _SIGMOID:

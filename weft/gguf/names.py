@@ -93,7 +93,7 @@ class Published(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the published tensor."""
+        """The shape of the published tensor."""
         shape = self.parts[0].shape
         match self.form:
             case Form.EXPERT:

@@ -87,7 +87,7 @@ class Vocabulary:
 
     @property
     def scores(self) -> list[float]:
-        """Of each token."""
+        """The score of each token."""
         scores = self.metadata.get("tokenizer.ggml.scores")
         if not isinstance(scores, list) or len(scores) != len(self.tokens):
             raise _fail("scores", "must have an entry for each token")

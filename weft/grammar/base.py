@@ -70,7 +70,7 @@ class GrammarCompiler(Protocol):
 
 
 class CompilerFactory(Protocol):
-    """How a backend is made."""
+    """Makes a backend's compiler."""
 
     def __call__(self, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
         """``tokenizer``: folder of ``tokenizer.json``. ``vocab_size``: width of the logits; ids beyond the

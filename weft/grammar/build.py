@@ -14,12 +14,10 @@ from weft.common.errors import InvalidRequest
 from weft.grammar.structural_tags import read_structural_tag
 from weft.types.grammar import (
     ContextFree,
-    FreeText,
     Grammar,
     JsonSchema,
     OneOf,
     Regex,
-    Sequence,
     Text,
 )
 
@@ -72,23 +70,6 @@ def choice(texts: Items[str], *, param: str = "guided_choice") -> Grammar:
         _refuse(f"{param} must hold texts of at least one character", param)
     unique = tuple(dict.fromkeys(texts))
     return Text(unique[0]) if len(unique) == 1 else OneOf(tuple(Text(text) for text in unique))
-
-
-def behind_thought(
-    grammar: Grammar, *, opening: str, closing: str, opened: bool, optional: bool = False, after: str = ""
-) -> Grammar:
-    """A thought, then ``grammar``: one grammar for the whole output.
-
-    ``opening`` and ``closing`` are the tags (``<think>``, ``</think>``), ``opened`` says that the prompt has
-    written the opening one already. ``after`` is the text that the family has between the thought and its
-    answer. ``optional``: the output may also start with ``grammar`` (only where the thought is not opened).
-    """
-    rest: tuple[Grammar, ...] = (Text(after), grammar) if after else (grammar,)
-    thought: Grammar = FreeText(ends=(closing,))
-    if opened:
-        return Sequence((thought, *rest))
-    whole = Sequence((Text(opening), thought, *rest))
-    return OneOf((whole, grammar)) if optional else whole
 
 
 def structural_tag(value: Any, *, param: str = "response_format") -> Grammar:

@@ -58,7 +58,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One of these."""
+    """One of several alternatives."""
 
     parts: tuple[Node, ...]
 

@@ -171,7 +171,7 @@ class GrammarService:
         return task
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The same, waiting for it, up to the deadline."""
+        """Compiles, and waits for it up to the deadline."""
         return self.submit(grammar).wait()
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ class Liveness:
             self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
-        """Its process is replaced: expects the next one from its first heartbeat on."""
+        """Forgets the rank, whose process is replaced: expects the next one from its first heartbeat on."""
         self._heard.pop(rank, None)
         self._loading[rank] = None
 

@@ -27,7 +27,7 @@ def complete(epoch: int, others: Sequence[Lease | None]) -> bool:
 
 
 class Meeting:
-    """The part of one head."""
+    """One head's part in the meeting of a domain's heads."""
 
     def __init__(self, replica: int, stores: str = "", wakeup: str = "", incarnation: str = "") -> None:
         """``stores``: see ``Lease``; of replica 0 alone. ``wakeup``: the address where this head is woken."""

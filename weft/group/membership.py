@@ -37,7 +37,7 @@ Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
 
 
 class Membership:
-    """One for each head. ``on`` is the only way to change it."""
+    """Who belongs to one head's group, as a state machine. ``on`` is the only way to change it."""
 
     def __init__(
         self,

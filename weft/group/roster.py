@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """A rank beside this one."""
+    """A rank beside the head, as the head knows it."""
 
     local: bool
     """Whether its process is on this host: else its own host starts it again."""
@@ -123,7 +123,7 @@ class Roster:
         self.actions.append(t.Spawn(rank, anew))
 
     def replace(self, rank: int, why: str) -> None:
-        """Its process has ended, or must: another one will say hello."""
+        """Replaces a process that has ended, or must end: another one will say hello."""
         self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
         served_another = self.members[rank].outlived
         self.forget(rank)

@@ -16,7 +16,7 @@ from weft.config.resolved import KVConfig
 
 
 def blocks_of(kv: KVConfig) -> tuple[int, ...]:
-    """Of each pool."""
+    """Number of blocks of each pool."""
     return tuple(pool.num_blocks for pool in kv.pools)
 
 

@@ -14,7 +14,7 @@ MOST, WINDOW = 4, 600.0
 
 
 class Tries:
-    """Of one group."""
+    """How often one group was formed anew, and may be."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.budget = budget or RestartBudget(MOST, WINDOW)

@@ -87,7 +87,7 @@ class Own(_Word, frozen=True):
 
 
 class Connected(_Word, frozen=True):
-    """``Connect`` is done."""
+    """The action ``Connect`` was carried out."""
 
     epoch: int
 

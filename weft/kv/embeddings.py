@@ -129,7 +129,7 @@ class EmbeddingCache:
 
     @property
     def settled(self) -> int:
-        """Those of them that no plan in flight touches."""
+        """Device blocks that nothing is in and that no plan in flight touches."""
         return len(self._free)
 
     def victims(self) -> list[Embedded]:
@@ -182,7 +182,7 @@ class EmbeddingCache:
         self._ops.append(op)
 
     def touch(self, held: Embedded, step: int = -1) -> None:
-        """It was used, by plan ``step``, if it is one."""
+        """Notes that it was used: by plan ``step``, or by none."""
         held.step = max(held.step, step)
         if not held.gone:
             self._held.move_to_end(held.key)

@@ -20,7 +20,7 @@ CANDIDATES = 8
 
 @dataclass(slots=True, eq=False)
 class Remembered:
-    """One sequence. Compared by identity."""
+    """What is remembered of one sequence. Compared by identity."""
 
     sequence: int
     salt: str

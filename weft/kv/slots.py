@@ -9,7 +9,8 @@ from weft.types.plan import FreeSlot
 
 
 class SlotTable:
-    """``num_slots`` slots. A slot given back can be taken again after the last plan that names it commits.
+    """The allocator of ``num_slots`` slots. A slot given back can be taken again after the last plan that
+    names it commits.
 
     Sequences of a slot are told apart by ``gen``, which only grows. The ``FreeSlot`` of the old sequence is
     in the ops of the next plan that is made, before any ``AllocSlot``: the builder of a plan puts

@@ -1,1 +1,1 @@
-"""The command line and the supervisor of processes on this machine."""
+"""The command line, and the entry points of the processes that it starts (``*_main``)."""

@@ -60,7 +60,8 @@ Piece: TypeAlias = Text | Thought | CallPart | End
 
 
 class ChatClient:
-    """One server. Used from one thread; an exception inside ``stream``, Ctrl-C included, cancels the request.
+    """A client of one server. Used from one thread; an exception inside ``stream``, Ctrl-C included, cancels
+    the request.
 
     Raises ChatError, whose text is for the user, wherever the server refuses or fails.
     """

@@ -19,7 +19,7 @@ from weft.launch.chat_session import COMMANDS, unfinished
 
 
 class Lines(Protocol):
-    """A user who writes."""
+    """Where the lines of a user come from."""
 
     stays: bool
     """Whether Ctrl-C ends what goes on, and not the program."""

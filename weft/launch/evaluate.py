@@ -229,7 +229,7 @@ def ocr_mini(asked: Asked) -> tuple[Report, list[str]]:
 
 
 def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Report:
-    """Of ocr-mini."""
+    """The report of ocr-mini."""
     rows = [
         {"prompt": line.prompt, "expected": line.text, "text": text, "right": is_right(text, line)}
         for line, text in zip(lines, texts, strict=True)
@@ -238,7 +238,7 @@ def line_report(lines: Sequence[Line], texts: Sequence[str], target: str) -> Rep
 
 
 def tool_report(dialogues: Sequence[Dialogue], target: str) -> Report:
-    """Of tools-mini: every problem with the calls that were made."""
+    """The report of tools-mini: every problem with the calls that were made."""
     rows = [
         {
             "question": one.problem.question,
@@ -262,7 +262,7 @@ def acceptance(drafts: dict[str, list[int]]) -> str:
 
 
 def score(problems: Sequence[Problem], texts: Sequence[str], target: str) -> Report:
-    """Of gsm-mini."""
+    """The score of gsm-mini."""
     rows = [
         {"question": p.question, "expected": p.answer, "answer": extract_answer(text), "text": text}
         for p, text in zip(problems, texts, strict=True)

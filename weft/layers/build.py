@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.common.allocator import trim_heap
 from weft.config import sharding
 from weft.config.spec import ModelSpec
 from weft.layers.held import allow_codes, in_place, largest_in_place, take_mixed
@@ -88,7 +89,7 @@ class Build:
         return Shard((sharding.share(size, self.comm.rank, self.comm.size),), size)
 
     def kv_part(self, heads: int) -> Shard:
-        """Its share of KV heads: at least one, which other ranks may have too."""
+        """This rank's share of KV heads: at least one, which other ranks may have too."""
         return Shard((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
@@ -179,7 +180,11 @@ class Packs(Layer, ABC):
 
 
 def pack_all(model: nn.Module) -> None:
-    """Packs every layer of ``model``, in order of definition: an embedding before the head tied to it."""
+    """Packs every layer of ``model``, in order of definition: an embedding before the head tied to it.
+
+    What a layer's weights were loaded in goes back to the system, of which the C library would keep a part.
+    """
     for module in model.modules():
         if isinstance(module, Packs):
             module.pack()
+            trim_heap()

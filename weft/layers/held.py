@@ -17,7 +17,8 @@ from torch import nn
 
 from weft.layers.shard import largest_of
 from weft.ops import torch_ops
-from weft.ops.coded import Codes, MixedCodes, dequantize, joined, mixed, stacked
+from weft.ops.coded import Codes, MixedCodes, dequantize, joined, mixed
+from weft.ops.stacks import Unstacked, unstacked
 
 
 class _Piece(NamedTuple):
@@ -97,34 +98,38 @@ def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes 
     """Likewise; with ``mixes`` the rows of a matrix may be of different kinds."""
     held = held_on(parameter)
     codes = _taken(parameter, allowed, mixes)
+    if isinstance(codes, Unstacked):
+        codes = codes.whole()
     return None if codes is None or held is None else codes.to(held.device)
 
 
-def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | None:
+def take_apart(parameter: nn.Parameter) -> Unstacked | None:
+    """Likewise of a stack, [E, N, K], on the host: its matrices are still apart."""
+    found = _taken(parameter, allowed=True, mixes=False)
+    assert found is None or isinstance(found, Unstacked)
+    return found
+
+
+def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | Unstacked | None:
+    """What it returns has the only references to codes that waited: they go as they are used."""
     waiting = held_on(parameter)
     if waiting is None or not waiting.pieces:
         return None
     held = waiting.pieces
-    shape = parameter.shape[-2:]
+    rows = parameter.shape[-2]
     count = parameter.shape[0] if parameter.dim() == 3 else 1
-    if allowed and mixes and parameter.dim() == 2 and _whole(held.get(0, ()), shape[0]):
-        pieces = [piece.codes for piece in sorted(held[0], key=_row)]
-        one = joined(pieces)
-        both = mixed(pieces) if one is None else one
-        if both is not None:
+    if allowed and all(_whole(held.get(matrix, ()), rows) for matrix in range(count)):
+        matrices = [[piece.codes for piece in sorted(held[matrix], key=_row)] for matrix in range(count)]
+        found: Codes | MixedCodes | Unstacked | None
+        if parameter.dim() == 3:
+            found = unstacked(matrices)
+        else:
+            found = joined(matrices[0])
+            if found is None and mixes:
+                found = mixed(matrices[0])
+        if found is not None:
             held.clear()
-            return both
-    if allowed and all(_whole(held.get(matrix, ()), shape[0]) for matrix in range(count)):
-        made = [joined([piece.codes for piece in sorted(held[matrix], key=_row)]) for matrix in range(count)]
-        found = [one for one in made if one is not None]
-        if len(found) == count:
-            if parameter.dim() == 2:
-                held.clear()
-                return found[0]
-            result = stacked(found)
-            if result is not None:
-                held.clear()
-                return result
+            return found
     _write(parameter, waiting)
     return None
 

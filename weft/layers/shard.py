@@ -36,11 +36,11 @@ class Shard:
         return self.spans == ((0, self.size),)
 
     def times(self, each: int) -> Shard:
-        """The same of things that have ``each`` entries."""
+        """The shard of a dim in which each entry of this one has ``each`` entries."""
         return replace(self, spans=tuple((b * each, e * each) for b, e in self.spans), size=self.size * each)
 
     def at(self, dim: int) -> Shard:
-        """The same along another dim."""
+        """This shard along another dim."""
         return replace(self, dim=dim)
 
 

@@ -76,7 +76,7 @@ class Flow:
 
 
 def merge(events: list[TokenEvent]) -> list[TokenEvent]:
-    """The same events in fewer: neighbours become one unless their logprobs have unlike shapes."""
+    """``events`` in fewer: neighbours become one unless their logprobs have unlike shapes."""
     if len(events) < 2:
         return events
     merged: list[TokenEvent] = []

@@ -61,7 +61,7 @@ class Owner(Protocol):
 
 
 class Links:
-    """Used from one event loop. Instances have the names that their owner gives them."""
+    """The links of one front, used from its event loop. Their owner gives instances their names."""
 
     def __init__(
         self,

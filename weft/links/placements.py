@@ -28,7 +28,7 @@ class Placements:
         """(sequence, instance) -> its span, and the attempt."""
 
     def open(self, sequence: int, parent: SpanContext) -> None:
-        """``sequence`` is a part of the request ``parent``."""
+        """Follows ``sequence``, which is a part of the request ``parent``."""
         self._parents[sequence] = parent
 
     def sent(self, instance: str, version: int, message: m.ToHead) -> m.ToHead:
@@ -57,7 +57,7 @@ class Placements:
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
     def heard(self, received: e.Event) -> None:
-        """It is about to be given to the fleet."""
+        """Marks spans by a message that is about to be given to the fleet."""
         if not isinstance(received, e.Received) or not isinstance(received.message, m.Tokens):
             return
         instance = received.instance
@@ -77,7 +77,7 @@ class Placements:
             self._end(sequence, name, "lost", "the instance was lost")
 
     def closed(self, sequence: int) -> None:
-        """It has ended for its client."""
+        """Ends the spans of a sequence that has ended for its client."""
         if self._parents.pop(sequence, None) is not None:
             for key in [key for key in self._open if key[0] == sequence]:
                 self._end(*key, "left")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from weft.media.errors import BadMedia
 from weft.media.headers import ImageHeader
-from weft.media.words import Target
+from weft.media.messages import Target
 
 if TYPE_CHECKING:
     from PIL.Image import Image

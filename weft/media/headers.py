@@ -45,7 +45,7 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """Of a whole file. Raises BadMedia for other formats, damaged headers and animations."""
+    """The header of a whole file. Raises BadMedia for other formats, damaged headers and animations."""
     view = memoryview(data)
     start = bytes(view[:16])
     try:

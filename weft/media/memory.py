@@ -12,7 +12,7 @@ log = get_logger(__name__)
 
 
 class MediaMemory:
-    """Of one front. Used from its event loop."""
+    """Memory of the images of one front. Used from its event loop."""
 
     def __init__(self, most: int) -> None:
         """``most``: bytes."""

@@ -17,8 +17,8 @@ from weft.config.media_section import MediaSection
 from weft.media.decode import KEY_BYTES
 from weft.media.errors import INVALID, TOO_LARGE, BadMedia
 from weft.media.headers import ImageHeader, read_header
+from weft.media.messages import Target
 from weft.media.urls import inline, is_web, web_address
-from weft.media.words import Target
 
 LOW_PIXELS = 512 * 512
 """Of an image with ``detail: low``, once it is resized."""
@@ -41,7 +41,7 @@ class Asked(Protocol):
     def is_video(self) -> bool: ...
 
     def place(self, number: int) -> str:
-        """Of a frame, for errors."""
+        """The place of a frame in the request, for errors."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -88,13 +88,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Of its pixels."""
+        """Bytes of its pixels."""
         height, width = self.target.canvas
         return len(self.frames) * height * width * 3
 
 
 def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
-    """Of fetched files, by their URLs. Raises InvalidRequest, naming the part."""
+    """Headers of fetched files, by their URLs. Raises InvalidRequest, naming the part."""
     found = {}
     for one in wanted:
         try:

@@ -15,8 +15,8 @@ from weft.config.media_section import MediaSection
 from weft.media.decode import can_decode, missing
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.memory import Lease, MediaMemory
+from weft.media.messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.media.pictures import Picture, Wanted
-from weft.media.words import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.types.media import MediaItem
 
 T = TypeVar("T")
@@ -35,7 +35,9 @@ LATE_S = 5.0
 
 
 class MediaService:
-    """Used from one event loop. ``close`` ends it. Processes start when there is work for them."""
+    """Fetches and decodes images in worker processes. Used from one event loop. ``close`` ends it. Processes
+    start when there is work for them.
+    """
 
     def __init__(self, section: MediaSection) -> None:
         self._section = section

@@ -23,7 +23,7 @@ from weft.media.decode import can_decode, group_pixels, key_of, load
 from weft.media.errors import UNREACHABLE, BadMedia
 from weft.media.fetch import Fetcher
 from weft.media.headers import ImageHeader
-from weft.media.words import Decode, Done, WorkerRules, packed, task_of
+from weft.media.messages import Decode, Done, WorkerRules, packed, task_of
 
 log = get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from weft.common.errors import ConfigError
 from weft.config.families.facts import read_json
 from weft.gguf.folder import gguf_files, weights_of
 from weft.models.gguf_tensor import GGUFTensor, Maps
+from weft.ops.mapped import Mapped, mapped_around
 
 #: Types of plain numbers, as safetensors names them.
 _PLAIN = ("F64", "F32", "BF16", "F16")
@@ -90,6 +91,8 @@ class WeightFile:
         self._path = path
         self._safe: Any = None
         self._loaded: Mapping[str, torch.Tensor | GGUFTensor] = {}
+        self._mapped: Mapped | None = None
+        self._looked = False
 
     def __enter__(self) -> WeightFile:
         try:
@@ -114,6 +117,7 @@ class WeightFile:
             self._safe.__exit__(None, None, None)
         self._safe = None
         self._loaded = {}
+        self._mapped = None
 
     def names(self) -> list[str]:
         """Names of all tensors in the file."""
@@ -154,6 +158,32 @@ class WeightFile:
             place
         ]
         return result
+
+    @property
+    def mapped(self) -> Mapped | None:
+        """Where tensors of it lie in memory; None where they do not lie in the file itself."""
+        if not self._looked:
+            self._looked = True
+            name = next((name for name in self.names() if 0 not in self.shape(name)), None)
+            found = None if name is None else self._loaded.get(name)
+            if name is not None and not isinstance(found, GGUFTensor):
+                self._mapped = mapped_around(self._view(name))
+        return self._mapped
+
+    def drop_pages(self, names: Iterable[str]) -> None:
+        """These tensors will hardly be read again: their pages are no memory of this process any more.
+
+        Nothing else becomes of the tensors.
+        """
+        if self.mapped is not None:
+            for name in names:
+                self.mapped.drop(self._view(name))
+
+    def _view(self, name: str) -> torch.Tensor:
+        """Where a tensor of no GGUF file lies; it is not read."""
+        found = self._safe.get_tensor(name) if self._safe is not None else self._loaded[name]
+        assert isinstance(found, torch.Tensor)
+        return found
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor), in order. A tensor is the caller's until the next one is taken."""

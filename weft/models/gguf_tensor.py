@@ -16,6 +16,7 @@ from weft.gguf.names import MXFP4_BYTES, Form, Published
 from weft.models.quantized.coding import CodedPiece
 from weft.ops import ggml
 from weft.ops.coded import of_blocks
+from weft.ops.mapped import all_mapped
 
 Tensor = torch.Tensor
 Place = tuple[slice, ...]
@@ -68,9 +69,9 @@ class GGUFTensor:
         parts = [self._maps.bytes_of(part) for part in weight.parts]
         match weight.form:
             case Form.STORED if parts[0].dim() == 2:
-                return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=True))])
+                return kind, iter([CodedPiece((), of_blocks(kind, parts[0], mapped=all_mapped(parts[0])))])
             case Form.EXPERT:
-                one = of_blocks(kind, parts[0][weight.number], mapped=True)
+                one = of_blocks(kind, parts[0][weight.number], mapped=all_mapped(parts[0]))
                 return kind, iter([CodedPiece((), one)])
             case Form.HALVES if parts[0].dim() == 2:
                 pairs = parts[0].unflatten(0, (weight.number, -1, 2))

@@ -1,12 +1,13 @@
 """From a checkpoint folder to a model with weights.
 
 Parameters are allocated once, on their device and in their dtype; each published tensor is then copied
-into its part and dropped. So loading takes the model's size plus the largest tensor (where weights are
-quantized: the largest matrix in float32).
+into its part and dropped, as are the file's pages. So loading takes the model's size plus the largest tensor
+(where weights are quantized: the largest matrix in float32).
 """
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.common.allocator import trim_heap
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
@@ -41,6 +43,9 @@ __all__ = ["Model", "build_model", "load_model"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SHOWN = 8
+#: Of tensors that were read: what was made of them on the way is given back then. Of its own accord the C
+#: library would keep it, as it lies between what stays.
+_TRIM_ENTRIES = 4 << 20
 
 
 def build_model(
@@ -188,13 +193,21 @@ def fill(
     parameters = dict(model.named_parameters())
     wide = torch_ops.wide(model.dtype)
     target = Target(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
+    read = 0
     with progress_bar(total=len(sources), title="Loading weights", unit="tensor", shown=progress) as bar:
         for path in files:
             with WeightFile(path) as file:
                 for source in sources:
                     if source.path == path:
                         target.fill(source, file)
+                        here = [part.name for part in source.parts.values() if part.path == path]
+                        file.drop_pages(here)
+                        read += sum(math.prod(file.shape(name)) for name in here)
+                        if read > _TRIM_ENTRIES:
+                            trim_heap()
+                            read = 0
                         bar.update()
+    trim_heap()
     _check_repeated(model, weights, files)
     target.settle()
     return target

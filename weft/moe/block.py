@@ -14,7 +14,7 @@ from torch import nn
 
 from weft.config.spec import MoESpec
 from weft.layers.build import Build, FeedForward, Packs
-from weft.layers.held import in_place, largest_in_place, take_codes
+from weft.layers.held import in_place, largest_in_place, take_apart, take_codes
 from weft.layers.shard import Shard, joined, mark, picked, whole
 from weft.moe.choice import Chooser
 from weft.moe.exchange_cost import ExchangeShape
@@ -165,7 +165,8 @@ class RoutedMLP(FeedForward, Packs):
     def _matrices(self, holder: Experts | Shared, name: str) -> Any:
         """Plain, or as codes where they were loaded so and the op takes some."""
         weight = getattr(holder, name)
-        codes = take_codes(weight, self._op.pack_codes is not None)
+        apart = self._op.apart and weight.dim() == 3
+        codes = take_apart(weight) if apart else take_codes(weight, self._op.pack_codes is not None)
         if codes is not None:
             return codes
         setattr(holder, name, in_place(weight))

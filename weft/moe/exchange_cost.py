@@ -73,7 +73,8 @@ def table() -> tuple[MeasuredExchange, ...]:
 def seconds(
     form: str, tokens: int, shape: ExchangeShape, layout: Layout, measured: MeasuredExchange | None = None
 ) -> float:
-    """Of one layer's exchange when every replica has ``tokens``; of ``measured``, or the table's nearest.
+    """Seconds of one layer's exchange when every replica has ``tokens``; of ``measured``, or the table's
+    nearest.
 
     Without any measurement the bytes decide, at a gigabyte a second.
     """

@@ -97,5 +97,5 @@ class ByPieces(NamedTuple):
 
 
 def rank_experts(op: Any) -> RankExperts:
-    """Of what an implementation of the op ``moe_pieces`` returns."""
+    """The experts of a rank, from what an implementation of the op ``moe_pieces`` returns."""
     return ByPieces(op) if isinstance(op, Pieces) else op

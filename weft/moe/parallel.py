@@ -83,8 +83,9 @@ def slice_of(rows: int, rank: int, ranks: int) -> Slice:
 
 
 class DividedExperts:
-    """One layer's. ``weights`` has all of the router and this rank's experts, in order of their places, as
-    the implementation ``pieces`` of the op ``moe_pieces`` takes them."""
+    """The experts of one layer, divided over ranks. ``weights`` has all of the router and this rank's
+    experts, in order of their places, as the implementation ``pieces`` of the op ``moe_pieces`` takes
+    them."""
 
     def __init__(
         self,

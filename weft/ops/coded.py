@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from weft.ops import ggml
+from weft.ops.mapped import Mapped
 
 Tensor = torch.Tensor
 
@@ -51,8 +52,8 @@ class Codes:
     """float64 [N]; float32 as a GPU's kernels read them."""
     order: Tensor | None = None
     """int64 [K]: column i here is input ``order[i]``; None: in order."""
-    mapped: bool = False
-    """Whether ``values`` are a file that is mapped, and written by nobody: packing drops its pages."""
+    mapped: Mapped | None = None
+    """The mapped file that ``values``, and perhaps scales, lie in: who has read them drops its pages."""
 
     @property
     def four(self) -> bool:
@@ -86,6 +87,12 @@ class Codes:
         each = (self.values, self.scales, self.zeros, self.factors)
         return [tensor for tensor in each if tensor is not None]
 
+    def drop_pages(self) -> None:
+        """They were read, and will hardly be again: pages of a mapped file go, other memory stays."""
+        if self.mapped is not None:
+            for tensor in self.tensors():
+                self.mapped.drop(tensor)
+
     def to(self, device: torch.device) -> Codes:
         """The same in the memory of ``device``."""
         if self.values.device.type == device.type:
@@ -94,15 +101,17 @@ class Codes:
         def there(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        return replace(
+        made = replace(
             self,
             values=self.values.to(device),
             scales=as_bytes(self.scales).to(device).view(self.scales.dtype),
             zeros=there(self.zeros),
             factors=there(self.factors),
             order=there(self.order),
-            mapped=False,
+            mapped=None,
         )
+        self.drop_pages()
+        return made
 
     def __len__(self) -> int:
         return len(self.values)
@@ -112,7 +121,7 @@ class Codes:
         return replace(
             self,
             values=self.values[place],
-            mapped=self.mapped and not isinstance(place, Tensor),
+            mapped=None if isinstance(place, Tensor) else self.mapped,
             scales=as_bytes(self.scales)[place].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[place],
             factors=None if self.factors is None else self.factors[place],
@@ -175,7 +184,7 @@ class MixedCodes:
         return sum(len(part) for part in self.parts)
 
 
-def of_blocks(kind: str, values: Tensor, *, mapped: bool = False) -> Codes:
+def of_blocks(kind: str, values: Tensor, *, mapped: Mapped | None = None) -> Codes:
     """uint8 [N, bytes of a row] (or a stack) of blocks of GGML's type ``kind``. mapped: as of ``Codes``."""
     block = ggml.BLOCKS[kind]
     return Codes(
@@ -195,28 +204,42 @@ def nibbles(codes: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
+def common_group(parts: Sequence[Codes]) -> int | None:
+    """Inputs that have a scale in common in all of ``parts``, where these can be rows of one matrix; else
+    None.
+    """
+    first = parts[0]
+    group = min(part.group for part in parts)
+    if group % 2 or any(_kind(part) != _kind(first) for part in parts):
+        return None
+    if any(not _same_order(part.order, first.order) for part in parts):
+        return None
+    if any(part.group % group and part.group < part.inputs for part in parts):
+        return None
+    return group
+
+
 def joined(parts: Sequence[Codes]) -> Codes | None:
     """The rows of all ``parts``, one after another; None where they are of different kinds."""
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(_kind(part) != _kind(first) for part in parts):
-        return None
-    if any(not _same_order(part.order, first.order) for part in parts):
-        return None
-    group = min(part.group for part in parts)
-    if any(part.group % group and part.group < part.inputs for part in parts) or group % 2:
+    group = common_group(parts)
+    if group is None:
         return None
     parts = [part.regrouped(group) for part in parts]
-    return replace(
+    made = replace(
         first,
         group=group,
-        mapped=False,
+        mapped=None,
         values=torch.cat([part.values for part in parts]),
         scales=torch.cat([as_bytes(part.scales) for part in parts]).view(first.scales.dtype),
-        zeros=_all_zeros(parts),
-        factors=_all_factors(parts),
+        zeros=None if all(part.zeros is None for part in parts) else all_zeros(parts),
+        factors=None if all(part.factors is None for part in parts) else all_factors(parts),
     )
+    for part in parts:
+        part.drop_pages()
+    return made
 
 
 def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
@@ -228,39 +251,6 @@ def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
         both = joined([made[-1], part]) if made else None
         made[-1 if both is not None else len(made) :] = [part if both is None else both]
     return MixedCodes(tuple(made))
-
-
-def stacked(parts: list[Codes]) -> Codes | None:
-    """Matrices of one shape as a stack; None where they are of different kinds. Empties ``parts``."""
-    group = min(part.group for part in parts)
-    fit = all(not part.group % group or part.group >= part.inputs for part in parts) and not group % 2
-    if not fit or any(_kind(part) != _kind(parts[0]) or part.order is not None for part in parts):
-        return None
-    count = len(parts)
-    zeros = any(part.zeros is not None for part in parts)
-    factors = any(part.factors is not None for part in parts)
-    made: Codes | None = None
-    for place in range(count):
-        part = parts[place].regrouped(group)
-        one = [part]
-        part = replace(
-            part,
-            zeros=_all_zeros(one, wanted=zeros),
-            factors=_all_factors(one, wanted=factors),
-        )
-        if made is None:
-            made = replace(
-                part,
-                mapped=False,
-                values=part.values.new_empty(count, *part.values.shape),
-                scales=part.scales.new_empty(count, *part.scales.shape),
-                zeros=None if part.zeros is None else part.zeros.new_empty(count, *part.zeros.shape),
-                factors=None if part.factors is None else part.factors.new_empty(count, *part.factors.shape),
-            )
-        for to, tensor in zip(made.tensors(), part.tensors(), strict=True):
-            as_bytes(to)[place] = as_bytes(tensor)
-        parts[place] = part[:0]
-    return made
 
 
 def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
@@ -331,9 +321,8 @@ def _same_order(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a, b)
 
 
-def _all_zeros(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None:
-    if not wanted and all(part.zeros is None for part in parts):
-        return None
+def all_zeros(parts: Sequence[Codes]) -> Tensor:
+    """Zero points of the rows of all ``parts``, of integers, also of those that come without."""
     middle = MIDDLE[parts[0].numbers]
     full = [
         torch.full(p.scales.shape, middle, dtype=torch.uint8, device=p.scales.device)
@@ -341,20 +330,16 @@ def _all_zeros(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None
         else p.zeros
         for p in parts
     ]
-    return torch.cat(full)
+    return torch.cat(full) if len(full) > 1 else full[0]
 
 
-def _all_factors(parts: Sequence[Codes], *, wanted: bool = False) -> Tensor | None:
-    if not wanted and all(part.factors is None for part in parts):
-        return None
-    return torch.cat(
-        [
-            torch.ones(len(p), dtype=torch.float64, device=p.scales.device)
-            if p.factors is None
-            else p.factors
-            for p in parts
-        ]
-    )
+def all_factors(parts: Sequence[Codes]) -> Tensor:
+    """Factors of the rows of all ``parts``, likewise."""
+    full = [
+        torch.ones(len(p), dtype=torch.float64, device=p.scales.device) if p.factors is None else p.factors
+        for p in parts
+    ]
+    return torch.cat(full) if len(full) > 1 else full[0]
 
 
 # --- rounding plain weights ---
@@ -365,6 +350,8 @@ def to_int4(weight: Tensor) -> Codes:
 
     The scale spans a group's smallest and largest weight, and 0.
     """
+    if (rows := rows_at_once(weight)) < len(weight):
+        return _all_rows([to_int4(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), INT4_GROUP)
     low = exact.amin(-1).clamp(max=0)
     scales = ((exact.amax(-1).clamp(min=0) - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
@@ -383,6 +370,8 @@ def to_int4(weight: Tensor) -> Codes:
 
 def to_fp8(weight: Tensor) -> Codes:
     """weight [N, K] (or a stack) in E4M3, in groups of 128 inputs: a group's largest magnitude is 448."""
+    if (rows := rows_at_once(weight)) < len(weight):
+        return _all_rows([to_fp8(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), FP8_GROUP)
     scales = (exact.abs().amax(-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (exact / scales.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -390,6 +379,21 @@ def to_fp8(weight: Tensor) -> Codes:
     return Codes(numbers="e4m3", values=values, inputs=inputs, group=FP8_GROUP, scales=scales)
 
 
+def rows_at_once(weight: Tensor) -> int:
+    """How many rows of weight [N, K], or matrices of a stack, are rounded at a time: in float32 there is no
+    more.
+    """
+    return max(1, ROUNDED_NUMBERS // max(1, weight[:1].numel()))
+
+
+def _all_rows(parts: list[Codes]) -> Codes:
+    """Rows, or matrices of stacks, that were rounded in one way."""
+    whole = joined(parts)
+    assert whole is not None, "all were made in one way"
+    return whole
+
+
+ROUNDED_NUMBERS = 1 << 20
 INT4_GROUP = 64
 FP8_GROUP = 128
 

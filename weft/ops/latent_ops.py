@@ -111,7 +111,7 @@ def both_forms() -> tuple[str, str]:
 
 
 def one_form() -> tuple[str, str]:
-    """The same for both: a token's bits don't depend on the segment that it is computed in."""
+    """One form for both segments: a token's bits don't depend on the segment that it is computed in."""
     return ("absorbed", "absorbed")
 
 

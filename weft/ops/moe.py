@@ -22,6 +22,7 @@ from weft.ops import moe_table, tiled, torch_ops
 from weft.ops.coded import Codes, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 from weft.ops.routing import Rule, route
+from weft.ops.stacks import Unstacked
 from weft.ops.torch_ops import Int8Weight, to_int8, wide
 
 Tensor = torch.Tensor
@@ -41,7 +42,8 @@ class Gate(NamedTuple):
 class Routed:
     """The weights of a routed block. E experts of n, a shared one of s; gate rows come before up rows.
 
-    The matrices of experts are tensors, or ``Int8Weight`` or ``Codes`` of the same leading shape.
+    The matrices of experts are tensors, or ``Int8Weight`` or ``Codes`` of the same leading shape; for an op
+    to pack they may be ``Unstacked``.
     """
 
     rule: Rule
@@ -291,7 +293,7 @@ def chosen_form(x: Tensor, ids: Tensor, weights: Routed, forms: tuple[str, ...])
 def has_codes(weights: Routed) -> bool:
     """Whether any of its matrices are codes."""
     each = (weights.gate_up, weights.down, weights.shared_gate_up, weights.shared_down)
-    return any(isinstance(matrices, Codes) for matrices in each)
+    return any(isinstance(matrices, Codes | Unstacked) for matrices in each)
 
 
 def rounded(weights: Routed, to: Callable[[Tensor], Codes]) -> Routed:

@@ -30,7 +30,7 @@ each token's matrices copied side by side."""
 
 
 class Size(NamedTuple):
-    """A routed block's."""
+    """The sizes of a routed block that decide its form."""
 
     experts: int
     top_k: int

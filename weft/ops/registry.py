@@ -39,6 +39,8 @@ class Implementation:
     """Likewise, from ``coded.Codes``; None: it wants plain weights."""
     mixes: bool = False
     """Whether ``pack_codes`` takes ``coded.MixedCodes`` as well."""
+    apart: bool = False
+    """Whether ``pack_codes`` takes ``stacks.Unstacked`` for a stack of codes, in the host's memory."""
     asks: bool = False
     """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
     available: Callable[[], bool] = lambda: True

@@ -141,7 +141,7 @@ class Noise:
         return Noise(seed=self.seed[rows], choice=self.choice[rows], position=self.position[rows])
 
     def column(self) -> Noise:
-        """The same as [R, 1]."""
+        """The column as [R, 1]."""
         return Noise(seed=self.seed[:, None], choice=self.choice[:, None], position=self.position[:, None])
 
     def of(self, ids: Tensor) -> Tensor:

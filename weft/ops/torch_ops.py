@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from weft.ops.coded import Codes, MixedCodes, dequantize, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, dequantize, rows_at_once, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -186,6 +186,10 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
 
     largest: wide [N, 1], of longer rows that these are a part of.
     """
+    if (rows := rows_at_once(weight)) < len(weight):
+        of_rows = [None] * len(weight) if largest is None else largest.split(rows)
+        parts = [to_int8(some, most) for some, most in zip(weight.split(rows), of_rows, strict=False)]
+        return Int8Weight(*(torch.cat(each) for each in zip(*parts, strict=True)))
     exact = weight.to(wide(weight.dtype))
     largest = exact.abs().amax(dim=1, keepdim=True) if largest is None else largest
     scales = (largest / 127).clamp(min=torch.finfo(exact.dtype).tiny)

@@ -2,10 +2,9 @@
 
 With C the compute and M the communication of a step, and 1 and 2 its micro-batches,
 
-    whole        C + M
-    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all of one's communication under the other's
-    compute,
-                                                     as far as there is any
+    whole               C + M
+    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all communication of one under the compute of
+                                                            the other, as far as there is any
 
 C is the cost model of steps, fitted to the compute of whole ones; M is linear in tokens. Both sums are wrong
 in their own way for every kind of step (micro-batches read all weights twice, a link may be idle or not,
@@ -95,7 +94,7 @@ class OverlapCost:
         return self._compute.model.predict(shape_of(plan)) + self._link.predict(plan.tokens)
 
     def share(self, plan: PlannedRows) -> float:
-        """Of communication in a step computed whole: no more than this can be hidden."""
+        """The share of communication in a step computed whole: no more than this can be hidden."""
         whole = self.whole(plan)
         return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Sum:
-    """Steps of one kind. Seconds."""
+    """Sums over the steps of one kind, in seconds."""
 
     steps: int = 0
     compute: float = 0.0
@@ -21,12 +21,12 @@ class Sum:
 
     @property
     def share(self) -> float:
-        """Of communication, how much went on under compute: 0 .. 1."""
+        """The share of communication that went on under compute: 0 .. 1."""
         return self.hidden / self.communication if self.communication else 0.0
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Of a trace's events: by kind of step (prompts, decode; whole or in micro-batches), and ``all``."""
+    """Sums of a trace's events: by kind of step (prompts, decode; whole or in micro-batches), and ``all``."""
     result: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})

@@ -29,7 +29,7 @@ LEAST = 16
 
 
 class MicroBatches(NamedTuple):
-    """What ``split`` made."""
+    """The two micro-batches that ``split`` made of a plan."""
 
     first: StepPlan
     second: StepPlan

@@ -43,7 +43,7 @@ class StepTimes:
 
     @property
     def hidden(self) -> float:
-        """Of ``communication``, what went on under compute."""
+        """Seconds of ``communication`` that went on under compute."""
         return max(self.communication - self.waited, 0.0)
 
     @property

@@ -25,7 +25,8 @@ class AgreementGroup:
     def __init__(self, replica: int, replicas: int, wakeups: WakeupChannel, host: str | None = None) -> None:
         """``host``: see ``GroupComm``."""
         self._replica = replica
-        self._comm = GroupComm("heads", range(replicas), replica, Launcher(), host)
+        self._launcher = Launcher()
+        self._comm = GroupComm("heads", range(replicas), replica, self._launcher, host)
         self._wakeups = wakeups
         self._waves = Waves()
         self._epoch = -1
@@ -42,6 +43,7 @@ class AgreementGroup:
         ``addresses``: see ``WakeupChannel.reach``.
         """
         self._comm.abort()
+        self._launcher.broken = False
         self._wakeups.reach(addresses)
         self._comm.connect(store, epoch, timeout)
         self._waves = Waves()
@@ -50,6 +52,7 @@ class AgreementGroup:
 
     def abort(self) -> None:
         """Ends the group: a waiting ``agree`` raises CommLost. From any thread."""
+        self._launcher.broken = True
         self._comm.abort()
 
     @property

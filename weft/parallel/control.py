@@ -32,7 +32,7 @@ class PeerGone(EngineDead):
 
 
 class HeadChannel(ABC):
-    """The head's end."""
+    """The head's end of the control channel."""
 
     address: str
     """What ranks connect to."""
@@ -56,7 +56,7 @@ class HeadChannel(ABC):
 
 
 class NoRanks(HeadChannel):
-    """Of a head that has no ranks beside it."""
+    """The channel of a head that has no ranks beside it."""
 
     address = ""
 
@@ -72,7 +72,7 @@ class NoRanks(HeadChannel):
 
 
 class RankChannel(ABC):
-    """A rank's end."""
+    """A rank's end of the control channel."""
 
     @abstractmethod
     def send(self, data: bytes) -> None:
@@ -101,7 +101,7 @@ class HeadLink(NamedTuple):
 
 
 class ZmqHead(HeadChannel):
-    """A ROUTER, listening."""
+    """The head's end as a zmq ROUTER that listens."""
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None, patience: float = 0.0) -> None:
         """``endpoint``: ``ipc://path`` in a folder that only this user can enter, or ``tcp://address:port``
@@ -152,7 +152,9 @@ class ZmqHead(HeadChannel):
 
 
 class ZmqRank(RankChannel):
-    """A DEALER. It connects in the background, and anew whenever the connection is lost."""
+    """A rank's end as a zmq DEALER. It connects in the background, and anew whenever the connection is
+    lost.
+    """
 
     def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()

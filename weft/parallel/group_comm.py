@@ -11,6 +11,7 @@ ranks may be threads of one process.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ log = get_logger(__name__)
 LOOPBACK = "127.0.0.1"
 ONE_SHOT = 1 << 16
 """Bytes that a sum moves at most with one collective, each rank sending all it has to all; else with two."""
+LOOK_S = 0.02
+"""Seconds, at most, between two looks whether all ranks have come to form a group."""
 
 
 class GroupComm(Comm):
@@ -79,11 +82,13 @@ class GroupComm(Comm):
     def connect(self, store: Any, epoch: int, timeout: float) -> None:
         """Meets the other ranks through ``store`` (a ``torch.distributed.Store``). Raises CommLost.
 
-        ``timeout``: seconds for this, and for each collective from now on.
+        ``timeout``: seconds for this, and for each collective from now on. Ends at once when the launcher is
+        ``broken`` while other ranks have not come: they may have gone on to another epoch.
         """
         group = fast = None
         try:
             prefixed = dist.PrefixStore(f"{epoch}/{self.name}", store)
+            self._await_all(prefixed, timeout)
             group = self._make(prefixed, timedelta(seconds=timeout))
             ring = self._meet(prefixed, timeout) if self._share else None
             if self._gpu is not None:
@@ -106,6 +111,20 @@ class GroupComm(Comm):
         """What collectives run over: ``gloo`` or ``shared memory``, and for CUDA tensors ``NCCL``."""
         link = "gloo" if self._shared is None else "shared memory"
         return link if self._gpu is None else f"NCCL, for CPU tensors {link}"
+
+    def _await_all(self, store: Any, timeout: float) -> None:
+        """Returns when all ranks are here. What follows waits, too, but nobody can end those waits."""
+        store.set(f"here{self.rank}", "")
+        all_of_them = [f"here{rank}" for rank in range(self.size)]
+        until = time.monotonic() + timeout
+        pause = LOOK_S / 32
+        while not store.check(all_of_them):
+            if self._launcher.broken:
+                raise CommLost("it was aborted before all ranks came")
+            if time.monotonic() > until:
+                raise CommLost(f"a rank did not come within {timeout:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, LOOK_S)
 
     def _make(self, store: Any, timeout: timedelta) -> Any:
         gloo: Any = dist.ProcessGroupGloo  # stubs know nothing of its options

@@ -20,7 +20,9 @@ _POLL = 0.00005
 
 
 class HostStage:
-    """Of one rank. Used from the thread, and on the stream, that computes."""
+    """Collectives of one rank by way of pinned host memory. Used from the thread, and on the stream, that
+    computes.
+    """
 
     def __init__(self, timeout: float) -> None:
         """``timeout``: seconds that the host waits for what the device computes."""

@@ -18,7 +18,7 @@ ANSWER_S = 0.5
 
 
 class Leases(Protocol):
-    """Used from one thread at a time."""
+    """Leases of the heads of a domain, published and read. Used from one thread at a time."""
 
     def read(self) -> Sequence[Lease | None]:
         """The leases of all replicas, in order; None where one is not known. Does not wait."""

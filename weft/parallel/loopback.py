@@ -75,7 +75,7 @@ class _Link:
 
 
 class Loopback:
-    """All links of one group."""
+    """The control channel of one group within one process: all of its links."""
 
     def __init__(self, clock: VirtualClock, faults: Sequence[LinkFault] = ()) -> None:
         self.clock = clock
@@ -156,7 +156,7 @@ class Loopback:
 
 
 class LoopbackHead(HeadChannel):
-    """See ``Loopback``."""
+    """The head's end of a ``Loopback``."""
 
     address = "loopback"
 
@@ -181,7 +181,7 @@ class LoopbackHead(HeadChannel):
 
 
 class LoopbackRank(RankChannel):
-    """See ``Loopback``. It never waits."""
+    """A rank's end of a ``Loopback``. It never waits."""
 
     def __init__(self, net: Loopback, peer: bytes) -> None:
         self._net = net

@@ -176,7 +176,7 @@ class RemoteHead:
         return self._address
 
     def poll(self) -> int | None:
-        """Its status when it has ended; None while it runs, or will run when its host comes."""
+        """The head's exit status when it has ended; None while it runs, or will run when its host comes."""
         if self._refused():
             return REFUSED
         data = self._board.get(b.ended_key(self._replica))
@@ -194,7 +194,7 @@ class RemoteHead:
         self._end(self.incarnation)
 
     def wait(self, timeout: float) -> int:
-        """Its status. Raises subprocess.TimeoutExpired."""
+        """The head's exit status. Raises subprocess.TimeoutExpired."""
         until = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > until:

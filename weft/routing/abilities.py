@@ -21,7 +21,7 @@ MEDIA_SINCE = 5
 
 
 def speaking(instances: Sequence[Instance], submit: Submit) -> Sequence[Instance]:
-    """Those of ``instances`` that can do what ``submit`` asks."""
+    """The ``instances`` that can do what ``submit`` asks."""
     if (since := _since(submit)) == 0:
         return instances
     return [one for one in instances if one.version >= since]

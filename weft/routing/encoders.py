@@ -58,7 +58,7 @@ def divided(instances: Iterable[Instance]) -> bool:
 
 
 def without_compute(instances: Iterable[Instance]) -> list[Instance]:
-    """Those of ``instances`` that encode, and for none of the others."""
+    """The ``instances`` that encode, and for none of the others."""
     given = list(instances)
     return [one for one in given if one.role == "encode" and not any(encodes_for(one, o) for o in given)]
 

@@ -172,7 +172,7 @@ class InstanceTable:
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
-        """It is known where a process will listen."""
+        """Notes where a process of the instance will listen."""
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
 
@@ -220,14 +220,14 @@ class InstanceTable:
             self._changed(now)
 
     def shun(self, instance: Instance, now: float) -> None:
-        """Its process has ended, as another instance saw: it gets no sequences until another one is up. That
-        it is lost is for its link to tell, which may have more of what it said."""
+        """Avoids an instance whose process has ended, as another instance saw: it gets no sequences until
+        another one is up. That it is lost is for its link to tell, which may have more of what it said."""
         if instance.alive and not instance.shunned:
             instance.shunned = True
             self._changed(now)
 
     def lose(self, instance: Instance, now: float) -> bool:
-        """Its process is gone or unusable. Returns whether that is new."""
+        """Loses the process of an instance, which is gone or unusable. Returns whether that is new."""
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
         healthy = instance.alive and now - instance.since >= HEALTHY_S

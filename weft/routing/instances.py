@@ -42,7 +42,7 @@ ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 @dataclass(slots=True)
 class Instance:
-    """Times are seconds of the fleet's clock."""
+    """One replica, as a fleet knows it. Times are seconds of the fleet's clock."""
 
     name: str
     domain: str = ""
@@ -94,7 +94,7 @@ class Instance:
 
     @property
     def incarnation(self) -> int:
-        """Of its present process; 0 while that has not answered."""
+        """The incarnation of its present process; 0 while that has not answered."""
         return 0 if self.welcome is None else self.welcome.incarnation
 
     @property

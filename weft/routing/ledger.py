@@ -27,7 +27,7 @@ from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
 
 class LedgerEntry:
-    """One open sequence."""
+    """One open sequence, and what came of it so far."""
 
     __slots__ = (
         "attempt",
@@ -62,12 +62,13 @@ class LedgerEntry:
         self.places: dict[str, int] = {}
         """Instance -> attempt, of the instances that work on the sequence."""
         self.pair: tuple[str, str] | None = None
-        """Who computes the prompt in the present attempt, and who decodes; None where one does both."""
+        """(instance that computes the prompt, instance that decodes) of the present attempt; None where one
+        instance does both."""
         self.encoders: dict[str, None] = {}
-        """Who encodes images of it in the present attempt, and has not said that it is done. They are among
-        ``places``."""
+        """Instances that encode images of it in the present attempt and have not said that they are done; as
+        an ordered set. They are among ``places``."""
         self.computed = False
-        """Whether a token came in the present attempt: so whoever computes the prompt has all it needs."""
+        """Whether a token came in the present attempt: so its prompt is computed, with all images."""
         self.held: list[TokenEvent] = []
         """What the one that decodes has said while the other one was not done with the sequence."""
         self.landed = False
@@ -232,7 +233,7 @@ class Unlanded:
         self._due = deque((due + seconds, entry, attempt) for due, entry, attempt in self._due)
 
     def late(self, now: float) -> list[LedgerEntry]:
-        """Those that are still where they were, and have waited for too long."""
+        """Sequences that are still where they were, and have waited for too long."""
         found = []
         while self._due and self._due[0][0] <= now:
             _, entry, attempt = self._due.popleft()
@@ -244,7 +245,9 @@ class Unlanded:
 def by_request(
     sequences: Iterable[int], entries: Mapping[int, LedgerEntry], images: bool = True
 ) -> dict[int, list[int]]:
-    """Those of one prompt together, in order. Without ``images`` none that has some, unless it is pinned."""
+    """``sequences`` in groups of one prompt, in order. Without ``images`` none that has some, unless it is
+    pinned.
+    """
     made: dict[int, list[int]] = {}
     for sequence in sequences:
         entry = entries[sequence]
@@ -254,8 +257,9 @@ def by_request(
 
 
 def for_good(event: TokenEvent) -> TokenEvent:
-    """An image that cannot be encoded would fail again: whoever saw its room fail by that ends the sequence,
-    though it gives it back. Who encodes it says the same, and may be heard later."""
+    """``event``, or the sequence's end with an error where it gives the sequence back because an image
+    cannot be encoded: that would fail again elsewhere. The encoding instance says the same, and may be heard
+    later."""
     if event.error is None or event.error.code != ImageFailed.code:
         return event
     return msgspec.structs.replace(event, finish="error")

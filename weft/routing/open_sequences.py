@@ -28,7 +28,7 @@ class OpenSequences:
         """Those parked or paused that lost their instance."""
 
     def open(self, event: Opened) -> None:
-        """Those of a new request: they wait."""
+        """Adds the sequences of a new request, which wait."""
         for submit in event.submits:
             hashes = event.hashes.get(submit.request)
             self.entries[submit.sequence] = LedgerEntry(submit, hashes, event.pinned)
@@ -36,7 +36,7 @@ class OpenSequences:
             self.parked.add(submit.sequence)
 
     def forget(self, sequence: int) -> None:
-        """It has ended, and is nowhere."""
+        """Forgets a sequence that has ended."""
         entry = self.entries.pop(sequence)
         siblings = self.requests[entry.submit.request]
         del siblings[sequence]
@@ -47,19 +47,19 @@ class OpenSequences:
         self.bereft.discard(sequence)
 
     def pause(self, sequence: int) -> None:
-        """It was taken from where it was."""
+        """Pauses a sequence, which was taken from its instance."""
         self.parked.discard(sequence)
         self.paused[sequence] = None
 
     def resume(self, sequences: Iterable[int]) -> None:
-        """Those of them that were paused wait."""
+        """Has those of ``sequences`` wait that were paused."""
         for sequence in sequences:
             if sequence in self.paused:
                 del self.paused[sequence]
                 self.parked.add(sequence)
 
     def placed(self, sequence: int) -> bool:
-        """It waits no longer. Whether it goes on after an instance was lost."""
+        """Ends the wait of a sequence. Returns whether it goes on after an instance was lost."""
         self.parked.discard(sequence)
         bereft = sequence in self.bereft
         self.bereft.discard(sequence)

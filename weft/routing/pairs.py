@@ -35,7 +35,7 @@ class Route(NamedTuple):
     decode: Instance | None = None
     """Goes on from the first token; None where ``compute`` does."""
     encoders: tuple[Instance, ...] = ()
-    """Who encodes each image of the prompt; () where it has none, or ``compute`` does."""
+    """The instance that encodes each image of the prompt; () if there are none, or ``compute`` does."""
 
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
@@ -57,7 +57,7 @@ def serve(instances: Iterable[Instance], local: bool) -> bool:
 
 
 def without_partner(instances: Iterable[Instance]) -> list[Instance]:
-    """Those of ``instances`` that have a role, and none among the others to work with."""
+    """The ``instances`` that have a role, and none among the others to work with."""
     given = list(instances)
     paired = {id(one) for a in given for b in given if are_partners(a, b) for one in (a, b)}
     return [one for one in given if one.role in ("prefill", "decode") and id(one) not in paired]
@@ -122,7 +122,7 @@ class Router:
 
         ``takers``: instances that take sequences. ``near``: those that have others of the same prompt.
         ``local``: those that decode may compute the prompt, too, where there is no other way. ``encoders``:
-        who encodes images for them now; None where whoever computes a prompt has to.
+        instances that encode images for them now; None where the instance that computes a prompt has to.
         """
         takers = [one for one in takers if not one.unanswered or one.unanswered.isdisjoint(group)]
         if entry.pinned is not None:
@@ -159,7 +159,7 @@ class Router:
         near: Collection[str],
         session: str,
     ) -> Route | None:
-        """``able``: who may compute the prompt; ``decoding``: who may go on."""
+        """``able``: instances that may compute the prompt; ``decoding``: those that may go on with it."""
         prefill = [one for one in able if one.role == "prefill"]
         if not prefill:
             return None
@@ -177,8 +177,8 @@ def _among(instances: Sequence[Instance], names: Collection[str]) -> Sequence[In
 
 
 def _with_encoders(route: Route, entry: LedgerEntry, encoders: Iterable[Instance]) -> Route:
-    """Images go to who encodes for the one that computes the prompt, of these to who gave the sequence back
-    least often; without any it encodes them itself."""
+    """``route`` with an instance for each image: of those that encode for the one that computes the prompt,
+    those that gave the sequence back least often. Without any that one encodes them itself."""
     able = [(entry.refused.get(one.name, 0), one) for one in encoders if encodes_for(one, route.compute)]
     least = min((refused for refused, _ in able), default=0)
     willing = [one for refused, one in able if refused == least]
@@ -191,8 +191,8 @@ def ticketed(
     """What each instance of ``route`` is sent; ``seconds``: that a transfer may take. ``first``: whether it
     is the first of its prompt's sequences there; others share what came for it.
 
-    Who receives comes before who sends: it should know of the room when the other one offers it. One that
-    decodes needs no pixels: what it cannot go on with it gives back.
+    Receivers come before senders: a receiver should know of the room when it is offered. An instance that
+    decodes needs no pixels: a sequence that it cannot go on with it gives back.
     """
     compute, decode, encoders = route
     parts: list[tuple[Instance, Submit]] = []

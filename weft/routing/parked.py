@@ -33,12 +33,12 @@ class Parked:
             self._waits[sequence] = until
 
     def discard(self, sequence: int) -> None:
-        """It waits no longer. Idempotent."""
+        """Ends the wait of a sequence. Idempotent."""
         self._all.pop(sequence, None)
         self._waits.pop(sequence, None)
 
     def ready(self, now: float) -> list[int]:
-        """Those that may go to an instance now, in order."""
+        """Sequences that may go to an instance now, in order."""
         if self._waits:
             self._waits = {one: until for one, until in self._waits.items() if until > now}
         return [one for one in self._all if one not in self._waits]

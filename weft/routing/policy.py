@@ -236,7 +236,9 @@ def block_of(instance: Instance) -> int:
 def hashes_of(
     prompt: bytes, salt: str, known: PromptHashes | None = None, media: tuple[MediaItem, ...] = ()
 ) -> Hashes:
-    """Of ``prompt`` (int32 ids) with the images ``media``. ``known``: those that were made already."""
+    """Block hashes of ``prompt`` (int32 ids) with the images ``media``. ``known``: those that were made
+    already.
+    """
     made = dict(known or {})
 
     def hashes(block: int) -> Sequence[bytes]:

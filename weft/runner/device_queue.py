@@ -96,7 +96,7 @@ def _carried_out(work: Callable[..., Any], args: tuple[Any, ...]) -> Settled:
 
 
 def _lost(interrupt: BaseException) -> EngineDead:
-    """The work is half done, and whoever comes next must know."""
+    """The error of work that an interrupt cut short, when it was half done."""
     lost = EngineDead("a step was interrupted")
     lost.__cause__ = interrupt
     return lost

@@ -7,7 +7,7 @@ import os
 
 
 class Doorbell:
-    """Rung from any thread, heard by one."""
+    """A descriptor that wakes one thread; rung from any."""
 
     def __init__(self) -> None:
         self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -19,12 +19,12 @@ class Doorbell:
             os.eventfd_write(self.descriptor, 1)
 
     def hear(self) -> None:
-        """It is silent again."""
+        """Takes in that it was rung."""
         with contextlib.suppress(OSError):
             os.eventfd_read(self.descriptor)
 
     def close(self) -> None:
-        """It is not rung any more."""
+        """Closes it; from then on ringing does nothing."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

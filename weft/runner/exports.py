@@ -1,12 +1,12 @@
 """Which positions of which layers may leave for other groups, told as a step computes them.
 
     plan with Export      blocks of the sequence, before the pass
-    behind layers         their entries of positions 0 .. end - 1 are there, as soon as it is worth a word
+    behind layers         their entries of positions 0 .. end - 1 are there (small layers are told together)
     behind the drafts     so are those of the layers that make them
     Export with states    the snapshots that the plan's SaveState made are there
 
 Positions that were in the caches when the sequence came are told with the first of its rows: by then whatever
-makes them has run, in the order of steps. Who takes note tells old from new.
+makes them has run, in the order of steps. ``Pushes`` tells old positions from new ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weft.common.errors import EngineDead, ErrorInfo
 from weft.config.resolved import KVConfig, PoolSpec
-from weft.transfer.words import RankReport, RankStopped
+from weft.transfer.events import RankReport, RankStopped
 from weft.types.plan import Export, Op, StepPlan
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, GroupDims, RoomKey
 
@@ -158,5 +158,5 @@ def _position_bytes(pool: PoolSpec, dtype: str) -> int:
 
 
 def exported(ops: Sequence[Op]) -> list[Export]:
-    """Those that are about rows of the same plan."""
+    """The ``Export`` ops that are about rows of their own plan."""
     return [op for op in ops if isinstance(op, Export) and not op.states]

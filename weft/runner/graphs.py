@@ -20,7 +20,7 @@ On a CPU they are captured calls (weft/runner/programs.py), each made when it is
 INVARIANT of ranks, which meet in the middle of a step: what a step computes, and with it the order, kinds and
 sizes of its collectives, follows from its plan, the settings, and the plans before it in its epoch, on every
 rank alike. So ``find`` asks nothing else (what a rank captured already, say). Whether a rank then replays the
-step, records it or launches the same calls one by one is its own affair. Captures name the epoch's memory
+step, captures it or launches the same calls one by one is its own affair. Captures name the epoch's memory
 and end with it.
 
 A spare row is at position 0 of a sequence without blocks: it reads and writes the null block, which nobody
@@ -63,7 +63,7 @@ Tensor = torch.Tensor
 
 
 class Key(NamedTuple):
-    """A bucket of steps."""
+    """The bucket of steps that one capture serves."""
 
     rows: int
     each: int
@@ -202,7 +202,7 @@ class DecodeGraphs:
 
         ``max_len``: a sequence's greatest length. ``launcher``: of the model's collectives. ``hidden_sink``:
         called at the end of steps of one token a row, see ``Drafter.hidden_sink``. ``end``: of such steps,
-        too, if nobody drafts; part of what is captured where a step ``draws`` (``find``).
+        too, where nobody drafts; part of what is captured where a step ``draws`` (``find``).
         """
         self.keeps = hidden_sink is not None
         """Whether it is called."""

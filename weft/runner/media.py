@@ -43,7 +43,7 @@ class Embedded(Protocol):
 
 
 class Tower(Protocol):
-    """What encodes images."""
+    """The vision tower as the runner calls it: encodes images."""
 
     def embed(self, image: Tensor) -> Embedded:
         """``image``: uint8 [frames, height, width, 3], on the model's device."""

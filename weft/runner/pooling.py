@@ -47,7 +47,7 @@ class Pooler:
         """float64 [slots, hidden], once a sequence has asked for a mean."""
 
     def apply(self, ops: Iterable[Op]) -> None:
-        """Takes in who gets and who leaves a slot. Raises EngineDead for what cannot be right."""
+        """Follows slots that are allocated and freed. Raises EngineDead for what cannot be right."""
         for op in ops:
             if isinstance(op, FreeSlot):
                 self._mode[op.slot] = _NONE

@@ -66,8 +66,6 @@ class _Watch(TorchDispatchMode):
         results = list(made) if isinstance(made, tuple | list) else [made]
         if not any(isinstance(value, Tensor) for value in (*results, *tree_leaves(arguments))):
             return made  # a fact of types, say: the same each time
-        if signature.makes_list:
-            self.obstacle = self.obstacle or CannotCapture(f"{func} makes a list of tensors")
         if any(result is not None and not isinstance(result, Tensor) for result in results):
             self.obstacle = self.obstacle or CannotCapture(f"{func} gives the host a value")
         self.calls.append(_Call(func, arguments, results))
@@ -78,8 +76,8 @@ def capture_calls(run: Callable[[], None], launcher: Launcher | None = None) -> 
     """Runs ``run`` once, and returns what does the same again without Python.
 
     ``launcher`` is told of the collectives that are replayed. Raises CannotCapture, when ``run`` has ended,
-    if one of its calls read a value on the host, or made a list of tensors. What is returned raises CommLost
-    when a collective fails; of its other calls what they raise.
+    if one of its calls read a value on the host. What is returned raises CommLost when a collective fails; of
+    its other calls what they raise.
     """
     with _Watch() as watch:
         run()
@@ -113,17 +111,14 @@ class _Signature:
     """Name and default of each argument."""
     kinds: tuple[str, ...]
     """Type of each."""
-    makes_list: bool
 
 
 @functools.cache
 def _signature(op: torch._ops.OpOverload) -> _Signature:
     arguments = op._schema.arguments
-    returns = op._schema.returns
     return _Signature(
         named=tuple((argument.name, argument.default_value) for argument in arguments),
         kinds=tuple(str(argument.type) for argument in arguments),
-        makes_list=bool(returns) and str(returns[0].type) == "List[Tensor]",
     )
 
 

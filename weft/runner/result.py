@@ -20,7 +20,7 @@ from weft.types.plan import EMPTY, EmbeddingRows, LogprobRows, StepPlan, StepRes
 
 @dataclass(slots=True)
 class Drawn:
-    """What a recorded step drew: one token a row and nothing else. Like a ``HostCopy`` that has arrived."""
+    """What a captured step drew: one token a row and nothing else. Like a ``HostCopy`` that has arrived."""
 
     tokens: np.ndarray
     """int64 [rows]."""
@@ -98,7 +98,7 @@ class HostCopy:
             check()
 
 
-def come_to_rest(device: torch.device, timeout: float) -> None:
+def synchronize(device: torch.device, timeout: float) -> None:
     """Waits until a GPU has done all that was launched. Raises EngineDead after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     event = torch.cuda.Event()

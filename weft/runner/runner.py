@@ -36,7 +36,7 @@ from weft.runner.media_rooms import media_store
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
 from weft.runner.pooling import Pooled, Pooler
-from weft.runner.result import Drawn, HostCopy, come_to_rest, to_result
+from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
 from weft.runner.staging import StagingBuffer, StagingRing
@@ -223,7 +223,7 @@ class Runner:
 
     def _clear(self) -> None:
         if self._device.type == "cuda":
-            come_to_rest(self._device, self._timeout)
+            synchronize(self._device, self._timeout)
         slots = self._sampler.slots
         for part in (self._state, slots, self._pooler, self._media, self._ring, self._micro_batched):
             part.clear()
@@ -312,7 +312,8 @@ class Runner:
         if self.graphs is None:
             return None
         direct = self._sampler.slots.direct
-        draws = self.drafter is None and not plan.constrained and bool(direct[plan.decode.slot].all())
+        rests = self.drafter is None or (self.drafter.rests and not plan.decode.next_k.any())
+        draws = rests and not plan.constrained and bool(direct[plan.decode.slot].all())
         key = self.graphs.find(plan, draws)
         if key is None:
             handle.uncaptured = self.graphs.uncaptured
@@ -428,7 +429,7 @@ class Runner:
         drafter = self.drafter if self._device.type == "cpu" else None
         hidden_sink = None if drafter is None else drafter.hidden_sink()
         end = None
-        if self.drafter is None:
+        if self.drafter is None or self.drafter.rests:
             like = torch.empty(1, 1, dtype=self._model.dtype, device=self._device)
             end = self._sampler.end(self._state, self._has_state, like)
         return DecodeGraphs(*parts, self.kv.max_model_len, options, self._launcher, hidden_sink, end)

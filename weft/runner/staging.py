@@ -82,7 +82,7 @@ class StagingBuffer:
 
 
 class StagingRing:
-    """As many buffers as steps may be in flight."""
+    """A ring of staging buffers, as many as steps may be in flight."""
 
     def __init__(
         self, device: torch.device, depth: int, *, poison: bool = False, timeout: float = 60.0

@@ -14,7 +14,7 @@ _SLOT_WEIGHT, _ALL_WEIGHT = 0.1, 0.02
 
 
 class Acceptance:
-    """What became of drafts. The share of each slot is in ``columns.acceptance``."""
+    """Which share of drafts was accepted. The share of each slot is in ``columns.acceptance``."""
 
     def __init__(self, most: int, columns: SlotColumns) -> None:
         """``most``: drafts of a row."""

@@ -12,11 +12,12 @@ def crowding(state: SchedulerState, sequence: Sequence) -> Sequence | None:
 
 
 def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """The last in order of the share of the same priority that runs most.
+    """The last sequence, in order, of the share of the same priority that runs most; None if that share does
+    not run at least two sequences more than the share of ``sequence``.
 
-    If that runs at least two more than the share of ``sequence``: then the difference falls, so that no
-    two ever send each other away in turns. Nobody gives way so twice, and who is protected never does;
-    nor one that was admitted in this plan: ranks do not know of it yet, and could not free its slot.
+    With two more, the difference between the shares falls, so two shares never take a slot from each other in
+    turns. Never a victim: a sequence that gave way before, a protected one, and one that was admitted in this
+    plan (ranks do not know of it yet, and could not free its slot).
     """
     share, victim = sequence.share, None
     if share is None or not state.waiting.large:
@@ -35,14 +36,15 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
 
 
 def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """The last in order that has had ``TURN`` tokens since it was admitted.
+    """The last sequence, in order, that has had ``TURN`` tokens since it was admitted.
 
-    Anybody of a lower priority, or of the same and a larger share (no sibling, nobody who would ask the slot
-    back), for a newcomer, so that short and urgent requests get in where long ones have all slots; whoever
-    of those came later for one that gave way. A newcomer that turns out to be long so returns the slot, and
-    the order is first come, first served again: while one that gave way waits, it is first. Not without
-    prefix caching, where all that it had would be computed again; nor one whose cache came by a room, which
-    would be sent again.
+    For a newcomer: one of a lower priority, or one of the same priority whose share runs more sequences (so
+    it is no sibling, and would not take the slot back). So short and urgent requests get in where long ones
+    have all slots. For a sequence that gave way before: only one of those that also comes after it in order.
+    So a newcomer that turns out to be long returns the slot, and the order is first come, first served again.
+
+    None without prefix caching, where all that the victim had would be computed again. Never a sequence whose
+    cache came by a room: it would have to be sent again.
     """
     share = sequence.share
     if share is None or not state.kv.enable_prefix_caching:
@@ -51,7 +53,7 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
     had = columns.num_computed[slots] - columns.known[slots]
     for other in state.in_slot[slots[had >= TURN][::-1]].tolist():
         if not sequence.newcomer and other.key < sequence.key:
-            return None  # nor who comes before it
+            return None  # the rest come before ``sequence`` as well
         if other.key[0] < sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
             continue
         urgent = other.key[0] > sequence.key[0]

@@ -9,6 +9,9 @@ possible at once where steps are of few rows. So whatever a cost model believes,
 drafts make an engine slower by no more than that share, but for those steps and for a try that turned out
 worse than expected.
 
+How much may be lost goes by what became of drafts lately: where none was right, half the share and few steps;
+the whole of both from one right draft a row on.
+
 What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not
 pay for minutes of loss.
 
@@ -25,16 +28,23 @@ import numpy as np
 from weft.types.plan import StepPlan
 
 SHARE = 0.02
-"""Most of the time that drafts may lose."""
+"""Most of the time that drafts may lose, before the first and where one of a row is right; half of it where
+none is, as a try may lose more than was expected of it: a capture is not foreseen."""
 GRANT = 128
 """Plain steps that may be lost in any case with the first size of batch, if that is one row. Of more rows
 less, by ``rows ** GRANT_FALLS``: the fewer, the likelier drafts pay, and the dearer is a capture beside a
 step."""
+LEAST_GRANT = 5
+LEAST_GRANT_SECONDS = 0.05
+"""The same where no draft was right, the larger of both: steps, and seconds. A capture takes tens of
+milliseconds whatever a step takes, so of fast steps there must be many."""
+RIGHT_KEEP = 0.97
+"""How the number of right drafts fades, for each step that verified some."""
 GRANT_FALLS = 5 / 3
 GUESS = 2.0
 """Loss of a step with drafts before the first, in plain steps."""
 AHEAD = 2
-"""Steps that a try takes: one that drafts, one that verifies."""
+"""Steps that a try takes: one that drafts, one that verifies. Another under way is one more."""
 HALF_LIFE = 120.0
 """Seconds of steps after which sums count half."""
 LATEST = 8
@@ -77,7 +87,8 @@ def has_drafts(plan: StepPlan) -> bool:
 
 
 class DraftBudget:
-    """Loss and allowance. For each step in order: ``step``; ``allows`` before each that would draft."""
+    """Loss and allowance. For each step in order: ``step``; ``allows`` before each that would draft, and
+    ``drafting`` if it does."""
 
     def __init__(self) -> None:
         self.all = Account()
@@ -85,6 +96,10 @@ class DraftBudget:
         """Seconds given to trials of what is not expected to be best."""
         self._sizes: dict[int, Account] = {}
         """By size of batch (powers of two)."""
+        self._right = self._verified = 0.0
+        """Drafts that were right, and rows that had some; fading."""
+        self._under_way = 0
+        """Steps that draft, of which nothing is known yet; 0 again at a settled plain step."""
         self._first = 0
         """The first size that was asked for."""
         self._plain: dict[int, deque[float]] = {}
@@ -108,6 +123,11 @@ class DraftBudget:
         """Whether the last step, if it was plain, tells what plain steps take."""
         return self._behind > SETTLED
 
+    @property
+    def right(self) -> float:
+        """Drafts of a row that were right lately, at most 1; 0 before the first."""
+        return min(self._right / self._verified, 1.0) if self._verified else 0.0
+
     def of(self, rows: int) -> Account:
         """The account of steps of ``rows``."""
         size = rows.bit_length()
@@ -125,6 +145,12 @@ class DraftBudget:
         decode = plan.decode
         lost = 0.0
         rows = decode.rows
+        if decode.next_k.any():
+            self._under_way = max(self._under_way - 1, 0)
+        verified = int((decode.count > 1).sum())
+        if verified:
+            self._right = RIGHT_KEEP * self._right + accepted
+            self._verified = RIGHT_KEEP * self._verified + verified
         if not rows or plan.prefill.rows:
             if plan.prefill.next_k.any() or has_drafts(plan):
                 self._behind = 0
@@ -134,6 +160,8 @@ class DraftBudget:
         plain = not has_drafts(plan)
         self._behind = self._behind + 1 if plain else 0
         if plain:
+            if self.settled:
+                self._under_way = 0
             if self.settled and not uncaptured:
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
                 self._prices = None
@@ -143,6 +171,10 @@ class DraftBudget:
                 account.expected += _WEIGHT * (lost / price - account.expected)
         account.spend(seconds, lost)
         self.all.spend(seconds, lost)
+
+    def drafting(self) -> None:
+        """The step that was allowed proposes drafts."""
+        self._under_way += 1
 
     def pause(self, rows: int, seconds: float) -> None:
         """``step`` of ``rows`` without drafts, for the least time: no price is taken from it."""
@@ -155,10 +187,17 @@ class DraftBudget:
         if not price:
             return False
         account = self.of(rows)
-        ahead = AHEAD * max(account.expected, 0.0) * price
+        ahead = (AHEAD + self._under_way) * max(account.expected, 0.0) * price
         self._first = self._first or rows.bit_length()
-        granted = GRANT * price / rows**GRANT_FALLS if rows.bit_length() == self._first else 0.0
-        return all(of.loss + ahead <= max(SHARE * of.time, granted) for of in (account, self.all))
+        granted = self._granted(rows) * price if rows.bit_length() == self._first else 0.0
+        share = SHARE * (1.0 + self.right) / 2.0 if self._verified else SHARE
+        return all(of.loss + ahead <= max(share * of.time, granted) for of in (account, self.all))
+
+    def _granted(self, rows: int) -> float:
+        """Plain steps of ``rows`` that may be lost in any case with the first size of batch."""
+        most = float(GRANT / rows**GRANT_FALLS)
+        least = min(max(LEAST_GRANT, LEAST_GRANT_SECONDS / self.plain(rows)), most)
+        return least + (most - least) * self.right
 
     def allows_trial(self, rows: int, drafts: int) -> bool:
         """Whether ``drafts`` may be tried that are not expected to be best; if so, counts them."""

@@ -119,6 +119,13 @@ class DraftPolicy:
         self._forced = -1
         if not self.adaptive or not len(slots):
             return most
+        chosen = self._choose(slots, starts, most)
+        if chosen.any():
+            self.budget.drafting()
+        return chosen
+
+    def _choose(self, slots: np.ndarray, starts: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """``choose`` where numbers are adapted; ``most``: int32 [rows], of each row."""
         self._steps += 1
         if not self._opened(len(slots)):
             self._least = np.inf

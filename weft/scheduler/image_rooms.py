@@ -1,7 +1,7 @@
 """What a scheduler knows of images that other groups encode, and where their embeddings come to.
 
 Each such image has a room. All images of a sequence that come by rooms get their blocks at once, or none of
-them does: so no two sequences wait for each other's. Who comes first by key gets them first, and nobody
+them does: so no two sequences wait for each other's. The first sequence by key gets them first, and none
 behind it is let in before.
 
     a sequence     awaits: no blocks ──offered, first by key, blocks are there──> all its blocks ──> landed
@@ -164,7 +164,7 @@ class ImageRooms:
             self._wanting[room.images.sequence.id] = room.images
 
     def done(self, room: ImageRoom) -> None:
-        """It has landed."""
+        """Takes in that a room has landed."""
         held, room.held = room.held, None
         del self._rooms[room.key]
         self._offers.pop(room.key, None)
@@ -177,7 +177,7 @@ class ImageRooms:
             self.landed.append(images.sequence)
 
     def failed(self, room: ImageRoom) -> Sequence | None:
-        """It will not be done. Returns the sequence, if that is to end of it."""
+        """Takes in that a room failed. Returns its sequence, if that has to end."""
         if room.over:
             return None
         room.over = True
@@ -202,7 +202,7 @@ class ImageRooms:
         return any(images.sequence.key < sequence.key for images in self._wanting.values())
 
     def late(self, now: float) -> list[Sequence]:
-        """Those whose images did not come in time."""
+        """Sequences whose images did not come in time."""
         return [images.sequence for images in self._images.values() if images.due <= now]
 
     def excuse(self, now: float) -> bool:
@@ -242,7 +242,7 @@ class ImageRooms:
                 self._reply(room)
 
     def refuse(self, room: ImageRoom, error: ErrorInfo) -> None:
-        """It can never be what its sequence needs."""
+        """Refuses an offer that can never be what its sequence needs."""
         self.requests.append(RefuseRoom(key=room.key, error=error))
 
     def _reserve(self, images: SequenceImages) -> bool:
@@ -302,7 +302,7 @@ class ImageRooms:
         self._cache.unpin(held)
 
     def _leave(self, key: bytes) -> None:
-        """Gives back what nobody's room is to bring, if none may write it. Others who need it do without."""
+        """Gives the blocks of an embedding back that no room will bring, if no room may still write them."""
         coming = self._coming.get(key)
         if coming is None or coming.room is not None:
             return

@@ -31,6 +31,7 @@ MOST_PIXELS = 64 << 20
 
 
 def patches_of(item: MediaItem) -> int:
+    """Patches of an image or a frame group, before neighbours are merged: what a tower computes."""
     frames, rows, columns = item.grid
     return frames * rows * columns
 
@@ -121,13 +122,16 @@ class _Use:
     over: bool = False
     """Whether that was the last one."""
     runs: bool = False
-    """Whether the sequence has a slot. One that has none may need that of whom it keeps out."""
+    """Whether the sequence has a slot. Without one, it may wait for the slot of a sequence that lacks room
+    because of this embedding."""
     counted: bool = False
     """Whether it was counted how the embedding came to be there."""
 
 
 class MediaBook:
-    """The book of one group. Where the model takes no images no sequence has any, and nothing is done."""
+    """The embeddings that the ranks of one group hold, and who reads them. Where the model takes no images
+    no sequence has any, and nothing is done.
+    """
 
     def __init__(self, limits: MediaLimits | None) -> None:
         self._limits = limits
@@ -150,7 +154,8 @@ class MediaBook:
         self.short = False
         """Whether a chunk of the plan in the making waits for room, or for what comes from another group."""
         self.desperate = False
-        """Whether nothing runs, so that who has a slot and lacks room takes it from whoever has none."""
+        """Whether nothing runs: then sequences with a slot that lack room for an image take it from sequences
+        without a slot."""
         self.shards = limits is not None and limits.shards
         """Whether each rank receives its share of an embedding's rows."""
 
@@ -324,8 +329,8 @@ class MediaBook:
         )
 
     def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
-        """What may go for what ``sequence`` wants: unused ones first, by their age; then what those want
-        alone who have no slot, of the last ones first."""
+        """Embeddings that may be evicted for those that ``sequence`` wants: first unused ones, oldest first;
+        then those that only sequences without a slot want, of the last sequence in order first."""
         may_go = [
             held
             for held in self.cache.victims()
@@ -380,7 +385,7 @@ class MediaBook:
 
 
 def items_within(media: tuple[MediaItem, ...], start: int, end: int) -> Iterator[MediaItem]:
-    """Those with positions among ``start`` .. end - 1, in order."""
+    """Items with positions among ``start`` .. end - 1, in order."""
     for item in media:
         if item.start < end and start < item.start + item.count:
             yield item

@@ -96,7 +96,7 @@ class MediaRooms:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """Of a sender alone."""
+        """() always: only senders have such blocks."""
         return ()
 
     # ---- what the scheduler calls

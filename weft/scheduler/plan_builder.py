@@ -65,11 +65,11 @@ class DecodeRows:
         return DecodeRows(self.slots[keep], self.counts[keep], self.next_k[keep])
 
     def without_drafts(self, rows: np.ndarray) -> DecodeRows:
-        """The same, those of ``rows`` (bool [rows]) with one token and no drafts."""
+        """These rows, those of ``rows`` (bool [rows]) with one token and no drafts."""
         return DecodeRows(self.slots, np.where(rows, 1, self.counts), np.where(rows, 0, self.next_k))
 
     def within(self, tokens: int) -> DecodeRows:
-        """The same with fewer drafts to verify, so that all take at most ``tokens``, or one each."""
+        """These rows with fewer drafts to verify, so that all take at most ``tokens``, or one each."""
         counts = self.counts
         while len(counts) and int(counts.sum()) > tokens and (longest := int(counts.max())) > 1:
             counts = np.minimum(counts, longest - 1)
@@ -115,7 +115,7 @@ class PlanBuilder:
 
     @property
     def tokens(self) -> int:
-        """Of all rows, from ``close`` on."""
+        """Tokens of all rows, from ``close`` on."""
         return self.prefill.tokens + self.decode.tokens
 
     @property

@@ -41,7 +41,7 @@ FENCE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class RoomRecord:
-    """One room."""
+    """One room, as the scheduler knows it."""
 
     key: RoomKey
     sequence: Sequence
@@ -70,7 +70,9 @@ class RoomRecord:
 
 
 class RoomBook:
-    """The records. ``SchedulerState`` tells what becomes of sequences, ``SchedulerRooms`` what of rooms."""
+    """The records of all rooms of a scheduler. ``SchedulerState`` tells what becomes of sequences,
+    ``SchedulerRooms`` what of rooms.
+    """
 
     def __init__(self, caches: Caches, holds: Holds) -> None:
         self.now = -math.inf
@@ -276,7 +278,7 @@ class RoomBook:
         self.offers[record.key] = record
 
     def answered(self, record: RoomRecord) -> None:
-        """Its offer, if it has one, needs no other answer. Idempotent."""
+        """Notes that the room's offer, if it has one, needs no other answer. Idempotent."""
         record.offer = None
         self.offers.pop(record.key, None)
         self.later.pop(record.key, None)

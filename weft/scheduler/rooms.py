@@ -224,7 +224,7 @@ class SchedulerRooms:
         return first is not None and first.sequence.key < sequence.key
 
     def _room_for(self, needed: list[int]) -> bool:
-        """Whether there are so many blocks beside those that are left to who runs, or comes first."""
+        """Whether there are so many blocks beside those left to running sequences, and to those before it."""
         state = self._state
         if self._starved() and state.waiting:
             return False

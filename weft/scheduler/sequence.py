@@ -263,7 +263,7 @@ class Sequence:
 
     @property
     def tables(self) -> FetchedTables | None:
-        """Those that it has without a slot."""
+        """Block tables that it has without a slot."""
         return self.state.tables if isinstance(self.state, Fetching | Waiting) else None
 
     @property

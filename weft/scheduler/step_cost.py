@@ -85,10 +85,6 @@ class StepShape(NamedTuple):
             prefill_read=self.prefill_read + start + count,
         )
 
-    def label(self) -> str:
-        """As in traces: ``prefill rows/tokens + decode rows/tokens``."""
-        return f"{self.prefill_rows}/{self.prefill_tokens} + {self.decode_rows}/{self.decode_tokens}"
-
 
 def pairs(start: int, count: int) -> int:
     """(query, key) pairs of ``count`` queries from position ``start``, each seeing itself and all before."""

@@ -201,7 +201,7 @@ class Stream:
         return self.end is None and not self.closed
 
     def left(self) -> None:
-        """It is taken from where it is, or was given back: what is lost later of that attempt is no loss."""
+        """Notes that the sequence left its instances: what is lost later of that attempt is no loss."""
         self.moved_over, self.lands_by = 0, math.inf
         self.landed = self.computed = False
 

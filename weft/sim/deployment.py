@@ -72,7 +72,7 @@ class Groups(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of one run. Times in seconds."""
+    """What one run showed. Times in seconds."""
 
     groups: Groups
     requests: int

@@ -50,7 +50,7 @@ def rows_of(pixels: bytes, count: int) -> np.ndarray:
 
 
 class EmbeddingSide(TransferSide):
-    """Of one process."""
+    """The pool of embeddings of one rank's process."""
 
     def __init__(
         self,

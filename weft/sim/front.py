@@ -29,7 +29,9 @@ MOST_SILENCE = 1.2
 
 
 class FrontProcess:
-    """A process with a fleet. Links are its own: a number for each process that it connects to."""
+    """The process of a simulated front, with a fleet. Links are its own: a number for each process that it
+    connects to.
+    """
 
     def __init__(
         self,
@@ -228,7 +230,7 @@ class FrontProcess:
             require(later, f"{self.name}: a tick at the fleet's deadline changed nothing")
 
     def woke(self, seconds: float) -> None:
-        """It stood still for so long."""
+        """Takes in that this front stood still for so long."""
         self.unready_since += seconds
         self.unpaired_since += seconds
         self.unseeing_since += seconds
@@ -324,7 +326,7 @@ class FrontProcess:
         self.feed(e.Draining(instance))
 
     def close(self) -> None:
-        """It ends in order, and nobody else with it."""
+        """Ends the front in order, and nothing else with it."""
         self.closing = True
         self.feed(e.Closing(shutdown=False))
 

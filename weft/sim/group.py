@@ -26,7 +26,7 @@ MEETING_S = 0.05
 
 
 class Group:
-    """One for each head. Its ranks are processes of ``replica``."""
+    """The group of one simulated head. Its ranks are processes of ``replica``."""
 
     def __init__(
         self,

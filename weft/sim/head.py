@@ -42,7 +42,7 @@ ROOMS = Patience(retry=0.15, bind=2.0, fence=0.5, stop=0.4, longest=0.6, remembe
 
 
 class OldHeadProtocol(HeadProtocol):
-    """Of a head that speaks version 1 and nothing else."""
+    """The protocol of a head that speaks version 1 and nothing else."""
 
     def on(self, front: bytes, message: m.ToHead) -> Outgoing:
         if isinstance(message, m.Goodbye) or (isinstance(message, m.Submit) and message.attempt):
@@ -115,7 +115,7 @@ class HeadProcess:
     # -- start and end
 
     def start(self, listen: float, load: float) -> None:
-        """It will listen after ``listen`` seconds, and serve ``load`` seconds later."""
+        """Starts the process: it will listen after ``listen`` seconds, and serve ``load`` seconds later."""
         self._load_s = load
         self.cluster.at(self.cluster.now + listen, self, self._listen)
 
@@ -230,7 +230,7 @@ class HeadProcess:
             self.room_news()
 
     def close_rooms(self) -> None:
-        """It ends in order: peers are told."""
+        """Closes its rooms, as it ends in order: peers are told."""
         for rooms in self.engine.rooms.values():
             rooms.close()
 
@@ -377,7 +377,7 @@ class HeadProcess:
             self._turn()
 
     def drain(self) -> None:
-        """It takes nothing new, and ends when nothing is left."""
+        """Has it take nothing new, and end when nothing is left."""
         self.protocol.draining = True
         if self.ready and not self._busy:
             self._turn()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_reservations(head: HeadProcess) -> None:
     """Raises Violation unless blocks that embeddings are to come to are those of sequences that have blocks
-    for all of their images, or of rooms that may still write them: so nobody waits for who waits for him.
+    for all of their images, or of rooms that may still write them: so no two sequences wait for each other.
     """
     scheduler = head.engine.scheduler
     if isinstance(scheduler, EncodeScheduler) or not scheduler._state.images._coming:

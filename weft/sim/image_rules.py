@@ -7,7 +7,7 @@ from weft.sim.room_rules import RoomRules
 
 
 class ImageRules(RoomRules):
-    """Of one process of a rank."""
+    """Rules for the memory of embeddings of one rank's process."""
 
     cache = "embeddings"
 

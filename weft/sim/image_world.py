@@ -39,8 +39,8 @@ _PLACEHOLDER = VOCABULARY - 1
 
 
 class ImageWorld:
-    """Of one schedule. Drawn from the seed by itself, so schedules without groups that encode do not depend
-    on it.
+    """Images and groups that encode, of one schedule. Drawn from the seed by itself, so schedules without
+    groups that encode do not depend on it.
     """
 
     def __init__(self, seed: int) -> None:
@@ -116,7 +116,9 @@ class ImageWorld:
             self._shown[token_key(data, client.seed, choice)] = client.media
 
     def section(self, section: SchedulerSection, role: Role) -> SchedulerSection:
-        """Of a group that encodes: its queue is longer, mostly, as each request may be at several of them."""
+        """Settings of a group that encodes: its queue is longer, mostly, as each request may be at several
+        of them.
+        """
         if role != "encode":
             return section
         return msgspec.structs.replace(section, max_queued_requests=self._queue)

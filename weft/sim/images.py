@@ -17,7 +17,7 @@ MERGE = 2
 
 
 class ImageCosts(NamedTuple):
-    """Of the images of a load, which are all of one size."""
+    """Costs of the images of a load, which are all of one size."""
 
     tokens: int
     """That stand for each of them; ``MERGE``² patches each."""
@@ -29,7 +29,9 @@ class ImageCosts(NamedTuple):
     """Share of the images that came before, 0 .. 1."""
 
     def limits(self, most: int, *, tower: bool, takes: bool) -> MediaLimits:
-        """Of a group, for ``most`` images a prompt. ``tower``: it encodes; ``takes``: it gets embeddings."""
+        """The limits of a group, for ``most`` images a prompt. ``tower``: it encodes; ``takes``: it gets
+        embeddings.
+        """
         section = MediaSection()
         return MediaLimits(
             patch=1,
@@ -44,7 +46,7 @@ class ImageCosts(NamedTuple):
         )
 
     def dims(self) -> r.GroupDims:
-        """Of embeddings in rooms."""
+        """Dims of embeddings in rooms."""
         kind = r.KindDims(
             kind="embedding", layers=(0,), block_size=BLOCK_ROWS, window=0, ratio=1, kv_heads=0, tensors=()
         )

@@ -56,7 +56,9 @@ def dims_of(kv: KVConfig, ranks: int) -> GroupDims:
 
 
 class RankSide(TransferSide):
-    """Of one process. It has one full kind of one layer, with keys and values of 8 bytes each."""
+    """The cache of one rank's process. It has one full kind of one layer, with keys and values of 8 bytes
+    each.
+    """
 
     def __init__(
         self,

@@ -228,7 +228,7 @@ class RankProcess:
         return f"{self.replica.name}/{self.peer.decode()}"
 
     def stop(self, seconds: float) -> None:
-        """It stands still for so long."""
+        """Has the process stand still for so long."""
         self.stalled_until = self.replica.timeline.now + seconds
         self.replica.excuse(seconds)
 
@@ -286,7 +286,7 @@ class RankProcess:
             self._words.take(frame, self.sides)
 
     def room_news(self) -> None:
-        """Its transfers have told something."""
+        """Tells the head what the rank's transfers have reported."""
         for frame in () if self.sides is None else self._words.said(self.sides):
             self._report(frame)
 
@@ -406,7 +406,7 @@ class RankProcess:
         self.replica.collectives.leave(self.rank)
 
     def orphaned(self, group: Group) -> None:
-        """It notices that the head of ``group`` is gone: it keeps its weights for the next one."""
+        """Notices that the head of ``group`` is gone: it keeps its weights for the next one."""
         if self.given_up_by is not None:  # it was told so
             self.end()
         elif self.group is group:
@@ -417,7 +417,7 @@ class RankProcess:
             self.say_hello()
 
     def end(self) -> None:
-        """Its process ends now."""
+        """Ends its process now."""
         if self.alive:
             self.alive = False
             self.replica.excuse()

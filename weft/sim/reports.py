@@ -11,7 +11,7 @@ from weft.types import frames as f
 
 
 class Reports:
-    """Of one group, as its head reads them."""
+    """Reports of the ranks of one group, as its head reads them."""
 
     def __init__(self, name: str, members: Membership, replica: Replica) -> None:
         """``name``: of the head."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RoomNetwork:
-    """Of one cluster."""
+    """The network between heads of one cluster, for messages of rooms."""
 
     def __init__(self, cluster: Cluster, loss: float, repeat: float, delay: float, sees_ends: bool) -> None:
         """``loss``, ``repeat``: shares of messages. ``sees_ends``: whether heads are told of ends of others,
@@ -64,7 +64,7 @@ class RoomNetwork:
 
 
 class SimChannel:
-    """A ``RoomChannel``."""
+    """A ``RoomChannel`` of a simulated head."""
 
     bad = 0
     sockets: Sequence[Any] = ()
@@ -92,7 +92,7 @@ class SimChannel:
 
 
 class SimPeers:
-    """``Peers`` of a head."""
+    """The ``Peers`` of a simulated head."""
 
     sockets: Sequence[Any] = ()
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RoomRules:
-    """Of one process of a rank, and rooms of caches of sequences."""
+    """Rules for the cache of one rank's process, and rooms of caches of sequences."""
 
     cache: Cache = "kv"
 

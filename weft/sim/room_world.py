@@ -34,7 +34,9 @@ PAIRS: tuple[tuple[Role, ...], ...] = (
 
 
 class RoomWorld:
-    """Of one schedule. Drawn from the seed by itself, so schedules without roles do not depend on it."""
+    """Groups with roles and their transfers, of one schedule. Drawn from the seed by itself, so schedules
+    without roles do not depend on it.
+    """
 
     def __init__(self, cluster: Cluster, heads: int) -> None:
         """``heads``: how many there are where they have no roles."""
@@ -70,7 +72,7 @@ class RoomWorld:
         return self.roles[name] != "unified" or self.images.there
 
     def caches(self, name: str) -> KVConfig:
-        """Of an instance."""
+        """The caches of an instance."""
         return self.images.caches(self._cluster.kv, self.roles[name])
 
     def make_sides(self, replica: Replica, process: RankProcess | HeadProcess) -> Sides:

@@ -17,7 +17,7 @@ CACHES: tuple[f.Cache, ...] = ("kv", "embeddings")
 
 
 class Sides(NamedTuple):
-    """Of one process; None where its group moves none of that kind."""
+    """The memory of one rank's process; None where its group moves nothing of that kind."""
 
     kv: RankSide | None
     embeddings: EmbeddingSide | None
@@ -62,7 +62,7 @@ class Words:
             rooms.joined(None if sides is None else sides.of(cache))
 
     def take(self, frame: f.RoomToRank, sides: Sides) -> None:
-        """Its head says ``frame``."""
+        """Carries out ``frame``, which its head sent."""
         self._of[frame.cache].take(frame, sides.of(frame.cache))
 
     def said(self, sides: Sides) -> Iterator[f.RoomToHead]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Supervisor:
-    """Never dies."""
+    """The supervisor of a simulated cluster. It never dies."""
 
     def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int, relinks: bool) -> None:
         """``restarts``: of all heads together. ``relinks``: whether a process that is well is kept."""

@@ -23,7 +23,7 @@ class Process(Protocol):
 
 
 class Owner(Process, Protocol):
-    """A head: whoever steps."""
+    """The simulated head of a group, as the group calls it."""
 
     name: str
 

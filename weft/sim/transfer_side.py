@@ -14,13 +14,13 @@ from weft.sim.room_rules import RoomRules
 from weft.sim.timeline import Process
 from weft.sim.wires import Wires
 from weft.transfer.arrivals import PARKED_S, Incoming
-from weft.transfer.words import RankReport, RankStopped
+from weft.transfer.events import RankReport, RankStopped
 from weft.transports.worker import RankTransfer
 from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, RoomKey
 
 
 class TransferSide:
-    """Of one process, and one kind of rooms. Subclasses say what is in the memory."""
+    """The memory of one rank's process, for one kind of rooms. Subclasses say what is in the memory."""
 
     def __init__(
         self,

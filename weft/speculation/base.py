@@ -74,6 +74,8 @@ class Drafter(ABC):
 
     #: Whether ``Sampled.hidden`` must be there.
     reads_hidden: bool = False
+    #: Whether there is nothing to do after a step of which no row wants drafts.
+    rests: bool = False
     #: Whether the last drafts took longer than later ones of the kind will, which are replayed.
     uncaptured: bool = False
 

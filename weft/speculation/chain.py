@@ -72,7 +72,7 @@ class Chain:
 
     @property
     def sizes(self) -> tuple[int, torch.dtype, torch.device]:
-        """Of hidden states."""
+        """(elements, dtype, device) of hidden states."""
         return self._model.spec.hidden, self._model.dtype, self._model.device
 
     def ahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:

@@ -11,12 +11,12 @@ there and from the token at p + 1, so it can be made when that is sampled:
 The entry of the last accepted position gives the first draft. For each further one the module runs on its own
 output and the last draft; those entries are guesses, and made again when their positions have been computed.
 
-A row that wants no drafts needs no entries yet: its hidden states wait until the entries are drafted from, or
-others may find its block. That is when the block is full; or, where a pass of the module concerns no other
-ranks, when somebody comes who found blocks, and when the sequence ends. There the states of prompts wait,
-too, as long as they are few. So where nothing is drafted, the module costs little. A sequence that leaves for
-another group (``Export``) takes its entries along, all of them: those of its rows are made at once; so are
-those of a chunk with (a part of) an image.
+A row that wants no drafts needs no entries yet: its hidden states wait until drafts are made from the
+entries, or until other sequences may share its block. With other ranks that is when the block is full. Where
+a pass of the module concerns no other ranks, it is when a sequence with a prefix hit is admitted, and when
+the sequence ends; there the states of prompts wait, too, as long as they are few. So where nothing is
+drafted, the module costs little. Made at once are the entries of exported rows (``Export``), as the sequence
+takes all of its entries to another group, and those of a chunk with (a part of) an image.
 """
 
 from __future__ import annotations

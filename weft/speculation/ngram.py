@@ -20,6 +20,8 @@ class NgramDrafter(Drafter):
     the sequence they go on with themselves. A sequence without such an end repeats its last token.
     """
 
+    rests = True
+
     def __init__(self, history: Tensor, least: int, most: int) -> None:
         """history: int32 [slots + 1, longest]."""
         self._history = history

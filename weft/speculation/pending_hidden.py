@@ -14,7 +14,7 @@ WAITING_BYTES = 64 << 20
 
 
 class PendingHidden:
-    """Of each slot the states of its latest positions.
+    """For each slot the hidden states of its latest positions.
 
     Which ones follows from plans, and is known on the host; the states are on the device only.
     """

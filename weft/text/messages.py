@@ -63,7 +63,7 @@ class ImagePart(msgspec.Struct, frozen=True):
 
     @property
     def frames(self) -> tuple[Any, ...]:
-        """It alone."""
+        """The image alone."""
         return (self.source,)
 
     def place(self, number: int) -> str:

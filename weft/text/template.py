@@ -16,7 +16,7 @@ MAX_SOURCE = 1 << 20
 
 
 class ChatTemplate:
-    """One template. Thread-safe. Raises InvalidRequest when the source does not compile."""
+    """A compiled chat template. Thread-safe. Raises InvalidRequest when the source does not compile."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE:

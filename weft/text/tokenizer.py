@@ -36,7 +36,7 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """Encodes and decodes. Made by ``load``."""
+    """A checkpoint's tokenizer: encodes and decodes. Made by ``load``."""
 
     def __init__(self, files: TextFiles, hidden: Sequence[int] = ()) -> None:
         """``hidden``: ids that no text may become, whatever the files say of them."""

@@ -22,7 +22,9 @@ COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 
 @dataclass(slots=True)
 class Row:
-    """One request. Seconds; of several sequences and attempts the sum of the sequence that took longest."""
+    """One request's line of the table. Seconds; of several sequences and attempts the sum of the sequence
+    that took longest.
+    """
 
     trace: str
     total: float

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 Value: TypeAlias = str | int | float
-Attributes: TypeAlias = Mapping[str, Value]
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TRACEPARENT = 256
@@ -29,7 +27,7 @@ class SpanContext:
 
     @classmethod
     def root(cls) -> SpanContext:
-        """Of a new trace."""
+        """The root context of a new trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8))
 
     def child(self) -> SpanContext:
@@ -56,7 +54,7 @@ def parse_traceparent(text: str) -> SpanContext | None:
 
 @dataclass(slots=True)
 class Span:
-    """One that has not ended. Times are seconds of the process's monotonic clock."""
+    """A span that has not ended. Times are seconds of the process's monotonic clock."""
 
     name: str
     context: SpanContext

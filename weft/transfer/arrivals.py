@@ -109,7 +109,7 @@ class _Room:
 
 
 class Arrivals:
-    """Of one rank, used from one thread."""
+    """What one rank receives. Used from one thread."""
 
     def __init__(
         self, parked_bytes: int = PARKED_BYTES, parked_s: float = PARKED_S, remember_s: float = REMEMBER_S
@@ -124,7 +124,7 @@ class Arrivals:
         return len(self._rooms)
 
     def rooms(self) -> list[RoomKey]:
-        """Those that are expected."""
+        """Rooms that are expected."""
         return list(self._rooms)
 
     @property

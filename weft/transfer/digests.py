@@ -56,7 +56,7 @@ def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray)
 
 
 def digest(data: np.ndarray, seed: int) -> int:
-    """Of the bytes of ``data``, uint8 [n]."""
+    """The digest of the bytes of ``data``, uint8 [n]."""
     size = len(data)
     words = np.zeros(-(-size // 8), np.uint64)
     words.view(np.uint8)[:size] = data
@@ -72,7 +72,7 @@ def digest_spans(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np
 
 
 def digest_bytes(data: bytes, seed: int) -> int:
-    """Of a message."""
+    """The digest of a message."""
     return digest(np.frombuffer(data, np.uint8), seed)
 
 

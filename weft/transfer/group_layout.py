@@ -28,9 +28,9 @@ class Tensor(NamedTuple):
 
     layers: int
     layer_stride: int
-    lines: int
-    """Blocks, or copies of slots."""
-    line_stride: int
+    blocks: int
+    """Of a state: copies of slots, or snapshots."""
+    block_stride: int
     kv: int
     kv_stride: int
     heads: int
@@ -110,15 +110,15 @@ def tensor_of(dims: TensorDims) -> Tensor:
     for name, size in reversed(dims.dims):
         strides[name] = stride
         stride *= size
-    line = "block" if "block" in sizes else "copy"
-    lines = sizes.get("block", sizes.get("slot", 1) * sizes.get("copy", 1))
+    block = "block" if "block" in sizes else "copy"
+    blocks = sizes.get("block", sizes.get("slot", 1) * sizes.get("copy", 1))
     inner = [name for name in names if name not in _BEFORE_ENTRIES]
     entry_bytes = item * math.prod(sizes[name] for name in inner if name != "position")
     return Tensor(
         layers=sizes["layer"],
         layer_stride=strides["layer"],
-        lines=lines,
-        line_stride=strides.get(line, 0),
+        blocks=blocks,
+        block_stride=strides.get(block, 0),
         kv=sizes.get("kv", 1),
         kv_stride=strides.get("kv", 0),
         heads=sizes.get("head", 0),
@@ -196,9 +196,9 @@ def placed(
         if len(given.ids) % 4:
             raise RoomMessageError("block ids are not a whole number of int32")
         ids = np.frombuffer(given.ids, "<i4").astype(np.int64)
-        lines = min((tensor.lines for tensor in tensors), default=0)
-        if len(ids) and (ids.min() < 0 or ids.max() >= lines):
-            raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {lines}")
+        pool = min((tensor.blocks for tensor in tensors), default=0)
+        if len(ids) and (ids.min() < 0 or ids.max() >= pool):
+            raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {pool}")
         if kind.kind == "state":
             if len(ids) > 1 or (not len(ids) and num_positions and not grows):
                 raise RoomMessageError("a state is in one place")
@@ -227,11 +227,6 @@ def joined(place: Place, more: Place) -> Place:
 def blocks_of(table: Sequence[int] | np.ndarray, first: int = 0) -> Blocks:
     """Entries of a block table, from number ``first`` on, as messages have them."""
     return Blocks(first=first, ids=np.asarray(table, dtype="<i4").tobytes())
-
-
-def regions(dims: GroupDims) -> list[tuple[int, int]]:
-    """(kind, tensor) of each region."""
-    return [(kind, tensor) for kind, has in enumerate(dims.kinds) for tensor in range(len(has.tensors))]
 
 
 def _dims(tensor: TensorLayout) -> TensorDims:

@@ -3,9 +3,9 @@
     put ── waits ──► a slot ── copied there ──► sent ── answered ──► the slot is free
              of its peer, in order
 
-The ring is pieces of one size, slots: who does not answer keeps its own and no others, in whatever order they
-are given back. A peer gets one more as long as more are free than it has, so of S slots n peers that answer
-nothing keep at most S n / (n + 1), and some are left for everybody else.
+The ring consists of slots of one size, which are given back in any order: a peer that does not answer keeps
+its own slots and no others. A peer gets one more as long as more are free than it has, so of S slots n peers
+that answer nothing keep at most S n / (n + 1), and some are left for everybody else.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _Taken:
 
 
 class Outbox:
-    """Of one rank, used from one thread. Slots are numbered from 0 on."""
+    """Writes of one rank that leave through a ring, used from one thread. Slots are numbered from 0 on."""
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots))[::-1]
         self._taken: dict[int, _Taken] = {}
         self._waiting: dict[str, deque[Write]] = {}
-        """Of each peer that has some; who had its turn goes to the end."""
+        """Of each peer with waiting writes, in order of turns: a peer that had its turn goes to the end."""
 
     @property
     def free(self) -> int:
@@ -59,7 +59,7 @@ class Outbox:
         return sum(len(queue) for queue in self._waiting.values())
 
     def put(self, write: Write) -> None:
-        """It is to be sent, behind those of its peer that wait."""
+        """Adds a write, behind those of its peer that wait."""
         self._waiting.setdefault(write.peer, deque()).append(write)
 
     def begin(self) -> list[Slotted]:

@@ -7,7 +7,9 @@ from weft.types.rooms import Outcome
 
 
 class Outcomes:
-    """Of one room. What a rank said last holds, but nothing is taken back: said twice is said once."""
+    """What the ranks of a group have said of one room. What a rank said last holds, but nothing is taken
+    back: said twice is said once.
+    """
 
     def __init__(self, ranks: int) -> None:
         self._said = [Outcome.pending] * ranks

@@ -127,7 +127,7 @@ Digest = Callable[[RoomKey, str, tuple[Part, ...]], np.ndarray]
 
 
 class Queued(NamedTuple):
-    """What a write will send."""
+    """Parts that wait, of which writes will be made."""
 
     parts: tuple[Part, ...]
     digests: np.ndarray
@@ -154,7 +154,9 @@ class _Room:
 
 
 class Pushes:
-    """Of one rank, used from one thread. ``layers``: for each cache kind the model's layers that have it."""
+    """What one rank sends. Used from one thread. ``layers``: for each cache kind the model's layers that
+    have it.
+    """
 
     def __init__(
         self,
@@ -186,11 +188,11 @@ class Pushes:
         return len(self._rooms) + len(self._early)
 
     def rooms(self) -> list[RoomKey]:
-        """Those that have begun."""
+        """Rooms that have begun."""
         return list(self._rooms)
 
     def waiting(self) -> list[RoomKey]:
-        """Those that something was computed of, and that have not begun."""
+        """Rooms of which something was computed, and that have not begun."""
         return list(self._early)
 
     def behind(self) -> RoomKey | None:
@@ -342,7 +344,7 @@ class Pushes:
 
 
 def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
-    """The same spans in order, in groups of at most ``most`` bytes; longer spans are cut."""
+    """The spans of ``parts`` in order, in groups of at most ``most`` bytes; longer spans are cut."""
     groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
     for part in parts:
         spans = split(part.spans, most)

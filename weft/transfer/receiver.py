@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.room_table import FenceBy, Patience, Room, Rooms
 from weft.transfer.sender import TransferRefused, check_bound, intact
 from weft.transfer.tombstones import Parking
@@ -33,16 +33,16 @@ class ReceivingRooms(Rooms):
         self._asked: set[RoomKey] = set()
         """Rooms about which the scheduler has been asked, and has not answered."""
 
-    def on(self, event: w.ReceiverEvent, now: float) -> list[w.Action]:
+    def on(self, event: ev.ReceiverEvent, now: float) -> list[ev.Action]:
         """What is to be done, in this order, when ``event`` happens."""
         match event:
-            case w.Reserve(message):
+            case ev.Reserve(message):
                 return self._reserve(message, now)
-            case w.Postpone(key, seconds):
+            case ev.Postpone(key, seconds):
                 return self._postpone(key, seconds)
-            case w.Refuse(key, error):
+            case ev.Refuse(key, error):
                 return self._refuse(key, error, now)
-            case w.Tick():
+            case ev.Tick():
                 self._early.expire(now)
                 return self._tick(now)
             case _:
@@ -60,27 +60,27 @@ class ReceivingRooms(Rooms):
     def _needs_peer(self, room: Room) -> bool:
         return room.was_bound and self._fence != "copy"  # then senders write to this side's memory
 
-    def _opened(self, room: Room, now: float) -> list[w.Action]:
-        actions: list[w.Action] = []
+    def _opened(self, room: Room, now: float) -> list[ev.Action]:
+        actions: list[ev.Action] = []
         for peer, message in self._early.flush(room.key):
             if peer == room.peer and room.state is State.new:
                 actions += self._admitted(room, message, now)
         return actions
 
-    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
         if not isinstance(message, r.Admitted):
             return super()._heard_early(peer, message, now)
         self._early.flush(message.key)  # of one that is repeated the last is kept
         if self._early.park(message.key, (peer, message), len(r.encode(message)), now):
             return []
-        return [w.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
+        return [ev.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
 
-    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
         match message:
             case r.Admitted() if room.state is State.new:
                 return self._admitted(room, message, now)
             case r.Admitted() if room.bound is not None and room.state < State.failing:
-                return [w.Send(room.peer, room.bound)]
+                return [ev.Send(room.peer, room.bound)]
             case r.Metadata() if State.new < room.state < State.failing and room.metadata is None:
                 if not intact(message):
                     what = "the first tokens of a sequence arrived with a wrong digest"
@@ -93,19 +93,19 @@ class ReceivingRooms(Rooms):
         self.strays += 1
         return []
 
-    def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[w.Action]:
+    def _admitted(self, room: Room, message: r.Admitted, now: float) -> list[ev.Action]:
         if room.key in self._asked:
-            return [w.Send(room.peer, r.Later(key=room.key, seconds=LATER_S))]
+            return [ev.Send(room.peer, r.Later(key=room.key, seconds=LATER_S))]
         room.begin(now)
         room.offer = message
         self._asked.add(room.key)
-        return [w.Tell(r.RoomWanted(room.key, message))]
+        return [ev.Tell(r.RoomWanted(room.key, message))]
 
-    def _reserve(self, message: r.Bound, now: float) -> list[w.Action]:
+    def _reserve(self, message: r.Bound, now: float) -> list[ev.Action]:
         key = message.key
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
-            return [w.Tell(r.RoomFreed(key))]  # it has ended meanwhile: nobody was told of this memory
+            return [ev.Tell(r.RoomFreed(key))]  # it has ended meanwhile: nobody was told of this memory
         self._asked.discard(key)
         try:
             check_bound(room.offer, message)
@@ -114,35 +114,35 @@ class ReceivingRooms(Rooms):
         room.bound = message
         room.move(State.bound)
         gone = self._all_there(room, now)
-        return gone or [w.Expect(key, room.offer, message), w.Send(room.peer, message)]
+        return gone or [ev.Expect(key, room.offer, message), ev.Send(room.peer, message)]
 
-    def _postpone(self, key: RoomKey, seconds: float) -> list[w.Action]:
+    def _postpone(self, key: RoomKey, seconds: float) -> list[ev.Action]:
         room = self._rooms.get(key)
         if room is None or key not in self._asked:
             return []
         self._asked.discard(key)
-        return [w.Send(room.peer, r.Later(key=key, seconds=seconds))]
+        return [ev.Send(room.peer, r.Later(key=key, seconds=seconds))]
 
-    def _refuse(self, key: RoomKey, error: ErrorInfo, now: float) -> list[w.Action]:
+    def _refuse(self, key: RoomKey, error: ErrorInfo, now: float) -> list[ev.Action]:
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
             return []
         return self._refuse_room(room, error, now)
 
-    def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[w.Action]:
+    def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[ev.Action]:
         refused = r.Refused(key=room.key, error=error)
         room.peer_is_quiet()  # it was given nothing to touch
         actions = self._fail(room, error, now, answer=refused)
-        return [w.Send(room.peer, refused), *actions]
+        return [ev.Send(room.peer, refused), *actions]
 
-    def _progressed(self, room: Room, now: float) -> list[w.Action]:
+    def _progressed(self, room: Room, now: float) -> list[ev.Action]:
         if room.outcomes.all is not Outcome.done or room.metadata is None:
             return []
         landed = r.Landed(key=room.key)
         room.move(State.done)
         self._end(room, landed, now)
         told = r.RoomLanded(room.key, room.metadata.first)
-        return [w.Stop(room.key), w.Tell(told), w.Send(room.peer, landed)]
+        return [ev.Stop(room.key), ev.Tell(told), ev.Send(room.peer, landed)]
 
     def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
         self._asked.discard(room.key)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from weft.common.errors import DeadlineExceeded, ErrorInfo, PeerEnded, Unavailable
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.outcomes import Outcomes
 from weft.transfer.tombstones import Tombstones
 from weft.types import rooms as r
@@ -30,7 +30,7 @@ _TOMBSTONE_BYTES = 512
 
 
 class Patience(NamedTuple):
-    """Seconds."""
+    """After how many seconds a room repeats, gives up or forgets."""
 
     retry: float = 1.0
     """Between repetitions of a message."""
@@ -83,7 +83,7 @@ class Room:
         self.metadata: r.Metadata | None = None
 
     def begin(self, now: float) -> None:
-        """It was offered. Idempotent."""
+        """Notes that the room was offered: its time counts from now. Idempotent."""
         if self.deadline is None:
             self.deadline = now + self.seconds
 
@@ -100,7 +100,7 @@ class Room:
 
 
 class Ended(NamedTuple):
-    """What is left of a room."""
+    """What is left of a room that has ended."""
 
     state: State
     answer: r.RoomMessage
@@ -135,7 +135,7 @@ class Rooms:
         return len(self._rooms)
 
     def state(self, key: RoomKey) -> State | None:
-        """Of a room that is known here."""
+        """The state of a room that is known here."""
         room = self._rooms.get(key)
         if room is not None:
             return room.state
@@ -165,50 +165,50 @@ class Rooms:
         """Whether the peer may touch this side's memory of a room."""
         raise NotImplementedError
 
-    def _opened(self, room: Room, now: float) -> list[w.Action]:
+    def _opened(self, room: Room, now: float) -> list[ev.Action]:
         """A room is new."""
         return []
 
-    def _progressed(self, room: Room, now: float) -> list[w.Action]:
+    def _progressed(self, room: Room, now: float) -> list[ev.Action]:
         """A rank reported, and none has failed."""
         return []
 
-    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
         """A message from the peer of a room that has not ended, and is no fence."""
         raise NotImplementedError
 
-    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
         """A message of a room that is not known."""
-        return [w.Send(peer, r.Fenced(key=message.key))]
+        return [ev.Send(peer, r.Fenced(key=message.key))]
 
     # ---- events of both sides
 
-    def _common(self, event: w.Common, now: float) -> list[w.Action]:
+    def _common(self, event: ev.Common, now: float) -> list[ev.Action]:
         match event:
-            case w.Open():
+            case ev.Open():
                 return self._open(event, now)
-            case w.Heard():
+            case ev.Heard():
                 return self._heard(event, now)
-            case w.RankReport():
+            case ev.RankReport():
                 return self._rank_report(event, now)
-            case w.RankStopped(key, rank):
+            case ev.RankStopped(key, rank):
                 return self._rank_stopped(key, rank, now)
-            case w.RankGone(rank):
+            case ev.RankGone(rank):
                 return self._rank_gone(rank, now)
-            case w.RankBack(rank):
+            case ev.RankBack(rank):
                 self._gone.discard(rank)
                 return []
-            case w.PeerLost(peer):
+            case ev.PeerLost(peer):
                 return self._peer_lost(peer, now)
-            case w.Revoked(key):
+            case ev.Revoked(key):
                 return self._peer_stopped(key, now)
-            case w.Cancel(key, error):
+            case ev.Cancel(key, error):
                 room = self._rooms.get(key)
                 return [] if room is None else self._fail(room, error, now)
-            case w.Tick():
+            case ev.Tick():
                 return self._tick(now)
 
-    def _heard(self, event: w.Heard, now: float) -> list[w.Action]:
+    def _heard(self, event: ev.Heard, now: float) -> list[ev.Action]:
         key, message = event.message.key, event.message
         room = self._rooms.get(key)
         if room is not None and room.peer != event.peer:
@@ -222,10 +222,10 @@ class Rooms:
             return self._heard_of(room, message, now)
         ended = self._ended.get(key)
         if ended is not None:
-            return [w.Send(event.peer, ended.answer)]
+            return [ev.Send(event.peer, ended.answer)]
         return self._heard_early(event.peer, message, now)
 
-    def _open(self, event: w.Open, now: float) -> list[w.Action]:
+    def _open(self, event: ev.Open, now: float) -> list[ev.Action]:
         if event.key in self._rooms:
             return []
         if (ended := self._ended.get(event.key)) is not None:
@@ -233,17 +233,17 @@ class Rooms:
                 return []
             answer = ended.answer
             error = answer.error if isinstance(answer, r.Fence | r.Refused) else _gone()
-            return [w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))]
+            return [ev.Tell(r.RoomFailed(event.key, error)), ev.Tell(r.RoomFreed(event.key))]
         room = self._rooms[event.key] = Room(event.key, event.peer, event.seconds, self._ranks)
         return self._opened(room, now)
 
-    def _tick(self, now: float) -> list[w.Action]:
-        actions: list[w.Action] = []
+    def _tick(self, now: float) -> list[ev.Action]:
+        actions: list[ev.Action] = []
         for room in list(self._rooms.values()):
             if room.revoke_at is not None and room.revoke_at <= now:
                 room.revoke_after = min(2 * room.revoke_after, self._patience.longest)
                 room.revoke_at = now + room.revoke_after
-                actions.append(w.Revoke(room.key, room.peer))
+                actions.append(ev.Revoke(room.key, room.peer))
             if room.state >= State.failing:
                 actions += self._stop_again(room, now)
                 continue
@@ -257,18 +257,18 @@ class Rooms:
         self._ended.expire(now)
         return actions + self._remind(now)
 
-    def _stop_again(self, room: Room, now: float) -> list[w.Action]:
+    def _stop_again(self, room: Room, now: float) -> list[ev.Action]:
         """Of a room that fails: ranks that have not said that they stopped may not have heard, or not been
         heard."""
         if not room.running or room.stop_at > now:
             return []
         room.stop_after = min(2 * room.stop_after, self._patience.longest)
         room.stop_at = now + room.stop_after
-        return [w.Stop(room.key)]
+        return [ev.Stop(room.key)]
 
-    def _remind(self, now: float) -> list[w.Action]:
+    def _remind(self, now: float) -> list[ev.Action]:
         """Fences that nobody has answered. Those that memory waits for are repeated for ever."""
-        actions: list[w.Action] = []
+        actions: list[ev.Action] = []
         for key, notice in list(self._notices.items()):
             room = self._rooms.get(key)
             if notice.until <= now and (room is None or not self._needs_peer(room)):
@@ -276,10 +276,10 @@ class Rooms:
             elif notice.due <= now:
                 after = min(2 * notice.after, max(self._patience.longest, self._patience.retry))
                 self._notices[key] = notice._replace(due=now + after, after=after)
-                actions.append(w.Send(notice.peer, notice.message))
+                actions.append(ev.Send(notice.peer, notice.message))
         return actions
 
-    def _rank_report(self, event: w.RankReport, now: float) -> list[w.Action]:
+    def _rank_report(self, event: ev.RankReport, now: float) -> list[ev.Action]:
         room = self._rooms.get(event.key)
         if room is None or room.state not in (State.bound, State.active):
             return []
@@ -289,20 +289,20 @@ class Rooms:
             room.move(State.active)
         return self._progressed(room, now)
 
-    def _rank_stopped(self, key: RoomKey, rank: int, now: float) -> list[w.Action]:
+    def _rank_stopped(self, key: RoomKey, rank: int, now: float) -> list[ev.Action]:
         room = self._rooms.get(key)
         if room is None or room.state is not State.failing or rank not in room.running:
             return []
         room.running.discard(rank)
         return self._settle(room, now)
 
-    def _all_there(self, room: Room, now: float) -> list[w.Action]:
+    def _all_there(self, room: Room, now: float) -> list[ev.Action]:
         """Fails a room that has just been bound when a rank is gone: nobody would move its part."""
         lost = Unavailable("a process that would have a part in the transfer was lost")
         return self._fail(room, lost.info(), now) if self._gone else []
 
-    def _rank_gone(self, rank: int, now: float) -> list[w.Action]:
-        actions: list[w.Action] = []
+    def _rank_gone(self, rank: int, now: float) -> list[ev.Action]:
+        actions: list[ev.Action] = []
         self._gone.add(rank)
         for room in list(self._rooms.values()):
             if room.was_bound and room.state is not State.failing:
@@ -312,8 +312,8 @@ class Rooms:
                 actions += self._rank_stopped(room.key, rank, now)
         return actions
 
-    def _peer_lost(self, peer: Peer, now: float) -> list[w.Action]:
-        actions: list[w.Action] = []
+    def _peer_lost(self, peer: Peer, now: float) -> list[ev.Action]:
+        actions: list[ev.Action] = []
         for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
             del self._notices[key]
         for room in [room for room in self._rooms.values() if room.peer == peer]:
@@ -321,7 +321,7 @@ class Rooms:
             actions += self._fail(room, PeerEnded("the other end of the transfer was lost").info(), now)
         return actions
 
-    def _peer_stopped(self, key: RoomKey, now: float) -> list[w.Action]:
+    def _peer_stopped(self, key: RoomKey, now: float) -> list[ev.Action]:
         """``Fenced`` came, or its access was revoked."""
         self._notices.pop(key, None)
         room = self._rooms.get(key)
@@ -330,7 +330,7 @@ class Rooms:
         room.peer_is_quiet()
         return self._fail(room, Unavailable("the other end of the transfer has ended it").info(), now)
 
-    def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[w.Action]:
+    def _fenced_by_peer(self, peer: Peer, fence: r.Fence, now: float) -> list[ev.Action]:
         room = self._rooms.get(fence.key)
         if room is not None:
             room.peer_asked = True
@@ -338,23 +338,23 @@ class Rooms:
         # What comes later of a room that is not known here finds that it has ended.
         size = len(r.encode(fence)) + _TOMBSTONE_BYTES
         self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
-        return [w.Send(peer, r.Fenced(key=fence.key))]
+        return [ev.Send(peer, r.Fenced(key=fence.key))]
 
     # ---- how a room ends
 
     def _fail(
         self, room: Room, error: ErrorInfo, now: float, answer: r.RoomMessage | None = None
-    ) -> list[w.Action]:
+    ) -> list[ev.Action]:
         """The room fails, unless it does already; its memory is given back when it is fenced.
 
         ``answer``: to what still comes, if not a fence.
         """
-        actions: list[w.Action] = []
+        actions: list[ev.Action] = []
         if room.state < State.failing:
             fence = r.Fence(key=room.key, error=error)
             room.say, room.answer = None, answer or fence
-            actions.append(w.Tell(r.RoomFailed(room.key, error)))
-            actions.append(w.Stop(room.key))
+            actions.append(ev.Tell(r.RoomFailed(room.key, error)))
+            actions.append(ev.Stop(room.key))
             room.running -= self._gone
             if not room.was_bound:  # ranks know at most what they have computed of it
                 room.running.clear()
@@ -362,7 +362,7 @@ class Rooms:
             room.stop_at = now + room.stop_after
             room.move(State.failing)
             if not room.peer_stopped:
-                actions.append(w.Send(room.peer, fence))
+                actions.append(ev.Send(room.peer, fence))
                 due, until = now + self._patience.retry, now + self._patience.remember
                 self._notices[room.key] = _Notice(room.peer, fence, due, self._patience.retry, until)
                 if self._needs_peer(room):
@@ -370,28 +370,28 @@ class Rooms:
                     room.revoke_at = now + room.revoke_after
         return actions + self._settle(room, now)
 
-    def _reject(self, event: w.Open, error: ErrorInfo, now: float) -> list[w.Action]:
+    def _reject(self, event: ev.Open, error: ErrorInfo, now: float) -> list[ev.Action]:
         """A room that cannot begin here; its other end, which may wait for it, is told."""
         fence = r.Fence(key=event.key, error=error)
         retry = self._patience.retry
         until = now + self._patience.remember
         self._notices[event.key] = _Notice(event.peer, fence, now + retry, retry, until)
-        told = w.Tell(r.RoomFailed(event.key, error)), w.Tell(r.RoomFreed(event.key))
-        return [*told, w.Send(event.peer, fence)]
+        told = ev.Tell(r.RoomFailed(event.key, error)), ev.Tell(r.RoomFreed(event.key))
+        return [*told, ev.Send(event.peer, fence)]
 
-    def _settle(self, room: Room, now: float) -> list[w.Action]:
+    def _settle(self, room: Room, now: float) -> list[ev.Action]:
         """Goes on with a failing room as far as what is known allows."""
-        actions: list[w.Action] = []
+        actions: list[ev.Action] = []
         if room.running:
             return actions
         if room.peer_asked:
             room.peer_asked = False
-            actions.append(w.Send(room.peer, r.Fenced(key=room.key)))
+            actions.append(ev.Send(room.peer, r.Fenced(key=room.key)))
         if room.peer_stopped or not self._needs_peer(room):
             room.move(State.fenced)
             assert room.answer is not None
             self._end(room, room.answer, now)
-            actions.append(w.Tell(r.RoomFreed(room.key)))
+            actions.append(ev.Tell(r.RoomFreed(room.key)))
         return actions
 
     def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
@@ -399,10 +399,10 @@ class Rooms:
         del self._rooms[room.key]
         self._ended.add(room.key, Ended(room.state, answer), now)
 
-    def _say(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _say(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
         """Sends ``message``, and again until it is answered."""
         room.say, room.say_at = message, now + self._patience.retry
-        return [w.Send(room.peer, message)]
+        return [ev.Send(room.peer, message)]
 
 
 def _gone() -> ErrorInfo:

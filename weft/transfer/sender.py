@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from weft.common.errors import ErrorInfo, WeftError
-from weft.transfer import words as w
+from weft.transfer import events as ev
 from weft.transfer.digests import digest_bytes, room_seed
 from weft.transfer.group_layout import compatible, placed
 from weft.transfer.room_table import FenceBy, Patience, Room, Rooms
@@ -33,15 +33,15 @@ class SendingRooms(Rooms):
         super().__init__(ranks, fence, patience)
         self._incarnation = incarnation
 
-    def on(self, event: w.SenderEvent, now: float) -> list[w.Action]:
+    def on(self, event: ev.SenderEvent, now: float) -> list[ev.Action]:
         """What is to be done, in this order, when ``event`` happens."""
         match event:
-            case w.Open(key) if self._incarnation not in (None, key.incarnation):
+            case ev.Open(key) if self._incarnation not in (None, key.incarnation):
                 error = TransferRefused("the transfer was meant for another start of this process").info()
                 return self._reject(event, error, now)
-            case w.Offer(message, num_cached):
+            case ev.Offer(message, num_cached):
                 return self._offer(message, num_cached, now)
-            case w.Finished(message):
+            case ev.Finished(message):
                 return self._finished(message, now)
             case _:
                 return self._common(event, now)
@@ -49,7 +49,7 @@ class SendingRooms(Rooms):
     def _needs_peer(self, room: Room) -> bool:
         return room.was_bound and self._fence == "copy"  # then receivers read this side's memory
 
-    def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[w.Action]:
+    def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
         room = self._rooms.get(message.key)
         if room is None or room.offer is not None or room.state is not State.new:
             return []
@@ -58,14 +58,14 @@ class SendingRooms(Rooms):
         room.offer, room.bind_by = message, now + self._patience.bind
         return self._say(room, message, now)
 
-    def _finished(self, message: r.Metadata, now: float) -> list[w.Action]:
+    def _finished(self, message: r.Metadata, now: float) -> list[ev.Action]:
         room = self._rooms.get(message.key)
         if room is None or room.metadata is not None or room.state >= State.failing:
             return []
         room.metadata = sealed(message)
         return [] if room.state is State.new else self._say(room, room.metadata, now)
 
-    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[w.Action]:
+    def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
         match message:
             case r.Bound() if room.state is State.new and room.offer is not None:
                 return self._bind(room, room.offer, message, now)
@@ -79,12 +79,12 @@ class SendingRooms(Rooms):
             case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
                 room.move(State.done)
                 self._end(room, r.Fenced(key=room.key), now)
-                return [w.Stop(room.key), w.Tell(r.RoomLanded(room.key))]
+                return [ev.Stop(room.key), ev.Tell(r.RoomLanded(room.key))]
             case r.Admitted() | r.Metadata() | r.Landed():
                 self.strays += 1
         return []
 
-    def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[w.Action]:
+    def _bind(self, room: Room, offer: r.Admitted, bound: r.Bound, now: float) -> list[ev.Action]:
         try:
             check_bound(offer, bound)
         except WeftError as error:
@@ -93,9 +93,9 @@ class SendingRooms(Rooms):
         room.bind_by = room.say = None
         if gone := self._all_there(room, now):
             return gone
-        actions: list[w.Action] = [
-            w.Push(room.key, offer, bound, room.num_cached),
-            w.Tell(r.RoomBound(room.key, bound.start)),
+        actions: list[ev.Action] = [
+            ev.Push(room.key, offer, bound, room.num_cached),
+            ev.Tell(r.RoomBound(room.key, bound.start)),
         ]
         return actions if room.metadata is None else actions + self._say(room, room.metadata, now)
 

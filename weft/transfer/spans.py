@@ -25,8 +25,6 @@ from weft.config.sharding import balanced_share
 from weft.transfer.group_layout import Heads, Place, Tensor, heads_of, joined, tensors_of
 from weft.types.rooms import GroupDims, KindDims, RoomMessageError
 
-NO_SPANS = np.empty((0, 3), np.int64)
-
 
 class Side(NamedTuple):
     """A sequence in the caches of one group."""
@@ -188,9 +186,9 @@ def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int)
 class _Runs(NamedTuple):
     """Entries that lie side by side on both sides; int64 [n] each."""
 
-    source_lines: np.ndarray
+    source_blocks: np.ndarray
     source_entries: np.ndarray
-    target_lines: np.ndarray
+    target_blocks: np.ndarray
     target_entries: np.ndarray
     entries: np.ndarray
 
@@ -205,9 +203,9 @@ def _runs(sender: KindDims, source: Place, receiver: KindDims, target: Place, be
     cuts = np.unique(np.concatenate([_cuts(first, last, per) for per in (per_source, per_target)]))
     lengths = np.diff(np.append(cuts, last))
     return _Runs(
-        _lines(source, cuts // per_source, sender),
+        _blocks(source, cuts // per_source, sender),
         cuts % per_source,
-        _lines(target, cuts // per_target, receiver),
+        _blocks(target, cuts // per_target, receiver),
         cuts % per_target,
         lengths,
     )
@@ -220,15 +218,15 @@ def _cuts(first: int, last: int, per: int) -> np.ndarray:
     return np.concatenate([[first], np.arange((first // per + 1) * per, last, per)]).astype(np.int64)
 
 
-def _lines(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
+def _blocks(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
     """The blocks of entries ``numbers`` of the block table. Raises RoomMessageError where one is missing."""
     at = numbers - place.first
     if len(at) and (at.min() < 0 or at.max() >= len(place.ids)):
         raise RoomMessageError(f"the block table of kind {kind.kind} lacks positions that are sent")
-    lines: np.ndarray = place.ids[at]
-    if len(lines) and lines.min() < 1:
+    ids: np.ndarray = place.ids[at]
+    if len(ids) and ids.min() < 1:
         raise RoomMessageError(f"positions that are sent of kind {kind.kind} lie in the null block")
-    return lines
+    return ids
 
 
 def _spans(
@@ -238,8 +236,8 @@ def _spans(
     kv, head = np.arange(source.kv)[:, None], np.arange(heads)[None, :]
     inside = kv * source.kv_stride + (source_head + head) * source.head_stride
     inside_target = kv * target.kv_stride + (target_head + head) * target.head_stride
-    froms = runs.source_lines * source.line_stride + runs.source_entries * source.entry_bytes
-    tos = runs.target_lines * target.line_stride + runs.target_entries * target.entry_bytes
+    froms = runs.source_blocks * source.block_stride + runs.source_entries * source.entry_bytes
+    tos = runs.target_blocks * target.block_stride + runs.target_entries * target.entry_bytes
     spans = np.empty((len(froms), inside.size, 3), np.int64)
     spans[..., 0] = froms[:, None] + inside.ravel()
     spans[..., 1] = tos[:, None] + inside_target.ravel()
@@ -260,7 +258,7 @@ def merged(spans: np.ndarray) -> np.ndarray:
 
 
 def split(spans: np.ndarray, most: int) -> np.ndarray:
-    """The same bytes in spans of at most ``most`` bytes each."""
+    """``spans`` cut into spans of at most ``most`` bytes each."""
     pieces = -(-spans[:, 2] // most)
     if not len(spans) or pieces.max() <= 1:
         return spans

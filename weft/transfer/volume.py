@@ -8,13 +8,15 @@ from weft.types.rooms import GroupDims, KindDims
 
 
 def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
-    """Of positions ``start`` .. end - 1, and of states after them, that all ranks of ``receiver`` get."""
+    """Bytes of positions ``start`` .. end - 1, and of states after them, that all ranks of ``receiver``
+    get.
+    """
     total = 0
     for source, target, tensors in zip(sender.kinds, receiver.kinds, tensors_of(receiver), strict=True):
         entries = _entries(source, target, start, end)
         for tensor in tensors:
-            lines = tensor.layers * tensor.kv * tensor.entry_bytes * entries
-            total += lines * _heads(target, tensor, receiver.ranks)
+            nbytes = tensor.layers * tensor.kv * tensor.entry_bytes * entries
+            total += nbytes * _heads(target, tensor, receiver.ranks)
     return total
 
 

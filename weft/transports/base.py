@@ -39,7 +39,9 @@ class TransferCorrupt(WeftError):
 
 
 class Transport(Protocol):
-    """Used from one thread, but for ``wake`` and ``mark``. Only ``poll`` waits, and never beyond its time."""
+    """Moves bytes between ranks of groups. Used from one thread, but for ``wake`` and ``mark``. Only
+    ``poll`` waits, and never beyond its time.
+    """
 
     name: str
     fence: FenceBy

@@ -12,7 +12,7 @@ _FREE = 4
 
 
 class Buffers:
-    """Of one transport, used from its thread."""
+    """Buffers of one transport, used from its thread."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []

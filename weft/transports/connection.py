@@ -59,7 +59,9 @@ class _Outgoing:
 
 
 class Connection:
-    """A non-blocking socket. Raises OSError when the other end is gone, BadFrame for what it sent."""
+    """A non-blocking socket that carries frames. Raises OSError when the other end is gone, BadFrame for
+    what it sent.
+    """
 
     def __init__(self, sock: socket.socket, buffer: Callable[[int], torch.Tensor], takes_fds: bool) -> None:
         """``buffer(bytes)`` gives memory for a payload."""

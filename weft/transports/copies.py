@@ -31,7 +31,9 @@ _MOST_UNIT = 4096
 
 
 class Copies(Protocol):
-    """Used from the thread of a rank's transfers, but for ``mark``."""
+    """Copies between caches and staging memory. Used from the thread of a rank's transfers, but for
+    ``mark``.
+    """
 
     def pin(self, memory: Tensor) -> None:
         """``memory``, uint8 on the host, is what is copied to or from, until ``close``."""

@@ -67,6 +67,7 @@ def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
 
 
 def info_of(error: Exception) -> ErrorInfo:
+    """What a room is told of ``error``: a WeftError's own words, of any other that its connection broke."""
     if isinstance(error, WeftError):
         return error.info()
     return Unavailable("the connection to a rank of the other group broke").info()

@@ -2,8 +2,8 @@
 
     Direct    the caches are host memory: peers read them, and what comes is copied into them
     Staged    they are anywhere, as on a GPU: what leaves is copied into a ring of host memory first, from
-    which
-              it is sent; what comes is copied, with its digest, into an inbox, and from there into the caches
+              which it is sent; what comes is copied, with its digest, into an inbox, and from there into
+              the caches
 
 What peers see is the same: spans of regions that a sender shows. A rank whose caches are staged shows one,
 the ring; where its own caches are concerns it alone.
@@ -41,7 +41,7 @@ _PIECE = 1 << 20
 
 
 class Memory(Protocol):
-    """Used from the transport's thread."""
+    """A rank's caches, as a transport reads and writes them. Used from the transport's thread."""
 
     staged: bool
     regions: Sequence[Tensor]
@@ -136,7 +136,7 @@ class Direct:
 
 
 class Sizes(NamedTuple):
-    """Of what caches are staged in, in bytes."""
+    """Sizes of what caches are staged in, in bytes."""
 
     slot: int = 4 << 20
     """Of one write that leaves, at most."""

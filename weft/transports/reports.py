@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 
-from weft.transfer.words import RankReport, RankStopped
+from weft.transfer.events import RankReport, RankStopped
 
 
 class RoomReports:

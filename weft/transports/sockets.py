@@ -56,7 +56,7 @@ _AT_ONCE = 2 << 20
 
 
 class SocketTransport:
-    """The part that is the same; see ``base.Transport`` for what its methods promise."""
+    """What ``shm`` and ``tcp`` have in common; see ``base.Transport`` for what its methods promise."""
 
     name = ""
     fence: FenceBy = "copy"

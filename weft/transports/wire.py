@@ -44,7 +44,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 
 
 class Hello(_Frame, frozen=True):
-    """Both ways, first of all."""
+    """Both ways, the first frame of a connection: who this is."""
 
     version: int
     transport: str
@@ -60,11 +60,13 @@ class Hello(_Frame, frozen=True):
 
 
 class Proof(_Frame, frozen=True):
-    """Where there is a secret, of the writer and then of the receiver: only who knows it can make it."""
+    """Where there is a secret, first from the writer, then from the receiver: only who knows it can make
+    it.
+    """
 
 
 class Spans(_Frame, frozen=True):
-    """Of one region to one region."""
+    """Spans from one region to one region."""
 
     source: U64
     target: U64
@@ -83,7 +85,7 @@ class WriteFrame(_Frame, frozen=True):
 
 
 class AnswerFrame(_Frame, frozen=True):
-    """Receiver to writer."""
+    """Receiver to writer: what became of a write."""
 
     key: RoomKey
     number: U64

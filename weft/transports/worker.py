@@ -22,9 +22,9 @@ from weft.common.log import get_logger
 from weft.transfer import arrivals as a
 from weft.transfer import pushes as p
 from weft.transfer.coverage import Coverage
+from weft.transfer.events import RankReport, RankStopped
 from weft.transfer.group_layout import placed
 from weft.transfer.spans import Side, SpanPlan, arriving
-from weft.transfer.words import RankReport, RankStopped
 from weft.transports.base import Transport
 from weft.types.rooms import Admitted, Blocks, Bound, GroupDims, Outcome, RoomKey, RoomMessageError
 
@@ -36,7 +36,7 @@ _END_S = 5.0
 
 
 class Began(NamedTuple):
-    """Of a sender."""
+    """A sender's room begins: what is computed of it may be pushed."""
 
     offer: Admitted
     bound: Bound
@@ -46,32 +46,34 @@ class Began(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """Of a sender."""
+    """A sender's sequence has more blocks."""
 
     key: RoomKey
     blocks: tuple[Blocks, ...]
 
 
 class Failing(NamedTuple):
-    """Of a sender."""
+    """What a sender's room is of cannot be computed."""
 
     key: RoomKey
     error: ErrorInfo
 
 
 class Expecting(NamedTuple):
-    """Of a receiver."""
+    """A receiver's room begins: its bytes may come."""
 
     offer: Admitted
     bound: Bound
 
 
 class Ending(NamedTuple):
+    """One room ends."""
+
     key: RoomKey
 
 
 class EndingAll(NamedTuple):
-    """Of every room."""
+    """All rooms end."""
 
     carried_out: threading.Event
 
@@ -80,7 +82,9 @@ _Command = Began | Growing | Failing | Expecting | Ending | EndingAll | p.Comput
 
 
 class RankTransfer:
-    """Made and closed by the rank's process; its methods may be called from any thread."""
+    """A rank's transfers, in a thread of their own. Made and closed by the rank's process; its methods may
+    be called from any thread.
+    """
 
     def __init__(
         self,

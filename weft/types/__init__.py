@@ -1,1 +1,1 @@
-"""The words that packages exchange: sampling parameters, plans, results, messages. Data only, no torch."""
+"""The data types that packages exchange: sampling parameters, plans, results, messages. No torch."""

@@ -18,7 +18,7 @@ def padded(tokens: int) -> int:
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """One step's. What no agreement says is exchanged with the rows."""
+    """The exchange of one step's rows. What no agreement says is exchanged with the rows."""
 
     form: str = ""
     """One of ``FORMS``; empty: the ranks' own rule, which is the same on all of them."""

@@ -22,7 +22,7 @@ Deed: TypeAlias = Literal["kill", "stop", "raise"]
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Happens to ``rank`` once, when it has been in ``phase`` ``after`` times (since
+    """A fault that happens to ``rank`` once, when it has been in ``phase`` ``after`` times (since
     ``needs`` is there, if it is given).
     """
 

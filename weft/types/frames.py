@@ -167,7 +167,7 @@ class Failed(_Frame, frozen=True, kw_only=True):
 
 
 class PushRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the receiver of a room is bound. See ``weft.transfer.words.Push``."""
+    """Head to rank: the receiver of a room is bound. See ``weft.transfer.events.Push``."""
 
     offer: Admitted
     bound: Bound
@@ -178,7 +178,7 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
 
 
 class ExpectRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: a room's bytes will come. See ``weft.transfer.words.Expect``."""
+    """Head to rank: a room's bytes will come. See ``weft.transfer.events.Expect``."""
 
     offer: Admitted
     bound: Bound

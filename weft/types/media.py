@@ -29,14 +29,14 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
     shared: SharedName | None = None
-    """Where the pixels are found on this host, as long as whoever sends this has them. On the wire in their
-    place; here beside them."""
+    """Where the pixels are found on this host, for as long as the sender of the message has them. On the wire
+    in their place; here beside them."""
     room: RoomTicket | None = None
     """Where another group encodes it: the transfer of its embedding."""
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
-    """For whom needs to know where the images are, and not what is in them."""
+    """``items`` for a group that needs to know where the images are, and not what is in them."""
     return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
 
 
@@ -69,8 +69,9 @@ def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Frame, row and column by which the token at each position is rotated: int64 [3, T].
 
     spans: int32 [items, 6] as ``spans_of`` makes them; positions: int64 [T], of one sequence, any of them.
-    Text tokens have the same number three times. Source: Qwen2-VL, arXiv 2409.12191, section 2.1, with each
-    frame of a video an item of its own (Qwen3-VL).
+    Text tokens have the same number three times. This is the definition, for tests; steps compute the same
+    on the device (``Spans.rope_positions`` in ``weft/runner/media.py``). Source: Qwen2-VL, arXiv 2409.12191,
+    section 2.1, with each frame of a video an item of its own (Qwen3-VL).
     """
     result = np.repeat(positions[np.newaxis].astype(np.int64), 3, axis=0)
     for start, count, _, rows, columns, rope in spans.astype(np.int64):

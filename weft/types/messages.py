@@ -264,7 +264,7 @@ class Tokens(_Message, frozen=True, kw_only=True):
 
 
 class TransferStats(_Message, frozen=True, kw_only=True):
-    """Of a head with a role: counters since start unless said otherwise."""
+    """Transfers of a head with a role: counters since start unless said otherwise."""
 
     awaiting: int = 0
     """Now: sequences that await their room."""

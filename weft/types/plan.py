@@ -24,10 +24,6 @@ from weft.common.shared_bytes import SharedName
 from weft.types.rooms import Blocks, RoomKey
 from weft.types.sampling import TokenParams
 
-I32 = np.ndarray
-"""A read-only int32 column."""
-
-
 MAX_PROMPT_LOGITS = 1024
 """Prompt positions of one step whose logits are computed: a row of logits is as wide as the vocabulary."""
 

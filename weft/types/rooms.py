@@ -74,7 +74,7 @@ class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class Outcome(IntEnum):
-    """Of a transfer on one rank. Those of a group are combined by taking the least."""
+    """How a transfer stands on one rank. Those of a group are combined by taking the least."""
 
     failed = 0
     pending = 1
@@ -82,7 +82,7 @@ class Outcome(IntEnum):
 
 
 class State(IntEnum):
-    """Of a room on one side. It only ever moves to the right of its line.
+    """The state of a room on one side. It only ever moves to the right of its line.
 
     new -> bound -> active -> done
        \\----\\-------\\-----> failing -> fenced
@@ -228,8 +228,6 @@ class Fenced(_Message, frozen=True, kw_only=True):
 
 
 RoomMessage = Admitted | Bound | Later | Refused | Metadata | Landed | Fence | Fenced
-ToReceiver = Admitted | Metadata | Fence | Fenced
-ToSender = Bound | Later | Refused | Landed | Fence | Fenced
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {Admitted: 16 << 20, Bound: 16 << 20, Metadata: 16 << 20}
@@ -241,14 +239,18 @@ MAX_MESSAGE = max(MOST_BYTES.values())
 
 
 class RoomWanted(msgspec.Struct, frozen=True):
-    """Of a receiver: prefill of the sequence was admitted. Reserve blocks, or say later, or refuse."""
+    """To a receiver's scheduler: prefill of the sequence was admitted. Reserve blocks, or say later, or
+    refuse.
+    """
 
     key: RoomKey
     offer: Admitted
 
 
 class RoomBound(msgspec.Struct, frozen=True):
-    """Of a sender: the receiver takes positions from ``start`` on; chunks may be pushed once computed."""
+    """To a sender's scheduler: the receiver takes positions from ``start`` on; chunks may be pushed once
+    computed.
+    """
 
     key: RoomKey
     start: int
@@ -282,7 +284,7 @@ RoomEvent = RoomWanted | RoomBound | RoomLanded | RoomFailed | RoomFreed
 
 
 class OfferRoom(msgspec.Struct, frozen=True):
-    """Of a sender: the sequence is admitted; its ``num_prompt`` known ids will be computed."""
+    """From a sender's scheduler: the sequence is admitted; its ``num_prompt`` known ids will be computed."""
 
     key: RoomKey
     num_prompt: int
@@ -293,7 +295,7 @@ class OfferRoom(msgspec.Struct, frozen=True):
 
 
 class FinishRoom(msgspec.Struct, frozen=True):
-    """Of a sender: everything is computed."""
+    """From a sender's scheduler: everything is computed."""
 
     key: RoomKey
     first: FirstToken | None = None
@@ -301,7 +303,7 @@ class FinishRoom(msgspec.Struct, frozen=True):
 
 
 class CancelRoom(msgspec.Struct, frozen=True):
-    """Of either: the sequence has ended, or cannot go on with the room."""
+    """From either scheduler: the sequence has ended, or cannot go on with the room."""
 
     key: RoomKey
     error: ErrorInfo | None = None
@@ -309,7 +311,7 @@ class CancelRoom(msgspec.Struct, frozen=True):
 
 
 class ReserveRoom(msgspec.Struct, frozen=True):
-    """Of a receiver, answer to ``RoomWanted``: these blocks are reserved."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: these blocks are reserved."""
 
     key: RoomKey
     start: int
@@ -319,14 +321,14 @@ class ReserveRoom(msgspec.Struct, frozen=True):
 
 
 class PostponeRoom(msgspec.Struct, frozen=True):
-    """Of a receiver, answer to ``RoomWanted``: no room now."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: no room now."""
 
     key: RoomKey
     seconds: float
 
 
 class RefuseRoom(msgspec.Struct, frozen=True):
-    """Of a receiver, answer to ``RoomWanted``: this will never work."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: this will never work."""
 
     key: RoomKey
     error: ErrorInfo

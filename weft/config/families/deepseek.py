@@ -49,7 +49,9 @@ def build_v3(facts: Facts, override: int | None) -> ModelSpec:
 
 
 def build_latent(facts: Facts, override: int | None) -> ModelSpec:
-    """The same without modules that predict ahead, for versions that read ``layer_types`` by themselves."""
+    """``build_v3``'s spec without modules that predict ahead, for versions that read ``layer_types`` by
+    themselves.
+    """
     return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
 
 

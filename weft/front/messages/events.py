@@ -72,7 +72,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class DeltaUsage(msgspec.Struct, kw_only=True):
-    """Of the whole message."""
+    """Usage of the whole message."""
 
     input_tokens: int
     cache_creation_input_tokens: int

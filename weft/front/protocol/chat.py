@@ -91,6 +91,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raises InvalidRequest for labels that are too many or too long."""
     items = [text for pair in (metadata or {}).items() for text in pair]
     if len(items) > 2 * MAX_METADATA or any(len(text) > MAX_NAME for text in items):
         raise InvalidRequest(

@@ -12,7 +12,7 @@ from weft.text.parsing.parser import Tool
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model may call."""
+    """A function that a model may call."""
 
     name: str
     description: str | None = None
@@ -22,14 +22,14 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one kind of tool."""
+    """A function as a tool; there is no other kind."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the tools."""
+    """The name of one of the tools."""
 
     name: str
 
@@ -37,13 +37,13 @@ class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class NamedFunction(
     msgspec.Struct, frozen=True, kw_only=True, tag="function", tag_field="type", forbid_unknown_fields=True
 ):
-    """Call this one."""
+    """The choice of one tool, which is to be called."""
 
     function: FunctionName
 
 
 class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Some of the tools."""
+    """The choice among some of the tools."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedFunction]

@@ -85,7 +85,7 @@ class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_fie
 
 
 class TextConfig(_Strict, frozen=True, kw_only=True):
-    """The answer's form."""
+    """The form that the answer's text must have."""
 
     format: PlainFormat | ObjectFormat | NamedFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -101,13 +101,13 @@ class ChosenFunction(_Strict, frozen=True, kw_only=True):
 
 
 class ChooseFunction(_Strict, frozen=True, kw_only=True, tag="function", tag_field="type"):
-    """Call this one."""
+    """The choice of one function, which is to be called."""
 
     name: str
 
 
 class ChooseCustom(_Strict, frozen=True, kw_only=True, tag="custom", tag_field="type"):
-    """Call this one."""
+    """The choice of one custom tool, which is to be called."""
 
     name: str
 

@@ -39,7 +39,7 @@ _Input = list[_Item] | str | None
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """What a body refers to."""
+    """The ids of a stored response and of stored items that a body refers to."""
 
     previous: str | None
     items: list[str]

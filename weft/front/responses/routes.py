@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from weft.common.errors import InvalidRequest, NotFound
 from weft.front import openapi
+from weft.front.access import key_of
 from weft.front.answers import to_json
 from weft.front.context import Front
-from weft.front.doors import key_of
 from weft.front.responses import events as e
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
 from weft.front.responses.read import NONE, line_of, references, with_history

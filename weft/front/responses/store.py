@@ -37,7 +37,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.answer) + len(self.input) + OVERHEAD
 
     def items(self) -> list[dict[str, Any]]:
-        """Its input and its output."""
+        """The items of its input and its output."""
         given: list[dict[str, Any]] = msgspec.json.decode(self.input)
         return [*given, *msgspec.json.decode(self.answer)["output"]]
 
@@ -70,14 +70,14 @@ class ResponseStore:
                 self._forget(next(iter(self._kept.values())))
 
     def get(self, id: str, key: int) -> Stored:
-        """Of those that were made with ``key``. Raises NotFound."""
+        """The response of this id, if it was made with ``key``. Raises NotFound."""
         with self._lock:
             stored = self._find(id, key, "response_id", "response_not_found")
             self._touch(stored)
             return stored
 
     def remove(self, id: str, key: int) -> None:
-        """Likewise."""
+        """Removes the response of this id, if it was made with ``key``. Raises NotFound."""
         with self._lock:
             self._forget(self._find(id, key, "response_id", "response_not_found"))
 

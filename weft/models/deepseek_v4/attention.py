@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.attention.compress import Completed, Compressor
+from weft.attention.compress import ByToken, Completed, Compressor
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, Layer, Packs
@@ -39,7 +39,7 @@ class TypeInput:
     """cos and sin of the step's positions."""
     plans: tuple[object, object]
     """The backend's, for each segment."""
-    completed: Completed | None
+    completed: Completed | ByToken | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 
 from weft.attention.base import Backends, LayerCache, StepInput
-from weft.attention.compress import completed_groups
+from weft.attention.compress import ByToken, Completed, completed_groups, groups_by_token
 from weft.attention.sparse import Reads, SparseBackend
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build
@@ -79,12 +79,6 @@ class StreamsDecoder(Decoder):
         }
         self._reads = {kind: _reads(self.spec, kind, layer) for kind, layer in self._first_layers.items()}
 
-    @property
-    def asking(self) -> tuple[str, ...]:
-        """On a CPU the host looks which groups are complete, so each step makes those and no others."""
-        groups = any(reads.groups is not None for reads in self._reads.values())
-        return (*super().asking, *(["groups of positions"] if groups and self.device.type == "cpu" else []))
-
     def share(self, step: StepInput, kv: Sequence[LayerCache], backends: Backends) -> SparseInput:
         backend = backends["sparse"]
         assert isinstance(backend, SparseBackend)
@@ -92,22 +86,26 @@ class StreamsDecoder(Decoder):
         types: dict[str, TypeInput] = {}
         for kind, reads in self._reads.items():
             caches = kv[self._first_layers[kind]]
-            completed = None
-            if reads.groups is not None:
-                sources = reads.groups - 1
-                block = caches[sources][0].shape[1]
-                overlap = overlap_of(kind)
-                completed = completed_groups(
-                    step, sources, reads.groups, reads.ratio, overlap, block, self._group_rope
-                )
             prefill, decode = step.segments
             types[kind] = TypeInput(
                 reads=reads,
                 angles=self._rope.angles(step.positions) if reads.groups is None else group_angles,
                 plans=(backend.plan(prefill, reads, caches), backend.plan(decode, reads, caches)),
-                completed=completed,
+                completed=self._completed(step, kind, reads, caches, backend.by_token),
             )
         return SparseInput(step=step, backends=backends, types=types)
+
+    def _completed(
+        self, step: StepInput, kind: str, reads: Reads, caches: LayerCache, by_token: bool
+    ) -> Completed | ByToken | None:
+        """The groups that the step completes in layers of type ``kind``."""
+        if reads.groups is None:
+            return None
+        sources, rope = reads.groups - 1, self._group_rope
+        if by_token:
+            return groups_by_token(step, sources, reads.groups, reads.ratio, rope)
+        block = caches[sources][0].shape[1]
+        return completed_groups(step, sources, reads.groups, reads.ratio, overlap_of(kind), block, rope)
 
     def enter(self, embedded: Tensor) -> Tensor:
         assert self.spec.hyper is not None

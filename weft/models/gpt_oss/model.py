@@ -1,20 +1,7 @@
-"""GPT-OSS: every second layer slides, heads have sinks, every feed-forward block is routed."""
+"""GPT-OSS: the layers of Mixtral; windows, sinks and the experts' biases are the spec's."""
 
 from __future__ import annotations
 
-from weft.attention.gqa import Attention
-from weft.config.spec import ModelSpec
-from weft.layers.build import Build
-from weft.models.decoder import Block
-from weft.moe.block import RoutedMLP
+from weft.models.mixtral.model import make_block
 
-
-def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
-    assert spec.moe is not None
-    return Block(
-        spec,
-        build,
-        attention=Attention(spec, layer, build),
-        feed_forward=RoutedMLP(spec.hidden, spec.moe, spec.activation, build),
-    )
+__all__ = ["make_block"]

@@ -26,6 +26,7 @@ from weft.models.quantized.sources import PLAIN, Part, Source, names_of
 from weft.models.slices import Window, inside, note_largest, part_shape, whole_groups, windows
 from weft.models.weights import Placement, WeightMap
 from weft.ops.coded import Codes
+from weft.ops.mapped import Mapped
 
 Tensor = torch.Tensor
 R = TypeVar("R")
@@ -100,7 +101,7 @@ class Target:
             cut_parts = self._cut(source, file, taken) if divided else None
             if cut_parts is not None:
                 parts, spec = cut_parts
-                if self._hold(parts, spec, source, parameter, taken):
+                if self._hold(parts, spec, source, file, parameter, taken):
                     return
                 form, (piece,) = read(parts, spec, self.wide)
                 target = parameter.data[taken[0].target]
@@ -110,7 +111,7 @@ class Target:
                 size = target.nbytes
             else:
                 parts = {role: _read(part, source, file) for role, part in source.parts.items()}
-                if self._hold(parts, self.quantized, source, parameter):
+                if self._hold(parts, self.quantized, source, file, parameter):
                     return
                 form, pieces = read(parts, self.quantized, self.wide, _wanted(placement, parameter))
                 size = sum(copy(source.name, p.values, placement, parameter, p.index) for p in pieces)
@@ -161,6 +162,7 @@ class Target:
         parts: dict[str, Tensor],
         spec: QuantizedSpec | None,
         source: Source,
+        file: WeightFile,
         parameter: nn.Parameter,
         cut_to: list[Window] | None = None,
     ) -> bool:
@@ -175,7 +177,9 @@ class Target:
         if found is None:
             return False
         published = sum(part.nbytes for part in parts.values())
-        return self._hold_pieces(*found, published, placement, parameter, cut_to)
+        form, pieces = found
+        pieces = (_in_file(piece, file.mapped) for piece in pieces)
+        return self._hold_pieces(form, pieces, published, placement, parameter, cut_to)
 
     def _hold_pieces(
         self,
@@ -281,6 +285,14 @@ class Target:
                 "a smaller --tp keeps them packed",
                 self.cut_groups,
             )
+
+
+def _in_file(piece: CodedPiece, mapped: Mapped | None) -> CodedPiece:
+    """Says of codes that are a part of the mapped file that they are."""
+    codes = piece.codes
+    if codes is None or mapped is None or not any(map(mapped.has, codes.tensors())):
+        return piece
+    return replace(piece, codes=replace(codes, mapped=mapped))
 
 
 def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:

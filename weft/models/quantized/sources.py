@@ -46,7 +46,7 @@ PLAIN = ""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One published tensor."""
+    """One published tensor of a quantized weight."""
 
     name: str
     path: Path

@@ -1,19 +1,7 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; some layers may see a window only."""
+"""Qwen2 and Qwen2.5: the layers of Llama; biases on queries, keys and values, and windows, are the spec's."""
 
 from __future__ import annotations
 
-from weft.attention.gqa import Attention
-from weft.config.spec import ModelSpec
-from weft.layers.build import Build
-from weft.layers.mlp import GatedMLP
-from weft.models.decoder import Block
+from weft.models.llama.model import make_block
 
-
-def make_block(spec: ModelSpec, layer: int, build: Build) -> Block:
-    """Layer ``layer``, its weights unset."""
-    return Block(
-        spec,
-        build,
-        attention=Attention(spec, layer, build),
-        feed_forward=GatedMLP(spec.hidden, spec.intermediate, spec.activation, build),
-    )
+__all__ = ["make_block"]

@@ -1,14 +1,7 @@
-"""Qwen2 and Qwen2.5: published weight names."""
+"""Qwen2 and Qwen2.5: the names of Llama's weights, and biases."""
 
 from __future__ import annotations
 
-from weft.config.spec import ModelSpec
-from weft.models.weights import WeightMap, add_gated_mlp, decoder_weights
+from weft.models.llama.weights import weight_map
 
-
-def weight_map(spec: ModelSpec) -> WeightMap:
-    """Where each published tensor goes."""
-    result = decoder_weights(spec)
-    for layer in range(spec.layers):
-        add_gated_mlp(result, spec, f"model.layers.{layer}.mlp", f"blocks.{layer}.feed_forward")
-    return result
+__all__ = ["weight_map"]

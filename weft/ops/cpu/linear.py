@@ -113,7 +113,8 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
     if codes.block is not None:
         number = codes.block.number
         pack_ggml = torch.ops.weft_cpu.pack_ggml.default
-        blocks = pack_ggml(codes.values, codes.inputs, gated, number, codes.mapped)
+        blocks = pack_ggml(codes.values, codes.inputs, gated, number, codes.mapped is not None)
+        codes.drop_pages()
         return blocks, codes.coding
     codes = coded.storable(codes)
     scales = codes.scales.contiguous()
@@ -122,6 +123,7 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
     zeros = None if codes.zeros is None else codes.zeros.contiguous()
     values = codes.values.contiguous()
     data = torch.ops.weft_cpu.pack_coded.default(values, scales, zeros, codes.inputs, gated, codes.coding)
+    codes.drop_pages()
     return data, codes.coding
 
 

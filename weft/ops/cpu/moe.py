@@ -7,7 +7,7 @@ where the extension is built and the CPU has AVX2 or AVX-512.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from weft.ops.cpu import linear
 from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.moe import Routed, in_fp8, in_int4
 from weft.ops.routing import SCORINGS
+from weft.ops.stacks import Unstacked
 from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
@@ -28,6 +29,8 @@ SWIGLU = 5
 
 _PLAIN = [0, 0, 0, 0]
 """The coding of what is not coded."""
+_BLOCK = 32
+"""Columns of a packed block (csrc/gemm_block.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +147,7 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 
 
 def _matrix(
-    weight: Tensor | Codes | None, gated: bool, quantize: bool, largest: Tensor | None = None
+    weight: Tensor | Codes | Unstacked | None, gated: bool, quantize: bool, largest: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, list[int]]:
     """(packed, scales or factors, coding) of [rows, inputs], or of as many as there are experts.
 
@@ -152,42 +155,55 @@ def _matrix(
     """
     if weight is None:
         return None, None, _PLAIN
-    if isinstance(weight, Codes):
+    if isinstance(weight, Codes | Unstacked):
         return _coded(weight, gated)
     if not quantize:
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
-    if not len(each):
-        none = torch.ops.weft_cpu.pack_int8.default(
-            each.to(torch.int8), gated, weight.dtype == torch.bfloat16
-        )
-        return none, torch.zeros(0, each.shape[1]), _PLAIN
-    packed = []
-    scales = []
+    bf16 = weight.dtype == torch.bfloat16
+    pack_int8 = torch.ops.weft_cpu.pack_int8.default
+    scales = torch.zeros(each.shape[:2])
+    none = pack_int8(each[:, :0].to(torch.int8), gated, bf16)
+    packed = _of_blocks(len(each), each.shape[1], none.shape[2:], gated)
     of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
-    for matrix, most in zip(each, of_rows, strict=True):
+    for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
         made = to_int8(matrix, most)
-        bf16 = weight.dtype == torch.bfloat16
-        packed.append(torch.ops.weft_cpu.pack_int8.default(made.values, gated, bf16))
-        scales.append(made.scales.float().flatten())
-    return torch.stack(packed), torch.stack(scales), _PLAIN
+        scales[place] = made.scales.float().flatten()
+        packed[place] = pack_int8(made.values, gated, bf16)
+    return packed, scales, _PLAIN
 
 
-def _coded(codes: Codes, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Likewise, one matrix after another."""
-    if codes.values.dim() == 2:
+def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Likewise. What is apart is taken, one matrix after another."""
+    if isinstance(codes, Codes) and codes.values.dim() == 2:
         data, coding = linear.code_blocks(codes, gated=gated)
         return data, _floats(codes.factors), coding
+    if isinstance(codes, Codes) and not len(codes):
+        coding = linear.coded.storable(codes).coding
+        return torch.empty(0, 0, 0, dtype=torch.uint8), _floats(codes.factors), coding
+    factors = list[Tensor | None]()
+    coding = list[int]()
     packed: Tensor | None = None
-    coding = linear.coded.storable(codes[:0]).coding
     for place in range(len(codes)):
-        data, coding = linear.code_blocks(codes[place], gated=gated)
+        one = codes.take(place) if isinstance(codes, Unstacked) else codes[place]
         if packed is None:
-            packed = data.new_empty(len(codes), *data.shape)
-        packed[place] = data
-    if packed is None:
-        packed = torch.empty(0, 0, 0, dtype=torch.uint8)
-    return packed, _floats(codes.factors), coding
+            none, coding = linear.code_blocks(one[:0], gated=gated)
+            packed = _of_blocks(len(codes), len(one), none.shape[1:], gated)
+        packed[place], _ = linear.code_blocks(one, gated=gated)
+        factors.append(_floats(one.factors))
+    kept = [each for each in factors if each is not None]
+    assert packed is not None
+    return packed, torch.stack(kept) if kept else None, coding
+
+
+def _of_blocks(count: int, rows: int, block: Sequence[int], gated: bool) -> Tensor:
+    """Memory for ``count`` matrices of ``rows`` rows as they are packed. ``block``: the shape of 32 columns.
+
+    It is taken before any of them is packed: their place in the extension's memory is then used again.
+    """
+    blocks = -(-(rows // 2) // (_BLOCK // 2)) if gated else -(-rows // _BLOCK)
+    made: Tensor = torch.ops.weft_cpu.weight_bytes.default([count, blocks, *block])
+    return made
 
 
 def _floats(factors: Tensor | None) -> Tensor | None:
@@ -258,9 +274,9 @@ class Parts:
 
 PARTS = Parts()
 
-serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part)
+serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part, apart=True)
 serve("moe_pieces_int8", lambda: PARTS, pack_part_int8, linear.available)
-serve("moe", moe, pack, linear.available, pack)
+serve("moe", moe, pack, linear.available, pack, apart=True)
 for _name, _whole, _part in (("int4", pack_int4, pack_part_int4), ("fp8", pack_fp8, pack_part_fp8)):
     serve(f"moe_{_name}", moe, _whole, linear.available)
     serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)

@@ -41,6 +41,7 @@ def serve(
     pack_codes: Callable[[Any], Any] | None = None,
     *,
     mixes: bool = False,
+    apart: bool = False,
 ) -> None:
     """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
     implementation = Implementation(
@@ -54,5 +55,6 @@ def serve(
         available=available,
         pack_codes=pack_codes,
         mixes=mixes,
+        apart=apart,
     )
     register(op, implementation)

@@ -284,7 +284,7 @@ def _packed(codes: Codes) -> Codes:
         scales=as_bytes(codes.scales).contiguous().view(codes.scales.dtype),
         zeros=None if codes.zeros is None else codes.zeros.contiguous(),
         factors=None if codes.factors is None else codes.factors.float().contiguous(),
-        mapped=False,
+        mapped=None,
     )
 
 

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 
 from weft.ops import moe as torch_moe
-from weft.ops.coded import Codes, stacked, to_fp8, to_int4
+from weft.ops.coded import Codes, to_fp8, to_int4
 from weft.ops.moe import Pieces, Routed, activate, choose_experts, has_codes, rounded
+from weft.ops.stacks import stacked
 from weft.ops.triton import coded, fused, interpreting, matmul
 from weft.ops.triton.coded import finish, step
 from weft.ops.triton.forms import power

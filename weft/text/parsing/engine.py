@@ -293,9 +293,3 @@ class OutputEngine:
         tape.at = tape.done
         yield from tape.blank()
         tape.skip(tape.at)
-
-
-def whole(declared: OutputFormat, spec: OutputSpec, text: str) -> list[OutputEvent]:
-    """The events of a whole output."""
-    engine = OutputEngine(declared, spec)
-    return [*engine.feed(text), *engine.close()]

@@ -9,7 +9,6 @@ from typing import Literal
 MAX_DEPTH = 128
 """Deeper arguments are broken ones: what reads them does so by recursion."""
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_BLANKS = re.compile(r"[ \t\r\n]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
 _DIGITS = frozenset("0123456789")

@@ -42,6 +42,7 @@
 //   out(piece, row)          where `value` elements of a row go
 #pragma once
 
+#include "crew.h"
 #include "vector.h"
 
 #include <ATen/native/CPUBlas.h>
@@ -234,8 +235,9 @@ inline void micro_rows(int rows, int words, const uint32_t* a, int64_t lda, cons
 
 template <class E>
 struct Registers {
-  // Rows of a block: what the register tile holds; blocks begin at multiples of kAligned rows.
-  static constexpr int kBlock = 6, kAligned = 1;
+  // Rows of a block, whose softmax is computed together, and of the register tile; blocks begin at multiples of
+  // kAligned rows.
+  static constexpr int kBlock = WEFT_AVX512 ? 12 : 6, kTileRows = 6, kAligned = 1;
 
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
                    bool /*exact*/) {
@@ -243,6 +245,18 @@ struct Registers {
     const auto* right = static_cast<const uint32_t*>(b);
     const int words = k / E::kWide;
     lda /= E::kWide;
+    while (m > 0) {
+      const int tiles = (m + kTileRows - 1) / kTileRows, rows = (m + tiles - 1) / tiles;
+      tile(rows, n, words, left, lda, right, c, alpha);
+      m -= rows, left += rows * lda, c += int64_t(rows) * n;
+      if (alpha) alpha += rows;
+    }
+  }
+  static void release() {}
+
+ private:
+  static void tile(int m, int n, int words, const uint32_t* left, int64_t lda, const uint32_t* right, float* c,
+                   const float* alpha) {
     int at = 0;
     // What 16 registers of 8 floats hold: 12 of sums. One row has 64 columns, so that its sums are 8 chains.
     if (WEFT_AVX2 && m > 1) {
@@ -255,7 +269,6 @@ struct Registers {
     if (n - at == 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
     if (n - at == 16) micro_rows<E, 1>(m, words, left, lda, right + at, n, c + at, n, alpha);
   }
-  static void release() {}
 };
 
 // bf16 operands in pairs, as VDPBF16PS and AMX take them.
@@ -429,6 +442,7 @@ class Kept {
     }
     return arena_->data();
   }
+  bool holds(size_t bytes) const { return arena_ && arena_->size() >= bytes; }
 
  private:
   std::unique_ptr<Arena> arena_;
@@ -612,7 +626,7 @@ class Worker {
   // Scores to weights, and the state's maximum and sum; `alpha` is what the state's o must be scaled by.
   void softmax(const Piece& piece, int64_t tile, const State& state, int row, int count, bool masked, float* s,
                elem* p, float* alpha) {
-    alignas(64) float top[kLanes], base[kLanes], sum[kLanes];
+    alignas(64) float base[kLanes];
     for (int r = 0; r < count; ++r) {
       float* line = s + r * kTile;
       vf x[4];
@@ -624,10 +638,10 @@ class Worker {
           store(line + i * kLanes, x[i]);
         }
       }
-      top[r] = reduce_max(vmax(vmax(x[0], x[1]), vmax(x[2], x[3])));
+      store(across_[r], vmax(vmax(x[0], x[1]), vmax(x[2], x[3])));
     }
     const vf old = load_n(state.m + row, count);
-    const vf m = vmax(load(top) * splat(s_.scale), old), shift = finite_or_zero(m);
+    const vf m = vmax(max_of_rows(across_, count) * splat(s_.scale), old), shift = finite_or_zero(m);
     const vf scaled = exp2v(old - shift);
     store_n(state.m + row, m, count);
     store(base, shift);
@@ -636,10 +650,10 @@ class Worker {
       vf e[4];
       for (int i = 0; i < 4; ++i)
         e[i] = exp2v(fma(load(s + r * kTile + i * kLanes), splat(s_.scale), splat(0.0f) - splat(base[r])));
-      sum[r] = reduce_add((e[0] + e[1]) + (e[2] + e[3]));
+      store(across_[r], (e[0] + e[1]) + (e[2] + e[3]));
       E::store_p(p + r * kTile, e);
     }
-    store_n(state.l + row, fma(load_n(state.l + row, count), scaled, load(sum)), count);
+    store_n(state.l + row, fma(load_n(state.l + row, count), scaled, sum_of_rows(across_, count)), count);
   }
 
   void finish(const Piece& piece, const State& state) {
@@ -661,69 +675,97 @@ class Worker {
   int rows_ = 0;
   elem *q_, *k_, *v_, *p_;
   float *wide_, *scores_;
+  alignas(64) float across_[kLanes][kLanes] = {};
   State run_, total_;
   Lines<T> lines_, ahead_;
 };
 
 // ---- all pieces ----
 
-// Every thread takes items until none is left.
-template <class E, class S, class F>
-void drain(const S& scene, int64_t items, int threads, F f) {
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
-    Worker<S, E> worker(scene);
+// For so many keys * rows of `elements` each.
+inline int threads_for(int64_t work, int64_t elements) { return work * elements < 128 * kAlone ? 1 : team(); }
+
+// All that the threads of one call share. The scene is a copy: what it refers to must live as long.
+template <class E, class S>
+class Attending {
+ public:
+  Attending(const S& scene, std::vector<Piece>&& given) : scene_(scene), pieces_(std::move(given)) {
+    int64_t total = 0, states = 0;
+    for (const Piece& piece : pieces_) total += piece.cost(scene.group);
+    threads = threads_for(total, scene.key + scene.rest + scene.value);
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      Piece& piece = pieces_[i];
+      const int64_t cost = piece.cost(scene.group);
+      if (threads > 1 && piece.splits() > 1 && cost > total / (4 * threads)) {
+        piece.partial = states;
+        states += piece.splits();
+        divided_.push_back(int32_t(i));
+        for (int s = 0; s < piece.splits(); ++s) items_.push_back({int32_t(i), s, cost / piece.splits()});
+      } else {
+        items_.push_back({int32_t(i), -1, cost});
+      }
+    }
+    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+    memory_ = std::make_unique<Arena>(size_t(states * floats()) * sizeof(float));
+  }
+
+  // What one thread does: pieces and parts of pieces; then, when all threads have done that, parts are joined.
+  void attend() {
+    take(next_, int64_t(items_.size()), [&](Worker<S, E>& worker, int64_t i, int64_t after) {
+      const Piece& piece = pieces_[items_[i].piece];
+      if (items_[i].split < 0)
+        worker.whole(piece, after >= 0 && items_[after].split < 0 ? &pieces_[items_[after].piece] : nullptr);
+      else
+        worker.part(piece, items_[i].split, State::at(partial(piece) + items_[i].split * floats()));
+    });
+  }
+  void join() {
+    take(next_joined_, joins(), [&](Worker<S, E>& worker, int64_t i, int64_t) {
+      worker.join(pieces_[divided_[i]], partial(pieces_[divided_[i]]));
+    });
+  }
+  int64_t joins() const { return int64_t(divided_.size()); }
+
+  int threads;
+
+ private:
+  // Every thread takes items until none is left.
+  template <class F>
+  void take(std::atomic<int64_t>& next, int64_t items, F f) {
+    Worker<S, E> worker(scene_);
     for (int64_t i; (i = next++) < items;) {
       const int64_t after = next.load(std::memory_order_relaxed);  // likely this thread's next: worth a prefetch
       f(worker, i, after < items ? after : -1);
     }
-  };
-  if (threads == 1)
-    work(0, 1);
-  else
-    at::parallel_for(0, threads, 1, work);
-}
+  }
+  int64_t floats() const { return State::floats(scene_.value); }
+  float* partial(const Piece& piece) const { return reinterpret_cast<float*>(memory_->data()) + piece.partial * floats(); }
 
-// For so many keys * rows of `elements` each.
-inline int threads_for(int64_t work, int64_t elements) {
-  return work * elements < 128 * kAlone || at::in_parallel_region() ? 1 : at::get_num_threads();
+  const S scene_;
+  std::vector<Piece> pieces_;
+  std::vector<Item> items_;
+  std::vector<int32_t> divided_;
+  std::unique_ptr<Arena> memory_;
+  std::atomic<int64_t> next_{0}, next_joined_{0};
+};
+
+// May be left behind.
+template <class E, class S>
+void run_later(const S& scene, std::vector<Piece>&& pieces) {
+  const auto all = std::make_shared<Attending<E, S>>(scene, std::move(pieces));
+  spread_later(all->threads, 1, [all](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) all->attend();
+  });
+  if (all->joins())
+    spread_later(std::min<int64_t>(all->threads, all->joins()), 1, [all](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) all->join();
+    });
 }
 
 template <class E, class S>
 void run(const S& scene, std::vector<Piece>& pieces) {
-  int64_t total = 0;
-  for (const Piece& piece : pieces) total += piece.cost(scene.group);
-  const int threads = threads_for(total, scene.key + scene.rest + scene.value);
-  std::vector<Item> items;
-  std::vector<int32_t> divided;
-  int64_t states = 0;
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    Piece& piece = pieces[i];
-    const int64_t cost = piece.cost(scene.group);
-    if (threads > 1 && piece.splits() > 1 && cost > total / (4 * threads)) {
-      piece.partial = states;
-      states += piece.splits();
-      divided.push_back(int32_t(i));
-      for (int s = 0; s < piece.splits(); ++s) items.push_back({int32_t(i), s, cost / piece.splits()});
-    } else {
-      items.push_back({int32_t(i), -1, cost});
-    }
-  }
-  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  const int64_t floats = State::floats(scene.value);
-  const Arena memory(size_t(states * floats) * sizeof(float));
-  float* partial = reinterpret_cast<float*>(memory.data());
-  drain<E>(scene, int64_t(items.size()), threads, [&](Worker<S, E>& worker, int64_t i, int64_t after) {
-    const Piece& piece = pieces[items[i].piece];
-    if (items[i].split < 0)
-      worker.whole(piece, after >= 0 && items[after].split < 0 ? &pieces[items[after].piece] : nullptr);
-    else
-      worker.part(piece, items[i].split, State::at(partial + (piece.partial + items[i].split) * floats));
-  });
-  if (!divided.empty())
-    drain<E>(scene, int64_t(divided.size()), threads, [&](Worker<S, E>& worker, int64_t i, int64_t) {
-      worker.join(pieces[divided[i]], partial + pieces[divided[i]].partial * floats);
-    });
+  run_later<E>(scene, std::move(pieces));
+  if (Crew* crew = Crew::current()) crew->drain();
 }
 
 // ---- rows of a segment ----

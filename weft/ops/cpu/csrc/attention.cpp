@@ -5,6 +5,7 @@
 
 #include "attend_tile.h"
 #include "fp8.h"
+#include "operators.h"
 
 #include <optional>
 #include <vector>
@@ -28,7 +29,7 @@ struct Grouped {
   const float* line_scales;   // a scale for each line
   int heads, kv_heads, group, dim, window;
   float scale;
-  const float* sinks;  // of each head, times log2(e), or null
+  std::shared_ptr<const float[]> sinks;  // of each head, times log2(e), or null
   int key = dim, rest = 0, value = dim, copied = codes ? 2 * dim : 0;
 
   template <class E>
@@ -75,6 +76,8 @@ struct Grouped {
   }
 };
 
+}  // namespace
+
 void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
                     const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
                     const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales) {
@@ -93,14 +96,15 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
   if (q.size(0) == 0) return;
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == dim && out.stride(2) == 1 && out.stride(1) == dim, "attend: strides");
   rows.check(q.size(0), cache.size(0), int(window));
-  std::vector<float> drawn;
+  std::shared_ptr<float[]> drawn;
   if (sinks) {
     TORCH_CHECK(sinks->scalar_type() == q.scalar_type() && sinks->numel() == heads && sinks->is_contiguous(),
                 "attend: the sinks must be [", heads, "] in q's dtype");
+    drawn = std::make_shared<float[]>(size_t(heads));
     for (int64_t i = 0; i < heads; ++i) {
       const float sink = q.scalar_type() == at::kFloat ? sinks->const_data_ptr<float>()[i]
                                                        : widen(sinks->const_data_ptr<bf16>()[i]);
-      drawn.push_back(sink * kLog2E);
+      drawn[i] = sink * kLog2E;
     }
   }
   with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
@@ -118,19 +122,10 @@ void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, con
                            dim,
                            int(window),
                            float(scale * 1.4426950408889634),
-                           sinks ? drawn.data() : nullptr};
+                           drawn};
     std::vector<Piece> pieces = rows.cut(std::max(1, kRows / scene.group), kv_heads, scene.window);
-    run<E>(scene, pieces);
+    run_later<E>(scene, std::move(pieces));
   });
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def(
-      "attend(Tensor q, Tensor(a!) out, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int window, "
-      "float scale, int engine=0, Tensor? sinks=None, Tensor? scales=None) -> ()");
-  m.impl("attend", c10::DispatchKey::CPU, TORCH_FN(attend_grouped));
 }
 
 }  // namespace weft

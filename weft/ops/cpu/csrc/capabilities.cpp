@@ -1,6 +1,6 @@
 // What this build was compiled for, and what of ATen's this CPU can run: weft_cpu::capabilities() -> str[].
 #include "brgemm.h"
-#include "common.h"
+#include "operators.h"
 
 #include <ATen/native/CPUBlas.h>
 
@@ -20,8 +20,6 @@ bool brgemm_works() {
   return true;
 }
 
-namespace {
-
 std::vector<std::string> capabilities() {
   std::vector<std::string> found;
   if (WEFT_AVX2 || WEFT_AVX512) found.emplace_back("avx2");
@@ -33,9 +31,5 @@ std::vector<std::string> capabilities() {
   if (brgemm_works()) found.emplace_back("brgemm");
   return found;
 }
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) { m.def("capabilities() -> str[]", &capabilities); }
 
 }  // namespace weft

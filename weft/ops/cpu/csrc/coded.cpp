@@ -1,9 +1,9 @@
 // Weights of few bits: the sums of a block (coded.h).
 //
-// Few bf16 rows are multiplied by codes that are unpacked in registers, again for each tile of rows: that hides behind
-// the products. Where groups cost much (16 k, or minimums), some at a time are unpacked in memory for many rows with
-// AVX-512, whose tiles are half as high: so they keep what groups add up to in registers. For float32 rows, and where AVX2 multiplies more than two, some
-// groups are unpacked in memory as floats.
+// Few bf16 rows are multiplied by codes that are unpacked in registers: that hides behind reading them. For more rows
+// than a tile has, some groups at a time are unpacked in memory, once for all rows: with AVX-512 as steps of bf16, for
+// tiles that are half as high, so that what groups add up to stays in registers; with AVX2 as floats. For float32 rows
+// it is floats everywhere.
 #include "coded.h"
 
 #include "fp8.h"
@@ -14,8 +14,11 @@ namespace {
 
 constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
 constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
-constexpr int64_t kManyRows = 20;  // for which codes are unpacked in memory, where groups cost much
+constexpr int64_t kManyRows = 13;  // for which codes are unpacked in memory, with AVX-512
+constexpr int64_t kDearRows = 9;   // the same where groups cost much: of less than 32 k, or with minimums
 constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
+constexpr int kTurn = 8;           // steps at a time: the smallest groups that are common
+constexpr int64_t kLine = 64;      // of the cache
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -508,42 +511,40 @@ Whole unpack_whole(const Range& range) {
   return {made, scales, minimums};
 }
 
-// `add_groups` by the same sequence of operations, with the totals in registers.
-template <int rows, int steps>
+// `add_groups` by the same sequence of operations, with the totals in registers. turns: of kTurn steps, in a group; 0:
+// some whole ones; -1: any number of steps.
+template <int rows, int turns>
 void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
   const int64_t group = range.coding.group;
-  vf total[rows][2];
+  vf total[rows][2], sum[rows][2];
 #pragma GCC unroll 8
   for (int row = 0; row < rows; ++row)
     for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
   const uint8_t* w = whole.steps;
   const int64_t first = range.begin / group;  // of all groups
+  const auto add = [&](auto read, const bf16* from) __attribute__((always_inline)) {
+    const auto weights = Bf16::load(w);
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row) {
+      const auto value = read(from + row * x.x_stride);
+      sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
+      sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
+    }
+    w += Bf16::bytes;
+  };
   for (int64_t k = range.begin, at = 0; k < range.end; k += group, ++at) {
     const int64_t count = std::min(group, range.end - k);
-    vf sum[rows][2];
 #pragma GCC unroll 8
     for (int row = 0; row < rows; ++row) sum[row][0] = sum[row][1] = splat(0.0f);
     const bf16* from = x.x + k;
-    const int64_t whole_steps = steps ? steps : count / 2;
+    if constexpr (turns >= 0) {
+      const int64_t all = turns ? turns : count / (2 * kTurn);
+      for (int64_t turn = 0; turn < all; ++turn)
 #pragma GCC unroll 8
-    for (int64_t step = 0; step < whole_steps; ++step, w += Bf16::bytes, from += 2) {
-      const auto weights = Bf16::load(w);
-#pragma GCC unroll 8
-      for (int row = 0; row < rows; ++row) {
-        const auto value = Bf16::x(from + row * x.x_stride);
-        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
-        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
-      }
-    }
-    if (!steps && count % 2) {
-      const auto weights = Bf16::load(w);
-      w += Bf16::bytes;
-#pragma GCC unroll 8
-      for (int row = 0; row < rows; ++row) {
-        const auto value = Bf16::x_last(from + row * x.x_stride);
-        sum[row][0] = Bf16::dot(sum[row][0], value, weights.w[0]);
-        sum[row][1] = Bf16::dot(sum[row][1], value, weights.w[1]);
-      }
+        for (int step = 0; step < kTurn; ++step, from += 2) add(Bf16::x, from);
+    } else {
+      for (int64_t step = 0; step < count / 2; ++step, from += 2) add(Bf16::x, from);
+      if (count % 2) add(Bf16::x_last, from);
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -554,7 +555,7 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
       const vf minimum = load(whole.minimums + at * kBlock + half * kLanes);
 #pragma GCC unroll 8
       for (int row = 0; row < rows; ++row)
-        total[row][half] = fma(splat(-x.sums[row * x.sums_stride + first + at]), minimum, total[row][half]);
+        total[row][half] = _mm512_fnmadd_ps(splat(x.sums[row * x.sums_stride + first + at]), minimum, total[row][half]);
     }
   }
 #pragma GCC unroll 8
@@ -562,25 +563,47 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
     for (int half = 0; half < 2; ++half) store(sums + row * kBlock + half * kLanes, total[row][half]);
 }
 
-template <int steps, int... rows>
-constexpr auto make_wholes(std::integer_sequence<int, rows...>) {
-  return std::array{add_whole<rows + 1, steps>...};
+using AddWhole = void (*)(const Range&, const Whole&, const Rows<bf16>&, float*);
+
+template <int turns, int... rows>
+constexpr std::array<AddWhole, sizeof...(rows)> make_wholes(std::integer_sequence<int, rows...>) {
+  return {add_whole<rows + 1, turns>...};
+}
+template <int turns>
+constexpr auto wholes = make_wholes<turns>(std::make_integer_sequence<int, kTotalRows>{});
+
+const AddWhole* wholes_of(const Coding& coding, int64_t inputs) {
+  constexpr int64_t turn = 2 * kTurn;
+  const int64_t left = inputs % coding.group;
+  if (coding.group % turn || left % turn) return wholes<-1>.data();
+  if (coding.group == turn) return wholes<1>.data();
+  return coding.group == 2 * turn && !left ? wholes<2>.data() : wholes<0>.data();
 }
 
+// Each range is unpacked once for all rows. Meanwhile nothing is read of what comes next, so each tile asks for a part
+// of it: behind a block there is the next one, or nothing that matters.
 void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums) {
-  constexpr std::make_integer_sequence<int, kTotalRows> tiles_of;
-  constexpr auto any = make_wholes<0>(tiles_of), eights = make_wholes<8>(tiles_of), sixteens = make_wholes<16>(tiles_of);
-  const auto& adds_whole = inputs % coding.group ? any : coding.group == 16 ? eights : coding.group == 32 ? sixteens : any;
+  const AddWhole* of_rows = wholes_of(coding, inputs);
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
   for (int64_t k = 0; k < inputs; k += most) {
     const Range range{coding, w, inputs, k, std::min(inputs, k + most)};
+    const int64_t end = coding.offset(range.end), begin = range.end < inputs ? range.end : 0;
+    const int64_t bytes = coding.offset(std::min(inputs, begin + most)) - coding.offset(begin);
+    const int64_t lines = divide_up(bytes, kLine);
     const Whole whole = unpack_whole(range);
     for (int64_t row = 0; row < rows;) {
       const int64_t left = rows - row, tile = divide_up(left, divide_up(left, kTotalRows));
-      adds_whole[size_t(tile - 1)](range, whole, x.from(row), sums + row * kBlock);
+      for (int64_t line = lines * row / rows; line < lines * (row + tile) / rows; ++line)
+        __builtin_prefetch(w + end + line * kLine);
+      of_rows[tile - 1](range, whole, x.from(row), sums + row * kBlock);
       row += tile;
     }
   }
+}
+
+// Where groups cost much, from fewer rows on.
+bool unpacked_once(const Coding& coding, int64_t rows) {
+  return rows >= (coding.group < 32 || coding.minimums() ? kDearRows : kManyRows);
 }
 
 #endif
@@ -591,7 +614,7 @@ void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Ro
                 float* sums) {
   std::fill(sums, sums + rows * kBlock, 0.0f);
 #if WEFT_AVX512
-  if (rows >= kManyRows && (coding.group < 32 || coding.minimums())) return add_many(coding, w, inputs, x, rows, sums);
+  if (unpacked_once(coding, rows)) return add_many(coding, w, inputs, x, rows, sums);
 #endif
 #if WEFT_AVX2
   if (rows > kDirectRows) {

@@ -1,5 +1,6 @@
 // Packing weights of few bits (coded.h): from codes and scales apart, and from GGML's blocks; rows of what was packed.
 #include "gemm_block.h"
+#include "operators.h"
 #include "weights.h"
 
 #include <sys/mman.h>
@@ -72,6 +73,8 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
   }
 }
 
+}  // namespace
+
 // values: bytes [rows, inputs], or [rows, inputs / 2 rounded up] of 4 bits, the first of a pair in the low half; scales
 // [rows, groups], float32 or bytes; zeros: bytes [rows, groups] -> bytes [blocks, bytes of a block]
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
@@ -101,6 +104,11 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
   });
   return packed;
 }
+
+// Bytes of packed weights, not written.
+Tensor weight_bytes(at::IntArrayRef sizes) { return empty_weights(sizes, at::TensorOptions().dtype(at::kByte)); }
+
+namespace {
 
 // --- GGML's blocks --------------------------------------------------------------------------------------------
 //
@@ -185,6 +193,8 @@ void drop_pages(const uint8_t* begin, const uint8_t* end) {
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
+}  // namespace
+
 // blocks: bytes [rows, bytes of a row] of `kind` (Kind) -> bytes [blocks, bytes of a block]. mapped: `blocks` are a
 // private mapping of a file that nobody wrote to; its pages are dropped behind what is read.
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped) {
@@ -235,10 +245,10 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
     TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
-  Tensor out = at::empty({ids.size(0), inputs}, packed.options().dtype(type));
+  Tensor out = empty_tensor({ids.size(0), inputs}, packed.options().dtype(type));
   const uint8_t* from = packed.const_data_ptr<uint8_t>();
   const auto fill = [&]<class X>(X* to) {
-    at::parallel_for(0, ids.size(0), 4, [&](int64_t begin, int64_t end) {
+    spread(ids.size(0), 4, [&](int64_t begin, int64_t end) {
       std::vector<float> row(static_cast<size_t>(inputs));
       for (int64_t token = begin; token < end; ++token) {
         const int64_t id = wanted[token];
@@ -253,18 +263,6 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
   else
     fill(out.mutable_data_ptr<float>());
   return out;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
-  m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
-  m.def("embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"
-        " ScalarType dtype) -> Tensor");
-  m.impl("pack_coded", c10::DispatchKey::CPU, TORCH_FN(pack_coded));
-  m.impl("pack_ggml", c10::DispatchKey::CPU, TORCH_FN(pack_ggml));
-  m.impl("embedding_coded", c10::DispatchKey::CPU, TORCH_FN(embedding_coded));
 }
 
 }  // namespace weft

@@ -11,9 +11,8 @@
 //
 // What fails in a collective, and every call after an abort, is a DistError, whoever made the call: a program that
 // replays it (program.cpp) lets it pass. `ring_times` says when a thread's collectives ran, where nobody else can.
+#include "operators.h"
 #include "segment.h"
-
-#include <ATen/ops/empty.h>
 
 #include <map>
 #include <memory>
@@ -101,7 +100,7 @@ class Ring {
     const Tensor x = given.contiguous();
     std::vector<int64_t> shape = x.sizes().vec();
     shape.insert(shape.begin(), shared_.size);
-    Tensor out = at::empty(shape, x.options());
+    Tensor out = empty_tensor(shape, x.options());
     const int64_t total = bytes_of(x);
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -135,7 +134,7 @@ class Ring {
     TORCH_CHECK(ends[size] == bytes_of(x), "exchange: the counts are not those of ", shape[0], " rows");
     shape[0] = 0;
     for (int64_t count : receives) shape[0] += count;
-    Tensor out = at::empty(shape, x.options());
+    Tensor out = empty_tensor(shape, x.options());
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
     guarded([&] {
@@ -158,7 +157,7 @@ class Ring {
   Tensor sum(const Tensor& given) {
     const Tensor x = given.contiguous();
     const Adder add = adder(x.scalar_type());
-    Tensor out = at::empty(x.sizes(), x.options());
+    Tensor out = empty_tensor(x.sizes(), x.options());
     const int64_t total = bytes_of(x);
     const char* from = static_cast<const char*>(x.const_data_ptr());
     char* to = static_cast<char*>(out.mutable_data_ptr());
@@ -259,6 +258,8 @@ std::shared_ptr<Ring> find(int64_t number) {
   return found->second;
 }
 
+}  // namespace
+
 int64_t ring_open(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin) {
   auto made = std::make_shared<Ring>(fd, rank, std::move(pids), bytes, timeout, spin);
   const std::lock_guard<std::mutex> held(rings_lock);
@@ -279,7 +280,7 @@ void ring_close(int64_t number) {
 
 // float64 [collectives, 2]: when each of this thread began and ended since the last call. `keep`: from now on.
 Tensor ring_times(bool keep) {
-  Tensor made = at::empty({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
+  Tensor made = empty_tensor({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
   std::copy(times.seconds.begin(), times.seconds.end(), made.mutable_data_ptr<double>());
   times.seconds.clear();
   times.kept = keep;
@@ -288,27 +289,8 @@ Tensor ring_times(bool keep) {
 
 Tensor ring_gather(const Tensor& x, int64_t ring) { return find(ring)->gather(x); }
 Tensor ring_sum(const Tensor& x, int64_t ring) { return find(ring)->sum(x); }
-Tensor ring_exchange(const Tensor& x, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives,
-                     int64_t ring) {
-  return find(ring)->exchange(x, sends, receives);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("ring_open(int fd, int rank, int[] pids, int bytes, float timeout, float spin) -> int", &ring_open);
-  m.def("ring_abort(int ring) -> ()", &ring_abort);
-  m.def("ring_close(int ring) -> ()", &ring_close);
-  m.def("ring_times(bool keep) -> Tensor", &ring_times);
-  m.def("ring_gather(Tensor x, int ring) -> Tensor");
-  m.def("ring_sum(Tensor x, int ring) -> Tensor");
-  m.def("ring_exchange(Tensor x, int[] sends, int[] receives, int ring) -> Tensor");
-  m.impl("ring_gather", c10::DispatchKey::CPU, &ring_gather);
-  m.impl("ring_sum", c10::DispatchKey::CPU, &ring_sum);
-  m.impl("ring_exchange", c10::DispatchKey::CPU,
-         [](const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring) {
-           return ring_exchange(x, sends.vec(), receives.vec(), ring);
-         });
+Tensor ring_exchange(const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring) {
+  return find(ring)->exchange(x, sends.vec(), receives.vec());
 }
 
 }  // namespace weft

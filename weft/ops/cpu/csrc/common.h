@@ -10,8 +10,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <cstdint>
 #include <cstring>
@@ -40,6 +38,9 @@ namespace weft {
 
 using at::Tensor;
 using bf16 = at::BFloat16;
+
+// `at::empty`, whose header takes the compiler as long as all of these together.
+Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 inline float bits_to_float(uint32_t bits) {
   float value;

@@ -21,6 +21,8 @@
 //
 // Source: Yang et al. 2024, arXiv 2412.06464, equation 10.
 
+#include "crew.h"
+#include "operators.h"
 #include "vector.h"
 
 #include <algorithm>
@@ -328,11 +330,7 @@ void run(const Call<T>& c, int64_t rows, int64_t tokens) {
     for (int64_t i; (i = next++) < rows * c.k_heads;) worker.task(order[i / c.k_heads], int(i % c.k_heads));
   };
   const int64_t elements = tokens * c.value() * c.k_dim;
-  const int threads = elements <= kAlone || at::in_parallel_region() ? 1 : at::get_num_threads();
-  if (threads == 1)
-    work(0, 1);
-  else
-    at::parallel_for(0, threads, 1, work);
+  spread(elements <= kAlone ? 1 : team(), 1, work);
 }
 
 template <class T>
@@ -359,6 +357,8 @@ void check_rows(const Call<T>& c, int64_t rows, int64_t tokens, int64_t slots) {
 bool is_floats(const Tensor& x, at::IntArrayRef sizes) {
   return x.scalar_type() == at::kFloat && x.is_contiguous() && x.sizes() == sizes;
 }
+
+}  // namespace
 
 void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const Tensor& conv_q, const Tensor& conv_k,
                const Tensor& conv_v, const Tensor& state, const Tensor& taps, const Tensor& rate, const Tensor& bias,
@@ -429,7 +429,7 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
   TORCH_CHECK(x.dim() == 2 && gate.dim() == 2 && x.size(0) == gate.size(0) && x.scalar_type() == gate.scalar_type(),
               "sigmoid_gate: shapes");
   TORCH_CHECK(gate.size(1) == x.size(1) && x.stride(1) == 1 && gate.stride(1) == 1, "sigmoid_gate: shapes");
-  Tensor made = at::empty(x.sizes(), x.options());
+  Tensor made = empty_tensor(x.sizes(), x.options());
   const int64_t n = x.size(1);
   const auto go = [&]<class T>(T) {
     const T *from = x.const_data_ptr<T>(), *by = gate.const_data_ptr<T>();
@@ -443,10 +443,7 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
           store_n(to + r * n + i, y * sigmoid(load_n(by + r * gate.stride(0) + i, lanes)), lanes);
         }
     };
-    if (x.size(0) <= grain)
-      work(0, x.size(0));
-    else
-      at::parallel_for(0, x.size(0), grain, work);
+    spread(x.size(0), grain, work);
   };
   if (x.scalar_type() == at::kFloat)
     go(float());
@@ -455,18 +452,6 @@ Tensor sigmoid_gate(const Tensor& x, const Tensor& gate) {
   else
     TORCH_CHECK(false, "sigmoid_gate: bfloat16 or float32, not ", x.scalar_type());
   return made;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def(
-      "delta_net(Tensor qkvz, Tensor gates, Tensor(a!) out, Tensor(b!) conv_q, Tensor(c!) conv_k, Tensor(d!) conv_v, "
-      "Tensor(e!) state, Tensor taps, Tensor rate, Tensor bias, Tensor norm, float eps, Tensor q_offsets, "
-      "Tensor starts, Tensor slots, Tensor live, bool each) -> ()");
-  m.def("sigmoid_gate(Tensor x, Tensor gate) -> Tensor");
-  m.impl("delta_net", c10::DispatchKey::CPU, TORCH_FN(delta_net));
-  m.impl("sigmoid_gate", c10::DispatchKey::CPU, TORCH_FN(sigmoid_gate));
 }
 
 }  // namespace weft

@@ -13,9 +13,8 @@
 
 #include "fp8.h"
 #include "gemm_tile.h"
+#include "operators.h"
 #include "rows.h"
-
-#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <optional>
@@ -41,16 +40,18 @@ void check_norm(const Tensor& x, const Tensor& weight, const char* op) {
   TORCH_CHECK(x.dim() >= 1 && is_norm_weight(weight, x, x.size(-1)), op, ": weight");
 }
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps) {
   check_norm(given, weight, "rms_norm");
-  const Tensor x = given.contiguous();
-  Tensor normed = at::empty_like(x);
+  const Tensor x = in_order(given);
+  Tensor normed = empty_tensor(x.sizes(), x.options());
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
   by_dtypes(x, weight.scalar_type() == at::kFloat, "rms_norm", [&]<class T, class W>(T, W) {
     const T* from = x.const_data_ptr<T>();
     const W* w = weight.const_data_ptr<W>();
     T* to = normed.mutable_data_ptr<T>();
-    over_rows(rows, n, [&](int64_t begin, int64_t end) {
+    over_rows_later(rows, n, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         norm_row<T, W>(from + r * n, nullptr, w, float(eps), n, nullptr, to + r * n);
     });
@@ -63,20 +64,22 @@ Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight,
   check_norm(x, weight, "add_rms_norm");
   TORCH_CHECK(x.is_contiguous() && given.sizes() == x.sizes() && given.scalar_type() == x.scalar_type(),
               "add_rms_norm: delta");
-  const Tensor delta = given.contiguous();
-  Tensor normed = at::empty_like(x);
+  const Tensor delta = in_order(given);
+  Tensor normed = empty_tensor(x.sizes(), x.options());
   const int64_t n = weight.size(0), rows = n ? x.numel() / n : 0;
   by_dtypes(x, weight.scalar_type() == at::kFloat, "add_rms_norm", [&]<class T, class W>(T, W) {
     const T* add = delta.const_data_ptr<T>();
     const W* w = weight.const_data_ptr<W>();
     T *stream = x.mutable_data_ptr<T>(), *to = normed.mutable_data_ptr<T>();
-    over_rows(rows, n, [&](int64_t begin, int64_t end) {
+    over_rows_later(rows, n, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         norm_row<T, W>(stream + r * n, add + r * n, w, float(eps), n, stream + r * n, to + r * n);
     });
   });
   return normed;
 }
+
+namespace {
 
 // One head: from -> to, normalized if there is a weight, the first 2 * half dims rotated. `line`: dim floats.
 template <class T, class W>
@@ -93,6 +96,8 @@ void rope_head(const T* from, const W* weight, float eps, const float* cos, cons
   });
   if (2 * half < dim) std::memcpy(to + 2 * half, from + 2 * half, size_t(dim - 2 * half) * sizeof(T));
 }
+
+}  // namespace
 
 Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const std::optional<Tensor>& q_weight,
                       const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
@@ -124,7 +129,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
   const int64_t* place = writes.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK(place[t] >= 0 && place[t] < places, "qkv_rope_cache: token ", t, " goes to ", place[t], " of ", places);
-  Tensor q = at::empty({tokens, heads, dim}, qkv.options());
+  Tensor q = empty_tensor({tokens, heads, dim}, qkv.options());
   by_dtypes(qkv, wide, "qkv_rope_cache", [&]<class T, class W>(T, W) {
     const T* from = qkv.const_data_ptr<T>();
     const W* qw = q_weight ? q_weight->const_data_ptr<W>() : nullptr;
@@ -134,7 +139,7 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
     uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
     float* line_scales = scales ? scales->mutable_data_ptr<float>() : nullptr;
     const int64_t stride = qkv.stride(0), plane = block * dim;
-    over_rows(tokens, width, [&](int64_t begin, int64_t end) {
+    over_rows_later(tokens, width, [=](int64_t begin, int64_t end) {
       T line[kMost], key[kMost];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
@@ -164,15 +169,15 @@ Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const 
 Tensor gated(const Tensor& given, int64_t code) {
   TORCH_CHECK(code >= 1 && code <= 4, "gated: activation ", code);
   TORCH_CHECK(given.dim() >= 1 && given.size(-1) % 2 == 0, "gated: shape");
-  const Tensor x = given.contiguous();
+  const Tensor x = in_order(given);
   auto sizes = x.sizes().vec();
   sizes.back() /= 2;
-  Tensor made = at::empty(sizes, x.options());
+  Tensor made = empty_tensor(sizes, x.options());
   const int64_t n = sizes.back(), rows = n ? made.numel() / n : 0;
   by_dtype(x, "gated", [&]<class T>(T) {
     const T* from = x.const_data_ptr<T>();
     T* to = made.mutable_data_ptr<T>();
-    over_rows(rows, 4 * n, [&](int64_t begin, int64_t end) {
+    over_rows_later(rows, 4 * n, [=](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
         in_steps(n, [&](int64_t i, int lanes) {
           const vf gate = take(from + 2 * r * n + i, lanes), up = take(from + (2 * r + 1) * n + i, lanes);
@@ -183,21 +188,6 @@ Tensor gated(const Tensor& given, int64_t code) {
     });
   });
   return made;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("add_rms_norm_(Tensor(a!) x, Tensor delta, Tensor weight, float eps) -> Tensor");
-  m.def(
-      "qkv_rope_cache(Tensor qkv, int heads, int kv_heads, Tensor? q_weight, Tensor? k_weight, float eps, Tensor cos, "
-      "Tensor sin, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None) -> Tensor");
-  m.def("gated(Tensor gate_up, int activation) -> Tensor");
-  m.impl("rms_norm", c10::DispatchKey::CPU, TORCH_FN(rms_norm));
-  m.impl("add_rms_norm_", c10::DispatchKey::CPU, TORCH_FN(add_rms_norm_));
-  m.impl("qkv_rope_cache", c10::DispatchKey::CPU, TORCH_FN(qkv_rope_cache));
-  m.impl("gated", c10::DispatchKey::CPU, TORCH_FN(gated));
 }
 
 }  // namespace weft

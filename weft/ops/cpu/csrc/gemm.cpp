@@ -4,16 +4,22 @@
 //   out[m, n] = round(scale[n] * sum_k x[m, k] * w[n, k] + bias[n])            linear
 //   out[m, n] = round(activation(gate sum of n) * up sum of n)                 gated: w is [2 n, K], gate rows first
 //
-// BLOCKING. Rows are taken in chunks whose x fits a part of the L2 cache; for each chunk, every block is used by all
-// tiles of the chunk before the next block is touched:
+// BLOCKING. Rows are taken in chunks of like size whose x fits a part of the L2 cache; for each chunk, every block is
+// used by all tiles of the chunk before the next block is touched:
 //
 //   for chunk of rows:  for block of columns:  for tile of rows in chunk:  all of K
+//
+// Within a captured step products are left behind (crew.h).
 //
 // INVARIANCE. A block's sums don't depend on the rows it is computed for (gemm_block.h), so neither blocking nor
 // division over threads changes a bit.
 #include "brgemm.h"
 #include "gemm_block.h"
+#include "operators.h"
 #include "weights.h"
+
+#include <memory>
+#include <vector>
 
 namespace weft {
 namespace {
@@ -23,37 +29,97 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
               int64_t block_end) {
   const Layout& layout = product.layout;
   const int64_t bytes = block_bytes<F>(product.coding, layout.inputs);
-  const int64_t row_bytes = std::max<int64_t>(1, layout.inputs) * int64_t(sizeof(typename F::X));
-  const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
+  const int64_t chunk = chunk_of(row_end - row_begin, layout.inputs * int64_t(sizeof(typename F::X)));
   Finish finish;
   for (int64_t row = row_begin; row < row_end; row += chunk) {
     const auto summed = with_sums(product, row, std::min(row + chunk, row_end));
     for (int64_t block = block_begin; block < block_end; ++block) {
       prepare(product, block, finish);
-      run_block<F>(summed, product.weights + block * bytes, finish, row, std::min(row + chunk, row_end),
-                   block * layout.width());
+      const uint8_t* const weights = product.weights + block * bytes;
+      run_block<F>(summed, weights, finish, row, std::min(row + chunk, row_end), block * layout.width(),
+                   block + 1 < block_end ? weights + bytes : nullptr);
     }
   }
 }
 
-// Divides rows and blocks over the threads so that the largest part is smallest.
+// How blocks are cut where threads take parts as they come: one large part for each, then small ones of what is left.
+struct Shares {
+  int64_t blocks, large, each, small;
+
+  Shares(int64_t blocks, int64_t threads) : blocks(blocks), each(blocks * 3 / 4 / threads) {
+    large = each > 0 ? threads : 0;
+    small = std::min(blocks - large * each, 4 * threads);
+  }
+  int64_t parts() const { return large + small; }
+  int64_t begin(int64_t part) const {
+    if (part <= large) return part * each;
+    return large * each + (blocks - large * each) * (part - large) / small;
+  }
+};
+
+// Some of a product's parts, by number.
+struct Loop {
+  int64_t parts;
+  Crew::Part part;
+};
+
+// A product as a loop for a crew, which owns what the parts share.
 template <class F>
-void run(const Product<typename F::X>& product) {
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+Loop loop_of(Product<typename F::X> product, Crew& crew) {
+  const int64_t blocks = product.layout.blocks(), bytes = blocks * block_bytes<F>(product.coding, product.layout.inputs);
+  std::shared_ptr<float[]> sums;
+  if (product.coding.minimums()) {
+    sums = std::make_shared<float[]>(size_t(product.rows * product.coding.groups(product.layout.inputs)));
+    crew.later(1, [product, sums](int64_t) {
+      input_sums(product.coding, product.layout.inputs, product.x, product.x_stride, product.rows, sums.get());
+    });
+    product.x_sums = sums.get();
+  }
+  const bool alone = bytes <= alone_bytes;
+  const Shares shares(blocks, crew.threads());
+  return {alone ? 1 : shares.parts(), [product, sums, shares, alone](int64_t part) {
+            run_part<F>(product, 0, product.rows, shares.begin(part), alone ? shares.blocks : shares.begin(part + 1));
+            if (use_brgemm) at::native::cpublas::brgemm_release();
+          }};
+}
+
+// Divides rows and blocks over the threads so that the largest part is smallest. Few rows in a crew become one more of
+// `loops`, or are left behind.
+template <class F>
+void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
+  const int64_t threads = team();
   const int64_t blocks = product.layout.blocks(), row_tiles = divide_up(product.rows, kRows);
+  if (Crew* crew = Crew::current(); crew && row_tiles == 1) {
+    Loop loop = loop_of<F>(product, *crew);
+    return loops ? loops->push_back(std::move(loop)) : crew->later(loop.parts, std::move(loop.part));
+  }
   int64_t across = 1, along = 1, best = INT64_MAX;  // parts of the rows, of the blocks
   for (int64_t parts = 1; parts <= std::min(threads, row_tiles); ++parts) {
     const int64_t others = std::min(threads / parts, blocks);
     const int64_t largest = divide_up(row_tiles, parts) * divide_up(blocks, others);
     if (largest < best) across = parts, along = others, best = largest;
   }
-  at::parallel_for(0, across * along, 1, [&](int64_t begin, int64_t end) {
+  spread_later(across * along, 1, [=](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t r = part / along, b = part % along;
       run_part<F>(product, product.rows * r / across, product.rows * (r + 1) / across, blocks * b / along,
                   blocks * (b + 1) / along);
     }
     if (use_brgemm) at::native::cpublas::brgemm_release();
+  });
+}
+
+// Loops side by side, left behind as one.
+void leave(std::vector<Loop> loops) {
+  Crew* crew = Crew::current();
+  if (!crew || loops.empty()) return;
+  int64_t parts = 0;
+  for (const Loop& loop : loops) parts += loop.parts;
+  crew->later(parts, [loops = std::move(loops)](int64_t part) {
+    for (const Loop& loop : loops) {
+      if (part < loop.parts) return loop.part(part);
+      part -= loop.parts;
+    }
   });
 }
 
@@ -68,7 +134,8 @@ void check_dtype(const Tensor& tensor, const char* what) {
 
 template <class Narrow, class Plain, class X>
 void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-            const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out) {
+            const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out,
+            std::vector<Loop>* loops) {
   const Product<X> product{layout,
                            x.const_data_ptr<X>(),
                            x.size(0),
@@ -82,7 +149,7 @@ void run_as(const Layout& layout, const Tensor& x, const Tensor& packed, const s
                            0.0f,
                            1.0f,
                            coding};
-  scales && !coding ? run<Narrow>(product) : run<Plain>(product);
+  scales && !coding ? run<Narrow>(product, loops) : run<Plain>(product, loops);
 }
 
 void check_rows(const Tensor& x, int64_t rows, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales) {
@@ -92,21 +159,22 @@ void check_rows(const Tensor& x, int64_t rows, const std::optional<Tensor>& bias
               "the scales must be float32 [", rows, "]");
 }
 
-Tensor rowwise(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
+Tensor rowwise(const Tensor& x) { return in_order(x, x.size(1) <= 1 || x.stride(1) == 1); }
 
 void run_any(const Layout& layout, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
-             const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out) {
+             const std::optional<Tensor>& scales, Activation activation, const Coding& coding, Tensor& out,
+             std::vector<Loop>* loops = nullptr) {
   if (x.scalar_type() == at::kBFloat16)
-    run_as<Int8Bf16, Bf16, bf16>(layout, x, packed, bias, scales, activation, coding, out);
+    run_as<Int8Bf16, Bf16, bf16>(layout, x, packed, bias, scales, activation, coding, out, loops);
   else
-    run_as<Int8F32, F32, float>(layout, x, packed, bias, scales, activation, coding, out);
+    run_as<Int8F32, F32, float>(layout, x, packed, bias, scales, activation, coding, out, loops);
 }
 
 // Rows and scales (or factors) of the right sizes; what the products of both entries have in common.
 Tensor multiply(const Tensor& x, const Tensor& packed, const Layout& layout, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& scales, int64_t activation, const Coding& coding) {
   check_rows(x, layout.rows, bias, scales);
-  Tensor out = at::empty({x.size(0), layout.outputs()}, x.options());
+  Tensor out = empty_tensor({x.size(0), layout.outputs()}, x.options());
   if (out.numel() == 0) return out;
   run_any(layout, rowwise(x), packed, bias, scales, Activation(activation), coding, out);
   return out;
@@ -116,6 +184,8 @@ void check_x(const Tensor& x) {
   check_dtype(x, "x");
   TORCH_CHECK(x.dim() == 2, "x must be [rows, inputs]");
 }
+
+}  // namespace
 
 // x [M, K]; packed by `pack` or `pack_int8` from [rows, K]; bias [rows] in x's dtype; scales float32 [rows]
 // for int8; activation 0 for linear, else of the gated form.
@@ -131,11 +201,15 @@ Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::op
   return multiply(x, packed, layout, bias, scales, activation, {});
 }
 
+namespace {
+
 void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
   TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
                   packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs),
               "x has ", layout.inputs, " inputs, and the packed weight is for others");
 }
+
+}  // namespace
 
 // The same of weights of few bits (coded.h), packed by `pack_coded` or `pack_ggml`; factors: float32 [rows] or none.
 Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
@@ -158,11 +232,12 @@ Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows
     all += count;
   }
   check_rows(x, all, bias, factors);
-  Tensor out = at::empty({x.size(0), all}, x.options());
+  Tensor out = empty_tensor({x.size(0), all}, x.options());
   const Tensor from = rowwise(x);
   const auto part = [](const std::optional<Tensor>& of, int64_t begin, int64_t count) {
     return of ? std::optional<Tensor>(of->narrow(0, begin, count)) : std::nullopt;
   };
+  std::vector<Loop> loops;
   int64_t begin = 0;
   for (size_t i = 0; i < packed.size(); begin += rows[i], ++i) {
     const Layout layout{x.size(1), rows[i], false};
@@ -171,10 +246,13 @@ Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows
     Tensor to = out.narrow(1, begin, rows[i]);
     if (to.numel() == 0) continue;
     run_any(layout, from, packed[i], part(bias, begin, rows[i]), part(factors, begin, rows[i]), Activation::none, coding,
-            to);
+            to, &loops);
   }
+  leave(std::move(loops));
   return out;
 }
+
+namespace {
 
 template <class X>
 void pack_block(const X* weight, const Layout& layout, int64_t block, int64_t depth, X* to) {
@@ -201,6 +279,8 @@ Tensor packed_like(const Tensor& weight, const Layout& layout, int64_t depth, at
 }
 
 int64_t matrices(const Tensor& weight) { return weight.dim() == 3 ? weight.size(0) : 1; }
+
+}  // namespace
 
 // [rows, K] -> [blocks, steps, 32, k a step]; likewise each of [matrices, rows, K]
 Tensor pack(const Tensor& weight, bool gated) {
@@ -260,9 +340,9 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
   const int64_t* wanted = list.const_data_ptr<int64_t>();
   for (int64_t token = 0; token < ids.size(0); ++token)
     TORCH_CHECK_INDEX(wanted[token] >= 0 && wanted[token] < rows, "id ", wanted[token], " is not in a table of ", rows);
-  Tensor out = at::empty({ids.size(0), inputs}, packed.options());
+  Tensor out = empty_tensor({ids.size(0), inputs}, packed.options());
   const auto fill = [&]<class X>(const X* from, X* to) {
-    at::parallel_for(0, ids.size(0), 16, [&](int64_t begin, int64_t end) {
+    spread(ids.size(0), 16, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
         const int64_t id = wanted[token];
         const X* line = from + (id / kBlock * steps * kBlock + id % kBlock) * depth;
@@ -282,25 +362,6 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
 bool set_brgemm(bool value) {
   TORCH_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
   return std::exchange(use_brgemm, value);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("linear(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? scales, int activation) -> Tensor");
-  m.def("linear_coded(Tensor x, Tensor packed, int rows, Tensor? bias, Tensor? factors, int activation, int[] coding)"
-        " -> Tensor");
-  m.def("linear_parts(Tensor x, Tensor[] packed, int[] rows, Tensor? bias, Tensor? factors, int[] codings) -> Tensor");
-  m.def("pack(Tensor weight, bool gated) -> Tensor");
-  m.def("pack_int8(Tensor values, bool gated, bool for_bf16) -> Tensor");
-  m.def("embedding(Tensor ids, Tensor packed, int rows, int inputs) -> Tensor");
-  m.def("set_brgemm(bool value) -> bool", &set_brgemm);
-  m.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
-  m.impl("linear_coded", c10::DispatchKey::CPU, TORCH_FN(linear_coded));
-  m.impl("linear_parts", c10::DispatchKey::CPU, TORCH_FN(linear_parts));
-  m.impl("pack", c10::DispatchKey::CPU, TORCH_FN(pack));
-  m.impl("pack_int8", c10::DispatchKey::CPU, TORCH_FN(pack_int8));
-  m.impl("embedding", c10::DispatchKey::CPU, TORCH_FN(embedding));
 }
 
 }  // namespace weft

@@ -12,10 +12,12 @@
 
 #include <ATen/native/CPUBlas.h>
 
+#include <bit>
 #include <type_traits>
 #include <vector>
 
 #include "coded.h"
+#include "crew.h"
 #include "gemm_tile.h"
 
 namespace weft {
@@ -30,9 +32,20 @@ namespace {
 
 constexpr int64_t kChunkBytes = 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
-constexpr int64_t kCodedRows = 16 * kRows;  // whose sums are in memory at a time
+constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Rows at a time of `rows`: parts of like size, at most `most`, so that none of few rows is left, for which every weight
+// is read (and unpacked).
+inline int64_t like_parts(int64_t rows, int64_t most) {
+  return std::max<int64_t>(1, divide_up(rows, divide_up(std::max<int64_t>(1, rows), most)));
+}
+
+// The same of rows of x, which stay in the cache.
+inline int64_t chunk_of(int64_t rows, int64_t row_bytes) {
+  return like_parts(rows, std::max<int64_t>(kRows, kChunkBytes / std::max<int64_t>(1, row_bytes)));
+}
 
 // --- layout ---------------------------------------------------------------------------------------------------
 
@@ -93,15 +106,39 @@ void prepare(const Product<X, Out>& product, int64_t block, Finish& finish) {
   }
 }
 
-// Rows [begin, end) against one block, by our own tiles.
+// What each tile of a block asks for of the block after it, `next`. The tiles share it: memory is read while they
+// compute. A block of one tile is read as fast as memory gives it, and asks for nothing.
+template <class F>
+struct NextBlock {
+  NextBlock(const uint8_t* next, int64_t inputs, int64_t tiles) : at(next) {
+    const int64_t steps = divide_up(inputs, F::depth), lines = divide_up(steps * F::bytes, 64);
+    if (tiles < 2) at = nullptr;
+    if (!at) return;
+    every = std::max<int64_t>(1, std::bit_floor(uint64_t(steps * tiles / lines)));
+    end = at + steps * F::bytes;
+    share = divide_up(steps, every) * 64;
+  }
+  Ahead take(const uint8_t* w) {
+    if (!at || at >= end) return {w, 0, INT64_MAX};
+    at += share;
+    return {at - share, 64, every - 1};
+  }
+
+ private:
+  const uint8_t *at, *end = nullptr;
+  int64_t every = 1, share = 0;
+};
+
+// Rows [begin, end) against one block, by our own tiles. `next`: the block that comes after it, or null.
 template <class F, class Out>
 void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
-               int64_t end, int64_t column) {
+               int64_t end, int64_t column, const uint8_t* next = nullptr) {
+  NextBlock<F> ahead(next, product.layout.inputs, divide_up(end - begin, tile_rows<F>));
   for (int64_t row = begin; row < end;) {
     // Tiles of like size: 32 rows are 11 + 11 + 10 and not 14 + 14 + 4.
     const int64_t left = end - row, rows = divide_up(left, divide_up(left, tile_rows<F>));
     tiles<F, Out>[rows - 1](product.x + row * product.x_stride, product.x_stride, w, product.layout.inputs, finish,
-                            product.out + row * product.out_stride + column, product.out_stride);
+                            product.out + row * product.out_stride + column, product.out_stride, ahead.take(w));
     row += rows;
   }
 }
@@ -173,7 +210,7 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
       x = product.x + row * product.x_stride, stride = product.x_stride;
     }
     tiles<F32, Out>[rows - 1](x, stride, reinterpret_cast<const uint8_t*>(weights), depth, finish,
-                              product.out + row * product.out_stride + column, product.out_stride);
+                              product.out + row * product.out_stride + column, product.out_stride, {});
     row += rows;
   }
 }
@@ -194,7 +231,7 @@ inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
 // `product` with what minimums need of rows [begin, end), where it is not there; until this thread's next call.
 template <class X, class Out>
 Product<X, Out> with_sums(Product<X, Out> product, int64_t begin, int64_t end) {
-  if (!product.coding.minimums()) return product;
+  if (!product.coding.minimums() || product.x_sums) return product;
   static thread_local std::vector<float> memory;
   const int64_t groups = product.coding.groups(product.layout.inputs), stride = product.x_stride;
   if (memory.size() < size_t(end * groups)) memory.resize(size_t(end * groups));
@@ -213,8 +250,9 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
       return run_brgemm(product, coded_as_bf16(product.coding, w, inputs), finish, begin, end, column);
   static thread_local std::vector<float> memory;
   memory.resize(size_t(kCodedRows * kBlock));
-  for (int64_t row = begin; row < end; row += kCodedRows) {
-    const int64_t rows = std::min(kCodedRows, end - row);
+  const int64_t part = like_parts(end - begin, kCodedRows);
+  for (int64_t row = begin; row < end; row += part) {
+    const int64_t rows = std::min(part, end - row);
     float* sums = memory.data();
     const int64_t groups = product.x_sums ? product.coding.groups(inputs) : 0;
     const Rows<X> x{product.x, product.x_stride, product.x_sums, groups};
@@ -226,7 +264,7 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
 
 template <class F, class Out>
 void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
-               int64_t end, int64_t column) {
+               int64_t end, int64_t column, const uint8_t* next = nullptr) {
   if (product.coding) return run_coded(product, w, finish, begin, end, column);
   if constexpr (std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
@@ -238,7 +276,7 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
   if constexpr (!std::is_same_v<F, F32>)
     if (end - begin > tile_rows<F>) return run_widened<F>(product, w, finish, begin, end, column);
 #endif
-  run_tiles<F>(product, w, finish, begin, end, column);
+  run_tiles<F>(product, w, finish, begin, end, column, next);
 }
 
 }  // namespace

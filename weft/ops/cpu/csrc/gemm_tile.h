@@ -245,14 +245,24 @@ constexpr int64_t kAhead = 2048;  // bytes of weights asked for before their use
 // not do is find the next pages: so one line is asked for in each, so far ahead.
 constexpr int64_t kPage = 4096, kPagesAhead = 2 * kPage;
 
+// Weights that a tile asks for while it computes on others: a line every `mask` + 1 steps. Without any, `w` itself.
+struct Ahead {
+  const uint8_t* at;
+  int64_t line, mask;
+};
+
 template <class F, class Out, int rows>
 void tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish, Out* out,
-          int64_t out_stride) {
+          int64_t out_stride, Ahead ahead) {
   vf sum[rows][2];
   for (auto& row : sum) row[0] = row[1] = splat(0.0f);
   const int64_t steps = inputs / F::depth;
   for (int64_t step = 0; step < steps; ++step, w += F::bytes) {
     if (step % (kPage / F::bytes) == 0) __builtin_prefetch(w + kPagesAhead);
+    if ((step & ahead.mask) == 0) {
+      __builtin_prefetch(ahead.at, 0, 2);
+      ahead.at += ahead.line;
+    }
     const auto weights = F::load(w);
 #pragma GCC unroll 16
     for (int row = 0; row < rows; ++row) {
@@ -337,7 +347,7 @@ __attribute__((noinline)) void widened_sums(const typename F::X* x, int64_t x_st
 
 template <class F, class Out, int rows>
 void narrow_tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int64_t inputs, const Finish& finish,
-                 Out* out, int64_t out_stride) {
+                 Out* out, int64_t out_stride, Ahead) {
   alignas(32) float sums[rows * kBlock];
   if constexpr (std::is_same_v<F, F32>)
     float_sums<rows>(x, x_stride, reinterpret_cast<const float*>(w), inputs, sums);
@@ -350,7 +360,7 @@ void narrow_tile(const typename F::X* x, int64_t x_stride, const uint8_t* w, int
 #endif
 
 template <class F, class Out>
-using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, Out*, int64_t);
+using Tile = void (*)(const typename F::X*, int64_t, const uint8_t*, int64_t, const Finish&, Out*, int64_t, Ahead);
 
 template <class F, class Out, int... rows>
 constexpr std::array<Tile<F, Out>, sizeof...(rows)> make_tiles(std::integer_sequence<int, rows...>) {

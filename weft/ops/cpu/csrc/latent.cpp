@@ -18,6 +18,7 @@
 #include "attend_tile.h"
 #include "fp8.h"
 #include "gemm_block.h"
+#include "operators.h"
 #include "rows.h"
 
 #include <optional>
@@ -60,12 +61,12 @@ struct HeadMatrices {
   }
 };
 
-// f(head, first row, rows) for every head and part of the rows, on as many threads as pay.
+// f(head, first row, rows) for every head and part of the rows, on as many threads as pay. It may be left behind.
 template <class F>
 void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   const int64_t parts = divide_up(rows, kProductRows);
   const int64_t work = std::max<int64_t>(1, elements * std::min<int64_t>(rows, 4));  // there may be no rows
-  at::parallel_for(0, heads * parts, std::max<int64_t>(1, kProductGrain / work), [&](int64_t begin, int64_t end) {
+  spread_later(heads * parts, std::max<int64_t>(1, kProductGrain / work), [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / heads * kProductRows;
       f(i % heads, first, std::min(kProductRows, rows - first));
@@ -74,22 +75,27 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   });
 }
 
+}  // namespace
+
 // x [T, heads, inputs], strided but for its last dim -> [T, heads, outputs], each head through its own matrix.
 Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
   const int64_t tokens = x.size(0), heads = x.size(1), inputs = x.size(2);
-  Tensor made = at::empty({tokens, heads, outputs}, x.options());
+  Tensor made = empty_tensor({tokens, heads, outputs}, x.options());
   by_dtype(x, "latent_multiply", [&]<class T>(T) {
     const auto matrices = HeadMatrices<T>::of(packed, heads, inputs, outputs);
     const T* from = x.const_data_ptr<T>();
     T* to = made.mutable_data_ptr<T>();
-    over_heads(heads, tokens, inputs * outputs, [&](int64_t head, int64_t first, int64_t count) {
-      matrices.multiply(head, from + first * x.stride(0) + head * x.stride(1), x.stride(0), count,
+    const int64_t row_stride = x.stride(0), head_stride = x.stride(1);
+    over_heads(heads, tokens, inputs * outputs, [=](int64_t head, int64_t first, int64_t count) {
+      matrices.multiply(head, from + first * row_stride + head * head_stride, row_stride, count,
                         to + (first * heads + head) * outputs, heads * outputs);
     });
   });
   return made;
 }
+
+namespace {
 
 // --- rotation -------------------------------------------------------------------------------------------------
 
@@ -151,6 +157,8 @@ void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const
 
 // --- the cache line -------------------------------------------------------------------------------------------
 
+}  // namespace
+
 // joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]; without it nothing is
 // done to that part, and an empty tensor is returned.
 Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
@@ -173,14 +181,14 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
   const int64_t places = cache.size(0) * cache.size(1);
   for (int64_t t = 0; t < tokens; ++t)
     TORCH_CHECK(place[t] >= 0 && place[t] < places, "latent_rope_cache: token ", t, " goes to ", place[t], " of ", places);
-  Tensor q = at::empty({tokens, q_weight ? first : 0}, joined.options());
+  Tensor q = empty_tensor({tokens, q_weight ? first : 0}, joined.options());
   by_dtype(joined, "latent_rope_cache", [&]<class T>(T) {
     const T *from = joined.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
     const T* qw = q_weight ? q_weight->const_data_ptr<T>() : nullptr;
     T *to = q.mutable_data_ptr<T>(), *lines = scales ? nullptr : cache.mutable_data_ptr<T>();
     uint8_t* codes = scales ? static_cast<uint8_t*>(cache.mutable_data_ptr()) : nullptr;
     const int64_t stride = joined.stride(0);
-    over_rows(tokens, first + width, [&](int64_t begin, int64_t end) {
+    over_rows_later(tokens, first + width, [=](int64_t begin, int64_t end) {
       T latent[attend::kMaxDim];
       for (int64_t t = begin; t < end; ++t) {
         const T* row = from + t * stride;
@@ -195,8 +203,6 @@ Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_we
   });
   return q;
 }
-
-}  // namespace
 
 namespace attend {
 namespace {
@@ -240,7 +246,7 @@ struct Given {
 template <class Element>
 struct Absorbed {
   using T = Element;
-  const Given<T>& given;
+  Given<T> given;
   const T* q;  // [tokens, heads, width] from token `begin` on
   T* result;   // [tokens, heads, lora]
   int64_t begin;
@@ -299,9 +305,11 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
       pieces.push_back(all[i]);
       end = all[i].token + all[i].queries;
     }
-    T* q = reinterpret_cast<T*>(kept.at_least(size_t((end - begin) * each)));
+    const size_t bytes = size_t((end - begin) * each);
+    if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // who use the memory that there was
+    T* q = reinterpret_cast<T*>(kept.at_least(bytes));
     T* latent = q + (end - begin) * given.heads * width;
-    over_heads(given.heads, end - begin, keys.inputs * keys.outputs, [&](int64_t head, int64_t first, int64_t count) {
+    over_heads(given.heads, end - begin, keys.inputs * keys.outputs, [=](int64_t head, int64_t first, int64_t count) {
       T* to = q + (first * given.heads + head) * width;
       const int64_t stride = int64_t(given.heads) * width, token = begin + first;
       keys.multiply(head, given.query(token, head), given.q_stride, count, to, stride);
@@ -309,8 +317,8 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
         given.angles.rotate(token + t, given.query(token + t, head) + given.nope, to + t * stride + given.lora);
     });
     const Absorbed<T> scene{given, q, latent, begin, group, given.window, given.scale, width, 0, given.lora};
-    run<E>(scene, pieces);
-    over_heads(given.heads, end - begin, values.inputs * values.outputs, [&](int64_t head, int64_t first, int64_t count) {
+    run_later<E>(scene, std::move(pieces));
+    over_heads(given.heads, end - begin, values.inputs * values.outputs, [=](int64_t head, int64_t first, int64_t count) {
       values.multiply(head, latent + (first * given.heads + head) * given.lora, int64_t(given.heads) * given.lora, count,
                       given.out + (begin + first) * given.out_stride + head * given.value, given.out_stride);
     });
@@ -372,7 +380,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
   // Whole pieces where there are enough of them: a piece's lines are gathered once an item.
   const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
-  at::parallel_for(0, count * groups, 1, [&](int64_t begin, int64_t end) {
+  spread(count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
     T* lines = reinterpret_cast<T*>(kept.at_least(size_t(kProductRows * given.lora) * sizeof(T)));
     for (int64_t i = begin; i < end; ++i) {
@@ -512,6 +520,8 @@ struct Inputs {
   }
 };
 
+}  // namespace
+
 // q [T, heads, nope + rope], not rotated; cos, sin [T, rope / 2]; out [T, heads, value]; cache [blocks, block, lora +
 // rope]; keys: for each head [lora, nope]; values: for each head [value, lora], both as `pack` makes them.
 void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
@@ -540,27 +550,6 @@ void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
     expanded<T, E>(given, HeadMatrices<T>::of(keys, given.heads, lora, given.nope),
                    HeadMatrices<T>::of(values, given.heads, lora, given.value), budget ? size_t(budget) : kBudget);
   });
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def(
-      "latent_rope_cache(Tensor joined, Tensor? q_weight, Tensor weight, float eps, Tensor cos, Tensor sin, "
-      "bool interleaved, Tensor(a!) cache, Tensor writes, Tensor(b!)? scales=None, Tensor(c!)? rotated=None) -> Tensor");
-  m.def(
-      "latent_absorbed(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
-      "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
-      "int engine=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
-  m.def(
-      "latent_expanded(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor(a!) out, Tensor cache, "
-      "Tensor q_offsets, Tensor starts, Tensor table, Tensor keys, Tensor values, int lora, int window, float scale, "
-      "int engine=0, int budget=0, Tensor? scales=None, Tensor? rotated=None) -> ()");
-  m.def("latent_multiply(Tensor x, Tensor packed, int outputs) -> Tensor");
-  m.impl("latent_multiply", c10::DispatchKey::CPU, TORCH_FN(latent_multiply));
-  m.impl("latent_rope_cache", c10::DispatchKey::CPU, TORCH_FN(latent_rope_cache));
-  m.impl("latent_absorbed", c10::DispatchKey::CPU, TORCH_FN(latent_absorbed));
-  m.impl("latent_expanded", c10::DispatchKey::CPU, TORCH_FN(latent_expanded));
 }
 
 }  // namespace attend

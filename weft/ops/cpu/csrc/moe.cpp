@@ -26,11 +26,12 @@
 // INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations
 // on that token's values (gemm_block.h, routing.h), whatever item and thread they fall to. Sums are float32 and are
 // rounded twice: between the halves of an expert, and at the end.
+#include "crew.h"
 #include "gemm_block.h"
+#include "moe.h"
 #include "routing.h"
 
-#include <ATen/ops/empty.h>
-#include <torch/custom_class.h>
+#include <omp.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -44,6 +45,7 @@ constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed
 constexpr int64_t kItemsPerThread = 8;
 constexpr int64_t kFewTokens = 16;  // not worth dividing in phases 2 and 5
 constexpr int64_t kColumns = 1024;  // of an item of phase 5
+constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines sooner than others come
 
 using Optional = std::optional<Tensor>;
 
@@ -78,6 +80,7 @@ class Scratch {
     }
     at_ = 0;
   }
+  bool holds(int64_t bytes) const { return bytes <= size_; }
   template <class T>
   T* take(int64_t count) {
     T* made = reinterpret_cast<T*>(memory_.get() + at_);
@@ -97,12 +100,10 @@ class Scratch {
   int64_t size_ = 0, at_ = 0;
 };
 
-class Moe : public torch::CustomClassHolder {
+}  // namespace
+
+class Moe {
  public:
-  // Weights as packed by `pack` and `pack_int8`; the router's rows are the experts and, with a gated shared expert,
-  // its gate. sizes: hidden, experts, top_k, intermediate, shared intermediate, shared gate, activation, scoring,
-  // renormalize, groups, top groups, top2, experts whose matrices are here. numbers: scale, limit, alpha. codings: four
-  // numbers (Coding::of) for each of gate_up, down and the shared expert's, zeros where a matrix is not coded.
   Moe(Tensor router, Optional router_bias, Optional correction, Optional table, Tensor gate_up, Optional gate_up_scales,
       Optional gate_up_bias, Tensor down, Optional down_scales, Optional down_bias, Optional shared_gate_up,
       Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales, std::vector<int64_t> sizes,
@@ -148,7 +149,6 @@ class Moe : public torch::CustomClassHolder {
     }
   }
 
-  // Of all weights.
   int64_t nbytes() const {
     int64_t sum = 0;
     for (const Matrix* matrix : {&router, &up, &down, &shared_up, &shared_down})
@@ -187,6 +187,8 @@ class Moe : public torch::CustomClassHolder {
   }
 };
 
+namespace {
+
 // What a pass over some tokens makes of their experts, whose places in `up` and `down` are given: [tokens, top_k].
 struct Part {
   const int64_t* places;
@@ -203,7 +205,7 @@ class Pass {
   Pass(const Moe& moe, const X* x, int64_t x_stride, const int64_t* ids, int64_t tokens, X* out, Scratch& scratch)
       : moe_(moe), rule_(moe.rule), x_(x), x_stride_(x_stride), ids_(ids), tokens_(tokens), out_(out),
         width_(divide_up(moe.router.layout.rows, kLanes) * kLanes), slots_(tokens * rule_.top_k) {
-    threads_ = at::in_parallel_region() ? 1 : at::get_num_threads();
+    threads_ = team();
     scratch.begin(bytes(moe, tokens));
     logits_ = scratch.take<float>(tokens * width_);
     weights_ = scratch.take<float>(slots_);
@@ -217,59 +219,44 @@ class Pass {
   }
 
   // Experts, weights and, with a gated shared expert, its gate, of each token.
-  void run_route(int64_t* chosen, float* weights, float* gates) {
-    add_items(first_, Kind::router, moe_.router, 0, 0, tokens_, 1.0);
-    std::atomic<int64_t> next[2] = {};
-#pragma omp parallel num_threads(threads_) if (threads_ > 1 && tokens_ > kFewTokens)
-    {
-      work(first_, next[0]);
-#pragma omp barrier
-      claim(next[1], divide_up(tokens_, kFewTokens), [&](int64_t i) {
-        route(i * kFewTokens, std::min(tokens_, (i + 1) * kFewTokens));
-      });
-      if (use_brgemm) at::native::cpublas::brgemm_release();
-    }
-    for (int64_t slot = 0; slot < slots_; ++slot) chosen[slot] = chosen_[slot], weights[slot] = weights_[slot];
-    if (moe_.gated_shared)
-      for (int64_t token = 0; token < tokens_; ++token) gates[token] = shared_gate(token);
+  static void run_route(const std::shared_ptr<Pass>& pass, int64_t* chosen, float* weights, float* gates) {
+    Pass& p = *pass;
+    p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
+    const auto give = [&p, chosen, weights, gates](int64_t) {
+      for (int64_t slot = 0; slot < p.slots_; ++slot) chosen[slot] = p.chosen_[slot], weights[slot] = p.weights_[slot];
+      if (p.moe_.gated_shared)
+        for (int64_t token = 0; token < p.tokens_; ++token) gates[token] = p.shared_gate(token);
+    };
+    run_phases(pass, {p.items_of(p.first_), p.routes(), {1, one, give}}, p.tokens_ > kFewTokens);
+    settle();
   }
 
   // The experts that are here, of pairs chosen before.
-  void run_part(const Part& part) {
-    for (int64_t slot = 0; slot < slots_; ++slot) chosen_[slot] = int32_t(part.places[slot]);
-    if (part.scales) std::copy(part.scales, part.scales + slots_, weights_);
-    sort(false);
-    std::atomic<int64_t> next[3] = {};
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-    {
-      work(second_, next[0]);
-#pragma omp barrier
-      work(third_, next[1]);
-#pragma omp barrier
-      claim(next[2], divide_up(tokens_, kFewTokens), [&](int64_t i) {
-        for (int64_t token = i * kFewTokens; token < std::min(tokens_, (i + 1) * kFewTokens); ++token)
-          part.scales ? add_up(token, static_cast<X*>(part.out)) : lay_out(token, static_cast<float*>(part.out));
-      });
-      if (use_brgemm) at::native::cpublas::brgemm_release();
-    }
+  static void run_part(const std::shared_ptr<Pass>& pass, const Part& part) {
+    Pass& p = *pass;
+    for (int64_t slot = 0; slot < p.slots_; ++slot) p.chosen_[slot] = int32_t(part.places[slot]);
+    if (part.scales) std::copy(part.scales, part.scales + p.slots_, p.weights_);
+    p.sort(false);
+    const auto end = [&p, part](int64_t i) {
+      for (int64_t token = i * kFewTokens; token < std::min(p.tokens_, (i + 1) * kFewTokens); ++token)
+        part.scales ? p.add_up(token, static_cast<X*>(part.out)) : p.lay_out(token, static_cast<float*>(part.out));
+    };
+    const int64_t pieces = divide_up(p.tokens_, kFewTokens);
+    run_phases(pass, {p.items_of(p.second_), p.items_of(p.third_), {pieces, [pieces] { return pieces; }, end}}, true);
+    settle();
   }
 
   // The shared expert: float32 [tokens, hidden].
-  void run_shared(float* out) {
-    shared_made_ = out;
-    const double blocks = double(tiles_of(tokens_));
-    add_items(first_, Kind::shared_up, moe_.shared_up, 0, 0, tokens_,
-              target(blocks * double(moe_.shared_up.layout.blocks())));
-    add_items(second_, Kind::shared_down, moe_.shared_down, 0, 0, tokens_,
-              target(blocks * double(moe_.shared_down.layout.blocks())));
-    std::atomic<int64_t> next[2] = {};
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-    {
-      work(first_, next[0]);
-#pragma omp barrier
-      work(second_, next[1]);
-      if (use_brgemm) at::native::cpublas::brgemm_release();
-    }
+  static void run_shared(const std::shared_ptr<Pass>& pass, float* out) {
+    Pass& p = *pass;
+    p.shared_made_ = out;
+    const double tiles = double(tiles_of(p.tokens_));
+    p.add_items(p.first_, Kind::shared_up, p.moe_.shared_up, 0, 0, p.tokens_,
+                p.target(tiles * double(p.moe_.shared_up.layout.blocks())));
+    p.add_items(p.second_, Kind::shared_down, p.moe_.shared_down, 0, 0, p.tokens_,
+                p.target(tiles * double(p.moe_.shared_down.layout.blocks())));
+    run_phases(pass, {p.items_of(p.first_), p.items_of(p.second_)}, true);
+    settle();
   }
 
   static int64_t bytes(const Moe& moe, int64_t tokens) {
@@ -279,49 +266,87 @@ class Pass {
            Scratch::need<float>(slots * moe.hidden) + Scratch::need<float>(moe.shared ? tokens * moe.hidden : 0);
   }
 
-  void run() {
-    add_items(first_, Kind::router, moe_.router, 0, 0, tokens_, 1.0);
-    if (moe_.shared)
-      add_items(first_, Kind::shared_up, moe_.shared_up, 0, 0, tokens_,
-                target(double(tiles_of(tokens_) * moe_.shared_up.layout.blocks())));
-    const bool few = tokens_ <= kFewTokens;
-    const int64_t pieces = divide_up(moe_.hidden, kColumns);
-    std::atomic<int64_t> next[5] = {};
-#pragma omp parallel num_threads(threads_) if (threads_ > 1)
-    {
-      work(first_, next[0]);
-#pragma omp barrier
-      if (!few) {
-        claim(next[1], divide_up(tokens_, kFewTokens), [&](int64_t i) {
-          route(i * kFewTokens, std::min(tokens_, (i + 1) * kFewTokens));
-        });
-#pragma omp barrier
-      }
-#pragma omp single
-      {
-        if (few) route(0, tokens_);
-        sort(true);
-      }
-      work(second_, next[2]);
-#pragma omp barrier
-      work(third_, next[3]);
-#pragma omp barrier
-      claim(next[4], divide_up(tokens_, kFewTokens) * pieces, [&](int64_t i) {
-        const int64_t begin = i / pieces * kFewTokens, column = i % pieces * kColumns;
-        combine(begin, std::min(tokens_, begin + kFewTokens), column, std::min(moe_.hidden, column + kColumns));
-      });
-      if (use_brgemm) at::native::cpublas::brgemm_release();
-    }
+  // The whole block. May be left behind.
+  static void run(const std::shared_ptr<Pass>& pass) {
+    Pass& p = *pass;
+    p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
+    if (p.moe_.shared)
+      p.add_items(p.first_, Kind::shared_up, p.moe_.shared_up, 0, 0, p.tokens_,
+                  p.target(double(tiles_of(p.tokens_) * p.moe_.shared_up.layout.blocks())));
+    const bool few = p.tokens_ <= kFewTokens;
+    std::vector<Phase> phases{p.items_of(p.first_)};
+    if (!few) phases.push_back(p.routes());
+    phases.push_back({1, one, [&p, few](int64_t) {
+                        if (few) p.route(0, p.tokens_);
+                        p.sort(true);
+                      }});
+    phases.push_back(p.items_of(p.second_));
+    phases.push_back(p.items_of(p.third_));
+    const int64_t pieces = divide_up(p.moe_.hidden, p.slots_ * p.moe_.hidden <= kAddedAlone ? p.moe_.hidden : kColumns);
+    const int64_t columns = divide_up(p.moe_.hidden, pieces), all = divide_up(p.tokens_, kFewTokens) * pieces;
+    phases.push_back({all, [all] { return all; }, [&p, pieces, columns](int64_t i) {
+                        const int64_t begin = i / pieces * kFewTokens, column = i % pieces * columns;
+                        p.combine(begin, std::min(p.tokens_, begin + kFewTokens), column,
+                                  std::min(p.moe_.hidden, column + columns));
+                      }});
+    run_phases(pass, std::move(phases), true);
   }
 
  private:
-  template <class Do>
-  static void claim(std::atomic<int64_t>& next, int64_t count, Do run) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(i);
+  // A loop; the next one begins when it has ended. Crews are told of `parts`, which take turns if there is more to do.
+  struct Phase {
+    int64_t parts;
+    std::function<int64_t()> count;  // of what there is to do: known when the phase before has ended
+    std::function<void(int64_t)> run;
+  };
+  static int64_t one() { return 1; }
+
+  Phase items_of(const std::vector<Item>& items) {
+    return {items.empty() ? threads_ * kItemsPerThread : int64_t(items.size()),
+            [&items] { return int64_t(items.size()); }, [this, &items](int64_t i) { run_item(items[size_t(i)]); }};
+  }
+  Phase routes() {
+    const int64_t pieces = divide_up(tokens_, kFewTokens);
+    return {pieces, [pieces] { return pieces; },
+            [this](int64_t i) { route(i * kFewTokens, std::min(tokens_, (i + 1) * kFewTokens)); }};
   }
 
-  void work(const std::vector<Item>& items, std::atomic<int64_t>& next) {
-    claim(next, int64_t(items.size()), [&](int64_t i) { run_item(items[size_t(i)]); });
+  static void settle() {
+    if (Crew* crew = Crew::current()) crew->drain();
+  }
+
+  // `many`: whether other threads are worth waking.
+  static void run_phases(const std::shared_ptr<Pass>& pass, std::vector<Phase> phases, bool many) {
+    if (Crew* crew = Crew::current()) {
+      for (Phase& phase : phases) {
+        const int64_t parts = phase.parts;
+        crew->later(parts, [pass, parts, phase = std::move(phase)](int64_t part) {
+          const int64_t count = phase.count();
+          for (int64_t i = part; i < count; i += parts) phase.run(i);
+          if (use_brgemm) at::native::cpublas::brgemm_release();
+        });
+      }
+      return;
+    }
+    const int threads = many ? pass->threads_ : 1;
+    std::vector<std::atomic<int64_t>> next(phases.size());
+    std::atomic<int64_t> waited{0};
+    const int64_t began = now_ns();
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      int64_t ended = began, mine = omp_get_thread_num() > 0 ? now_ns() - began : 0;
+      for (size_t number = 0; number < phases.size(); ++number) {
+        const Phase& phase = phases[number];
+        const int64_t count = phase.count();
+        for (int64_t i; (i = next[number].fetch_add(1, std::memory_order_relaxed)) < count;) phase.run(i);
+        ended = now_ns();
+#pragma omp barrier
+        mine += now_ns() - ended;
+      }
+      if (use_brgemm) at::native::cpublas::brgemm_release();
+      waited.fetch_add(mine, std::memory_order_relaxed);
+    }
+    if (threads > 1) waits.add(int64_t(phases.size()) + 1, waited.load());
   }
 
   // --- items ---
@@ -333,8 +358,7 @@ class Pass {
 
   void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin,
                  int64_t end, double target) {
-    const int64_t row_bytes = std::max<int64_t>(1, matrix.layout.inputs) * int64_t(sizeof(X));
-    const int64_t chunk = std::max<int64_t>(1, kChunkBytes / row_bytes / kRows) * kRows;
+    const int64_t chunk = chunk_of(end - begin, matrix.layout.inputs * int64_t(sizeof(X)));
     const int64_t blocks = matrix.layout.blocks();
     for (int64_t row = begin; row < end; row += chunk) {
       const int64_t last = std::min(end, row + chunk);
@@ -391,7 +415,8 @@ class Pass {
     Finish finish;
     for (int64_t block = item.block_begin; block < item.block_end; ++block) {
       prepare(product, block, finish);
-      run_block<Format>(summed, weights + block * bytes, finish, 0, rows, block * matrix.layout.width());
+      run_block<Format>(summed, weights + block * bytes, finish, 0, rows, block * matrix.layout.width(),
+                        block + 1 < item.block_end ? weights + (block + 1) * bytes : nullptr);
     }
   }
 
@@ -543,8 +568,11 @@ void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X
   const int64_t most = std::max<int64_t>(kFewTokens, kMadeBytes / row);
   const int64_t parts = divide_up(x.size(0), most), part = divide_up(x.size(0), parts);
   for (int64_t begin = 0; begin < x.size(0); begin += part) {
-    Pass<F> pass(moe, x.const_data_ptr<X>() + begin * x.stride(0), x.stride(0), ids ? ids + begin : nullptr,
-                 std::min(part, x.size(0) - begin), out ? out + begin * moe.hidden : nullptr, scratch);
+    const int64_t tokens = std::min(part, x.size(0) - begin);
+    if (Crew* crew = Crew::current(); crew && !scratch.holds(Pass<F>::bytes(moe, tokens))) crew->drain();
+    const auto pass = std::make_shared<Pass<F>>(moe, x.const_data_ptr<X>() + begin * x.stride(0), x.stride(0),
+                                                ids ? ids + begin : nullptr, tokens,
+                                                out ? out + begin * moe.hidden : nullptr, scratch);
     run(pass, begin);
   }
 }
@@ -574,7 +602,7 @@ Tensor checked(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(narrow || moe.router.packed->scalar_type() == at::kFloat, "moe: the router is packed for bfloat16");
   for (const Matrix* matrix : {&moe.up, &moe.down})
     TORCH_CHECK(!matrix->bias || matrix->bias->scalar_type() == given.scalar_type(), "moe: biases of another dtype");
-  return given.stride(1) == 1 || moe.hidden <= 1 ? given : given.contiguous();
+  return in_order(given, given.stride(1) == 1 || moe.hidden <= 1);
 }
 
 // The ids of `tokens` tokens, where a table is read with them; else nothing.
@@ -582,7 +610,7 @@ Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
   if (!moe.table) return {};
   TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == tokens,
               "moe: the token ids must be int64 [tokens]");
-  const Tensor list = ids->contiguous();
+  const Tensor list = in_order(*ids);
   const int64_t* id = list.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < list.numel(); ++i)
     TORCH_CHECK_INDEX(id[i] >= 0 && id[i] < moe.table->size(0), "token id ", id[i], " is not in the table");
@@ -591,35 +619,50 @@ Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
 
 const int64_t* data_of(const Tensor& ids) { return ids.defined() ? ids.const_data_ptr<int64_t>() : nullptr; }
 
+}  // namespace
+
+std::shared_ptr<const Moe> make_moe(Tensor router, Optional router_bias, Optional correction, Optional table,
+                                    Tensor gate_up, Optional gate_up_scales, Optional gate_up_bias, Tensor down,
+                                    Optional down_scales, Optional down_bias, Optional shared_gate_up,
+                                    Optional shared_gate_up_scales, Optional shared_down, Optional shared_down_scales,
+                                    std::vector<int64_t> sizes, std::vector<double> numbers,
+                                    std::vector<int64_t> codings) {
+  return std::make_shared<const Moe>(router, router_bias, correction, table, gate_up, gate_up_scales, gate_up_bias,
+                                     down, down_scales, down_bias, shared_gate_up, shared_gate_up_scales, shared_down,
+                                     shared_down_scales, std::move(sizes), std::move(numbers), std::move(codings));
+}
+
+int64_t nbytes(const Moe& moe) { return moe.nbytes(); }
+
 // x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
-Tensor moe(const Tensor& given, const Optional& ids, const c10::intrusive_ptr<Moe>& held) {
-  const Moe& moe = *held;
+Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   TORCH_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
               " experts are here");
   const Tensor x = checked(given, moe);
-  Tensor out = at::empty({x.size(0), moe.hidden}, x.options());
+  Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options());
   if (x.size(0) == 0) return out;
   const Tensor list = checked_ids(ids, moe, x.size(0));
-  by_format(moe, x, data_of(list), &out, [](auto& pass, int64_t) { pass.run(); });
+  by_format(moe, x, data_of(list), &out, []<class P>(const std::shared_ptr<P>& pass, int64_t) { P::run(pass); });
   return out;
 }
 
 // Experts int64 [T, k] of all, their weights float32 [T, k], and float32 [T, 1] what the shared expert is multiplied
 // by; [T, 0] where it is not.
 std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids,
-                                             const c10::intrusive_ptr<Moe>& held) {
-  const Moe& moe = *held;
+                                             const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
-  Tensor chosen = at::empty({x.size(0), k}, x.options().dtype(at::kLong));
-  Tensor weights = at::empty({x.size(0), k}, x.options().dtype(at::kFloat));
-  Tensor gates = at::empty({x.size(0), moe.gated_shared ? 1 : 0}, weights.options());
+  Tensor chosen = empty_tensor({x.size(0), k}, x.options().dtype(at::kLong));
+  Tensor weights = empty_tensor({x.size(0), k}, x.options().dtype(at::kFloat));
+  Tensor gates = empty_tensor({x.size(0), moe.gated_shared ? 1 : 0}, weights.options());
   if (x.size(0) > 0) {
     const Tensor list = checked_ids(ids, moe, x.size(0));
     int64_t* to = chosen.mutable_data_ptr<int64_t>();
     float *weight = weights.mutable_data_ptr<float>(), *gate = gates.mutable_data_ptr<float>();
     by_format(moe, x, data_of(list), nullptr,
-              [&](auto& pass, int64_t begin) { pass.run_route(to + begin * k, weight + begin * k, gate + begin); });
+              [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
+                P::run_route(pass, to + begin * k, weight + begin * k, gate + begin);
+              });
   }
   return {chosen, weights, gates};
 }
@@ -627,8 +670,7 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
 // x [T, hidden]; places int64 [T, k] of experts here, -1: elsewhere. scales float32 [T, k]: [T, 1, hidden] in x's dtype,
 // sums; without: float32 [T, k, hidden].
 Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales,
-                const c10::intrusive_ptr<Moe>& held) {
-  const Moe& moe = *held;
+                const Moe& moe) {
   const Tensor x = checked(given, moe);
   const int64_t k = moe.rule.top_k;
   TORCH_CHECK(given_places.scalar_type() == at::kLong && given_places.dim() == 2 && given_places.size(0) == x.size(0) &&
@@ -641,33 +683,34 @@ Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional&
     TORCH_CHECK_INDEX(place[i] >= -1 && place[i] < moe.up.matrices, "moe: place ", place[i], " of ", moe.up.matrices);
   const float* scale = scales.defined() ? scales.const_data_ptr<float>() : nullptr;
   const bool sums = scales.defined();
-  Tensor out = sums ? at::empty({x.size(0), 1, moe.hidden}, x.options())
-                    : at::empty({x.size(0), k, moe.hidden}, x.options().dtype(at::kFloat));
+  Tensor out = sums ? empty_tensor({x.size(0), 1, moe.hidden}, x.options())
+                    : empty_tensor({x.size(0), k, moe.hidden}, x.options().dtype(at::kFloat));
   const int64_t row = (sums ? 1 : k) * moe.hidden * int64_t(out.element_size());
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  by_format(moe, x, nullptr, nullptr, [&](auto& pass, int64_t begin) {
-    pass.run_part({place + begin * k, scale ? scale + begin * k : nullptr, to + begin * row});
+  by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) {
+    P::run_part(pass, {place + begin * k, scale ? scale + begin * k : nullptr, to + begin * row});
   });
   return out;
 }
 
 // The shared expert of x [T, hidden]: float32 [T, hidden], without its gate.
-Tensor moe_shared(const Tensor& given, const c10::intrusive_ptr<Moe>& held) {
-  const Moe& moe = *held;
+Tensor moe_shared(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(moe.shared, "moe: there is no shared expert");
   const Tensor x = checked(given, moe);
-  Tensor out = at::empty({x.size(0), moe.hidden}, x.options().dtype(at::kFloat));
+  Tensor out = empty_tensor({x.size(0), moe.hidden}, x.options().dtype(at::kFloat));
   float* to = out.mutable_data_ptr<float>();
-  by_format(moe, x, nullptr, nullptr, [&](auto& pass, int64_t begin) { pass.run_shared(to + begin * moe.hidden); });
+  by_format(moe, x, nullptr, nullptr, [&]<class P>(const std::shared_ptr<P>& pass, int64_t begin) { P::run_shared(pass, to + begin * moe.hidden); });
   return out;
 }
+
+namespace {
 
 template <class T, class X>
 void finish(const Tensor& total, const float* scales, const float* shared, const float* gates, X* out) {
   const int64_t k = total.size(1), hidden = total.size(2);
   const T* made = total.const_data_ptr<T>();
   const int64_t grain = std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, k * hidden));
-  at::parallel_for(0, total.size(0), grain, [&](int64_t begin, int64_t end) {
+  spread(total.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
       const T* from = made + token * k * hidden;
       const float gate = gates ? gates[token] : 1.0f;
@@ -685,6 +728,8 @@ void finish(const Tensor& total, const float* scales, const float* shared, const
   });
 }
 
+}  // namespace
+
 // What a block's tokens get: [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
 // float32 [T, A], each expert by itself (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
 Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
@@ -693,7 +738,7 @@ Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& s
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "moe: bfloat16 or float32");
   TORCH_CHECK(given.scalar_type() == (scales ? at::kFloat : dtype), "moe: total is of another dtype");
   const Tensor total = given.contiguous();
-  Tensor out = at::empty({total.size(0), total.size(2)}, total.options().dtype(dtype));
+  Tensor out = empty_tensor({total.size(0), total.size(2)}, total.options().dtype(dtype));
   const auto floats = [&](const Optional& of, int64_t count, const char* what) -> Tensor {
     if (!of || of->numel() == 0) return {};
     TORCH_CHECK(of->scalar_type() == at::kFloat && of->numel() == count, "moe: ", what, " of another shape or dtype");
@@ -710,25 +755,6 @@ Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& s
   else
     finish<bf16>(total, data(by), data(more), data(gate), out.mutable_data_ptr<bf16>());
   return out;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.class_<Moe>("Moe").def("nbytes", &Moe::nbytes).def(
-      torch::init<Tensor, Optional, Optional, Optional, Tensor, Optional, Optional, Tensor, Optional, Optional, Optional,
-                  Optional, Optional, Optional, std::vector<int64_t>, std::vector<double>,
-                  std::vector<int64_t>>());
-  m.def("moe(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
-  m.def("moe_route(Tensor x, Tensor? ids, __torch__.torch.classes.weft_cpu.Moe weights) -> (Tensor, Tensor, Tensor)");
-  m.def("moe_part(Tensor x, Tensor places, Tensor? scales, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
-  m.def("moe_shared(Tensor x, __torch__.torch.classes.weft_cpu.Moe weights) -> Tensor");
-  m.def("moe_finish(Tensor total, Tensor? scales, Tensor? shared, Tensor? gates, ScalarType dtype) -> Tensor");
-  m.impl("moe", c10::DispatchKey::CPU, TORCH_FN(moe));
-  m.impl("moe_route", c10::DispatchKey::CPU, TORCH_FN(moe_route));
-  m.impl("moe_part", c10::DispatchKey::CPU, TORCH_FN(moe_part));
-  m.impl("moe_shared", c10::DispatchKey::CPU, TORCH_FN(moe_shared));
-  m.impl("moe_finish", c10::DispatchKey::CPU, TORCH_FN(moe_finish));
 }
 
 }  // namespace weft

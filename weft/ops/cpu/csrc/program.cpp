@@ -12,13 +12,16 @@
 #include <ATen/core/stack.h>
 #include <torch/custom_class.h>
 
+#include <deque>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "common.h"
+#include "crew.h"
 
 namespace weft {
 namespace {
@@ -36,7 +39,9 @@ struct Call {
   c10::OperatorHandle op;
   std::vector<Argument> arguments;
   std::vector<int64_t> results;  // a register for each, or -1
+  bool list;                     // whether they come as one list of tensors
   std::vector<int64_t> dead;     // registers that nobody reads after this call
+  bool reads = true;             // whether it reads, when it is called, what calls before have made
 };
 
 // Kinds of arguments, each with the numbers that follow it. Where a number is a place, it is one in the lists of
@@ -62,6 +67,30 @@ struct Values {
   std::vector<std::string> strings;
 };
 
+constexpr int64_t kHeldBytes = 1 << 20;
+
+// Whether an operation reads what it is given, or leaves that to a loop (crew.h). The first make views, or memory.
+bool reads_memory(const c10::OperatorHandle& op) {
+  static const std::set<std::string> later = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
+      "aten::_unsafe_view", "weft_cpu::linear", "weft_cpu::linear_coded", "weft_cpu::linear_parts", "weft_cpu::rms_norm",
+      "weft_cpu::add_rms_norm_", "weft_cpu::qkv_rope_cache", "weft_cpu::gated", "weft_cpu::attend", "weft_cpu::moe",
+      "weft_cpu::latent_rope_cache", "weft_cpu::latent_absorbed", "weft_cpu::latent_multiply"};
+  const auto& schema = op.schema();
+  if (later.count(schema.name())) return false;
+  const auto& returns = schema.returns();
+  const bool view = returns.size() == 1 && returns[0].alias_info() && !returns[0].alias_info()->isWrite();
+  return !view || schema.is_mutable() || schema.name() == "aten::contiguous" || schema.name() == "aten::reshape" ||
+         schema.name() == "aten::to";
+}
+
+// Products that ATen divides over threads, which it does not do in a region.
+bool is_heavy(const c10::OperatorHandle& op) {
+  static const std::set<std::string> heavy = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm",
+      "aten::mv", "aten::addmv", "aten::_scaled_mm", "aten::_int_mm", "aten::convolution", "aten::linear",
+      "aten::matmul", "aten::_scaled_dot_product_flash_attention_for_cpu"};
+  return heavy.count(op.schema().name()) > 0;
+}
+
 class Program : public torch::CustomClassHolder {
  public:
   // An object of ours, for kObject: before `load`, in the order of their places.
@@ -83,7 +112,10 @@ class Program : public torch::CustomClassHolder {
     code_ = code;
     while (!code_.empty()) {
       const auto& op = handles.at(next());
-      Call call{op, {}, {}, {}};
+      const auto& returns = op.schema().returns();
+      const bool list = returns.size() == 1 && returns[0].type()->isSubtypeOf(*c10::ListType::ofTensors());
+      Call call{op, {}, {}, list, {}, reads_memory(op)};
+      crewed_ = crewed_ && !is_heavy(op);
       call.arguments.resize(next());
       TORCH_CHECK(call.arguments.size() == op.schema().arguments().size(), op.schema().name(), " takes ",
                   op.schema().arguments().size(), " arguments, not ", call.arguments.size());
@@ -95,12 +127,21 @@ class Program : public torch::CustomClassHolder {
   }
 
   void run() {
+    const int threads = use_crews && crewed_ ? team() : 1;
     try {
-      for (const Call& call : calls_) run_call(call);
+      if (threads == 1)
+        for (const Call& call : calls_) run_call(call);
+      else
+        for (size_t at = 0; at < calls_.size();)
+          Crew::lead(threads, [&](Crew& crew) {
+            while (at < calls_.size() && !crew.full()) run_call(calls_[at++], crew);
+          });
     } catch (...) {
+      held_.clear(), held_bytes_ = 0;
       for (auto& value : registers_) value = c10::IValue();
       throw;
     }
+    held_.clear(), held_bytes_ = 0;
   }
 
   int64_t size() const { return int64_t(calls_.size()); }
@@ -180,14 +221,61 @@ class Program : public torch::CustomClassHolder {
     return made;
   }
 
+  // The same where calls leave loops behind: what nobody reads any more is held until these have ended.
+  void run_call(const Call& call, Crew& crew) {
+    if (call.reads) crew.drain();
+    make(call);
+    const uint32_t jobs = crew.made();
+    for (size_t i = 0; i < std::min(call.results.size(), stack_.size()); ++i)  // none of what returns nothing
+      if (call.results[i] < 0) hold(std::move(stack_[i]), jobs);
+    for (int64_t number : call.dead) hold(std::move(registers_[number]), jobs), registers_[number] = c10::IValue();
+    while (!held_.empty()) {
+      if (held_.front().jobs <= crew.ended()) {
+        held_bytes_ -= held_.front().bytes;
+        held_.pop_front();
+      } else if (held_bytes_ > kHeldBytes) {
+        crew.advance();
+      } else {
+        break;
+      }
+    }
+  }
+
+  struct Held {
+    c10::IValue value;
+    uint32_t jobs;  // that may use it
+    int64_t bytes;
+  };
+
+  void hold(c10::IValue value, uint32_t jobs) {
+    if (!value.isTensor() || !value.toTensor().defined()) return;
+    const int64_t bytes = int64_t(value.toTensor().nbytes());
+    held_.push_back({std::move(value), jobs, bytes});
+    held_bytes_ += bytes;
+  }
+
+  // The tensors of the list on the stack, instead of it.
+  void spread(const Call& call) {
+    const c10::List<Tensor> made = stack_.at(0).toTensorList();
+    TORCH_CHECK(made.size() == call.results.size(), call.op.schema().name(), " made ", made.size(),
+                " tensors, and ", call.results.size(), " when it was captured");
+    stack_.clear();
+    for (size_t i = 0; i < made.size(); ++i) stack_.push_back(made.get(i));
+  }
+
   void run_call(const Call& call) {
+    make(call);
+    for (int64_t number : call.dead) registers_[number] = c10::IValue();
+  }
+
+  void make(const Call& call) {
     stack_.clear();
     for (const Argument& argument : call.arguments)
       stack_.push_back(argument.source == kList ? list_of(argument) : value_of(argument));
     call.op.callBoxed(&stack_);
+    if (call.list) spread(call);
     for (size_t i = 0; i < call.results.size(); ++i)
       if (call.results[i] >= 0) registers_[call.results[i]] = std::move(stack_[i]);
-    for (int64_t number : call.dead) registers_[number] = c10::IValue();
   }
 
   std::vector<Call> calls_;
@@ -195,6 +283,9 @@ class Program : public torch::CustomClassHolder {
   std::span<const int64_t> code_;  // what is left of it, in `load`
   std::vector<c10::IValue> registers_;
   torch::jit::Stack stack_;
+  bool crewed_ = true;
+  std::deque<Held> held_;
+  int64_t held_bytes_ = 0;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 // be multiples of 16; absent lanes are 0.
 #pragma once
 
+#include "crew.h"
 #include "vector.h"
 
 #include <algorithm>
@@ -20,7 +21,13 @@ template <class F>
 void over_rows(int64_t rows, int64_t width, F f) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width));
   if (rows <= grain) return f(0, rows);
-  at::parallel_for(0, rows, grain, f);
+  spread(rows, grain, f);
+}
+
+// The same, left behind where there is a crew: f owns what it captures.
+template <class F>
+void over_rows_later(int64_t rows, int64_t width, F f) {
+  spread_later(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), f);
 }
 
 template <class F>

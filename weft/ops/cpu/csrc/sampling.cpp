@@ -15,6 +15,8 @@
 // With a mask (bit i of word w is token 32 w + i) a token whose bit is clear counts as -inf; NaN and +inf are looked
 // for in the logits as they are.
 
+#include "crew.h"
+#include "operators.h"
 #include "vector.h"
 
 #include <algorithm>
@@ -299,16 +301,19 @@ auto by_dtype(const Tensor& x, const char* op, F f) {
   return f(float());
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab,
                                   const std::optional<Tensor>& words, const std::optional<Tensor>& places) {
   const Rows of = check(logits, rows, vocab, "greedy");
   const Masks masks = masks_of(words, places, of, "greedy");
-  Tensor ids = at::empty({of.count}, rows.options()), error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  Tensor ids = empty_tensor({of.count}, rows.options());
+  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
   by_dtype(logits, "greedy", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
     int64_t* id = ids.mutable_data_ptr<int64_t>();
     bool* wrong = error.mutable_data_ptr<bool>();
-    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
+    spread(of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* row = x + of.index[r] * of.stride;
         const Top top = masks.first ? top_of<true>(row, vocab, masks.of(r), nullptr)
@@ -334,12 +339,13 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
   const double *t = degrees.const_data_ptr<double>(), *p = least.const_data_ptr<double>();
   const int64_t *s = seeds.const_data_ptr<int64_t>(), *c = choices.const_data_ptr<int64_t>(),
                 *at = positions.const_data_ptr<int64_t>();
-  Tensor ids = at::empty({of.count}, rows.options()), error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  Tensor ids = empty_tensor({of.count}, rows.options());
+  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
   by_dtype(logits, "sample", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
     int64_t* id = ids.mutable_data_ptr<int64_t>();
     bool* wrong = error.mutable_data_ptr<bool>();
-    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 14) / vocab), [&](int64_t begin, int64_t end) {
+    spread(of.count, std::max<int64_t>(1, (1 << 14) / vocab), [&](int64_t begin, int64_t end) {
       std::vector<float> groups(size_t(vocab + kGroup - 1) / kGroup);
       for (int64_t r = begin; r < end; ++r) {
         const Key key{uint32_t(s[r]), uint32_t(uint64_t(s[r]) >> 32), uint32_t(at[r]), uint32_t(c[r])};
@@ -353,6 +359,8 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int6
   return {ids, error};
 }
 
+namespace {
+
 // A column of the slots' parameters, with any stride.
 template <class T>
 struct Column {
@@ -365,6 +373,8 @@ struct Column {
   }
   T operator[](int64_t slot) const { return first[slot * stride]; }
 };
+
+}  // namespace
 
 // The end of a step of one token a row: row r of the logits gives slot `slots[r]` its next token, as `greedy` does
 // where the slot's temperature is below kGreedy and `sample` elsewhere, and the slot goes on by one position:
@@ -393,12 +403,13 @@ std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots,
     TORCH_CHECK(slot[r] >= 0 && slot[r] < std::min(most, history.size(0)), "end_decode_: slot ", slot[r], " of ", most);
     TORCH_CHECK(computed[slot[r]] >= 0 && computed[slot[r]] + 1 < length, "end_decode_: slot ", slot[r], " is full");
   }
-  Tensor made = at::empty({count}, slots.options()), error = at::empty({count}, slots.options().dtype(at::kBool));
+  Tensor made = empty_tensor({count}, slots.options());
+  Tensor error = empty_tensor({count}, slots.options().dtype(at::kBool));
   int64_t* token = made.mutable_data_ptr<int64_t>();
   bool* wrong = error.mutable_data_ptr<bool>();
   by_dtype(logits, "end_decode_", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
-    at::parallel_for(0, count, std::max<int64_t>(1, (1 << 15) / vocab), [&](int64_t begin, int64_t end) {
+    spread(count, std::max<int64_t>(1, (1 << 15) / vocab), [&](int64_t begin, int64_t end) {
       std::vector<float> groups;
       for (int64_t r = begin; r < end; ++r) {
         const T* row = x + r * logits.stride(0);
@@ -428,13 +439,13 @@ std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, 
                                       const Tensor& places) {
   const Rows of = check(logits, rows, vocab, "allow_bits");
   const Masks masks = masks_of(words, places, of, "allow_bits");
-  Tensor made = at::empty({of.count, vocab}, logits.options().dtype(at::kFloat));
-  Tensor error = at::empty({of.count}, rows.options().dtype(at::kBool));
+  Tensor made = empty_tensor({of.count, vocab}, logits.options().dtype(at::kFloat));
+  Tensor error = empty_tensor({of.count}, rows.options().dtype(at::kBool));
   float* out = made.mutable_data_ptr<float>();
   bool* wrong = error.mutable_data_ptr<bool>();
   by_dtype(logits, "allow_bits", [&]<class T>(T) {
     const T* x = logits.const_data_ptr<T>();
-    at::parallel_for(0, of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
+    spread(of.count, std::max<int64_t>(1, (1 << 16) / vocab), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         const T* from = x + of.index[r] * of.stride;
         const int32_t* mask = masks.of(r);
@@ -460,23 +471,6 @@ std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, 
     });
   });
   return {made, error};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("greedy(Tensor logits, Tensor rows, int vocab, Tensor? words, Tensor? places) -> (Tensor, Tensor)");
-  m.def(
-      "sample(Tensor logits, Tensor rows, int vocab, Tensor temperature, Tensor min_p, Tensor seed, Tensor choice, "
-      "Tensor position, Tensor? words, Tensor? places) -> (Tensor, Tensor)");
-  m.def("allow_bits(Tensor logits, Tensor rows, int vocab, Tensor words, Tensor places) -> (Tensor, Tensor)");
-  m.def(
-      "end_decode_(Tensor logits, Tensor slots, int vocab, Tensor temperature, Tensor min_p, Tensor seed, "
-      "Tensor choice, Tensor(a!) history, Tensor(b!) num_computed, Tensor(c!)? live) -> (Tensor, Tensor)");
-  m.impl("end_decode_", c10::DispatchKey::CPU, TORCH_FN(end_decode));
-  m.impl("allow_bits", c10::DispatchKey::CPU, TORCH_FN(allow_bits));
-  m.impl("greedy", c10::DispatchKey::CPU, TORCH_FN(greedy));
-  m.impl("sample", c10::DispatchKey::CPU, TORCH_FN(sample));
 }
 
 }  // namespace weft

@@ -9,7 +9,9 @@
 // A row's bits follow from its query and its list alone, a score's from its query, its weights and one key.
 
 #include "attend_tile.h"
+#include "operators.h"
 
+#include <bit>
 #include <numeric>
 #include <optional>
 
@@ -125,6 +127,8 @@ inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
   return count;
 }
 
+}  // namespace
+
 // q [T, heads, dim]; out [T, heads, value]; entries [blocks, block, width >= dim] at positions, groups likewise at
 // multiples of `ratio`; chosen int64 [T, top]; sinks float [heads].
 void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
@@ -203,6 +207,8 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
   });
 }
 
+namespace {
+
 // --- the choice of groups -------------------------------------------------------------------------------------
 
 constexpr int64_t kTogether = 8;         // tokens that share a packed tile
@@ -240,11 +246,17 @@ class Scorer {
     int64_t most = 0;
     for (int64_t i = 0; i < count; ++i) most = std::max(most, asked[i].limit);
     end = std::min(end, most);
-    for (int64_t tile = begin; tile < end; tile += kTile) {
-      const T* lines[kTile];
+    const T *lines[kTile], *ahead[kTile];
+    const auto point = [&](int64_t tile, const T** to) {
       for (int at = 0; at < kTile; ++at)
-        lines[at] = tile + at < most ? keys_.at(asked[0].row, tile + at) : reinterpret_cast<const T*>(kZeros);
-      E::pack_k(lines, nullptr, dim_, k_, wide_);
+        to[at] = tile + at < most ? keys_.at(asked[0].row, tile + at) : reinterpret_cast<const T*>(kZeros);
+    };
+    const bool fetched = count * heads_ <= kFetchRows;  // with more rows a tile is computed long enough
+    if (begin < end) point(begin, ahead);
+    for (int64_t tile = begin; tile < end; tile += kTile) {
+      std::copy_n(ahead, kTile, lines);
+      if (tile + kTile < end) point(tile + kTile, ahead);
+      E::pack_k(lines, fetched && tile + kTile < end ? ahead : nullptr, dim_, k_, wide_);
       for (int64_t i = 0; i < count; ++i)
         if (tile < asked[i].limit)
           sum(packed_ + i * heads_ * dim_, weights_ + asked[i].token * heads_, scores + i * stride + tile);
@@ -274,19 +286,60 @@ class Scorer {
   float *wide_, *made_;
 };
 
-// The places of the `top` highest of `count` scores, ascending; of equals the lowest places win.
-inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to) {
-  static thread_local std::vector<uint64_t> keys;
-  keys.resize(size_t(count));
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t bits = float_to_bits(scores[i]);
-    const uint32_t ascending = bits >> 31 ? ~bits : bits | 0x80000000u;
-    keys[size_t(i)] = uint64_t(~ascending) << 32 | uint32_t(i);
+// Scores as numbers that ascend as they do: -NaN, -inf .. -0, 0 .. inf, NaN. Filled up with 0 to whole vectors.
+struct Ascending {
+  std::vector<uint32_t> keys;
+  uint32_t all, any;  // bits that every one, and that some one of them has
+
+  void take(const float* scores, int64_t count) {
+    keys.resize(size_t((count + kLanes - 1) / kLanes * kLanes));
+    std::fill(keys.begin() + count, keys.end(), 0u);
+    uint32_t *to = keys.data(), in_all = ~0u, in_any = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = float_to_bits(scores[i]), key = bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+      to[i] = key;
+      in_all &= key;
+      in_any |= key;
+    }
+    all = in_all;
+    any = in_any;
   }
-  std::nth_element(keys.begin(), keys.begin() + top - 1, keys.end());
-  for (int64_t i = 0; i < top; ++i) to[i] = int64_t(keys[size_t(i)] & 0xffffffffu);
-  std::sort(to, to + top);
+
+  // How many are `low` or more; 0 is never asked for.
+  int64_t reach(uint32_t low) const {
+    int64_t found = 0;
+    for (size_t i = 0; i < keys.size(); i += kLanes) found += std::popcount(at_least(&keys[i], low));
+    return found;
+  }
+};
+
+// The places of the `top` highest of `count` scores, ascending; of equals the lowest places win. top <= count.
+// What the last of them is told by is found bit by bit: passes that compare and count, at most 32, whatever the scores.
+inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to) {
+  static thread_local Ascending sorted;
+  sorted.take(scores, count);
+  int bit = int(std::bit_width(sorted.all ^ sorted.any));
+  uint32_t low = bit < 32 ? sorted.any >> bit << bit : 0;  // with this all begin
+  while (bit-- > 0) {
+    const uint32_t more = low | 1u << bit;
+    const int64_t found = sorted.reach(more);
+    if (found >= top) low = more;
+    if (found == top) break;
+  }
+  int64_t equals = low < ~0u ? top - sorted.reach(low + 1) : top;  // so many that are just `low`
+  int64_t made = 0;
+  for (int64_t i = 0; made < top; i += kLanes) {
+    const uint32_t reached = at_least(&sorted.keys[size_t(i)], low);
+    if (!reached) continue;
+    const uint32_t above = low < ~0u ? at_least(&sorted.keys[size_t(i)], low + 1) : 0;
+    uint32_t equal = reached & ~above;
+    while (std::popcount(equal) > equals) equal ^= std::bit_floor(equal);
+    equals -= std::popcount(equal);
+    for (uint32_t taken = above | equal; taken; taken &= taken - 1) to[made++] = i + std::countr_zero(taken);
+  }
 }
+
+}  // namespace
 
 // q [T, heads, dim]; weights float [T, heads]; cache [blocks, per block, width], whose entries end with a key of dim.
 // Returns int64 [T, top]: ascending, then -1.
@@ -297,7 +350,7 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
               "sparse_select: shapes");
   TORCH_CHECK(q.stride(2) == 1 && q.stride(1) == q.size(2) && ratio > 0 && top > 0, "sparse_select: strides");
   const int64_t tokens = q.size(0);
-  Tensor made = at::empty({tokens, top}, q.options().dtype(at::kLong));
+  Tensor made = empty_tensor({tokens, top}, q.options().dtype(at::kLong));
   int64_t* to = made.mutable_data_ptr<int64_t>();
   with_engine(q.scalar_type(), engine, [&]<class T, class E>(T, E) {
     const Entries<T> keys = Entries<T>::of(cache, table, starts.size(0), q.size(2), true);
@@ -329,7 +382,7 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
       }
       scores.resize(std::max(scores.size(), size_t(stride) * (end - first)));
       const int64_t chunks = (stride / kTile + kTiles - 1) / kTiles, items = int64_t(shared.size()) * chunks;
-      at::parallel_for(0, items, 1, [&](int64_t begin, int64_t stop) {
+      spread(items, 1, [&](int64_t begin, int64_t stop) {
         Scorer<T, E> scorer(q.const_data_ptr<T>(), q.stride(0), weights.const_data_ptr<float>(), int(q.size(1)),
                             int(q.size(2)), keys);
         for (int64_t i = begin; i < stop; ++i) {
@@ -339,8 +392,8 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
                        scores.data() + int64_t(low - first) * stride, stride);
         }
       });
-      at::parallel_for(int64_t(first), int64_t(end), 1, [&](int64_t begin, int64_t stop) {
-        for (int64_t i = begin; i < stop; ++i)
+      spread(int64_t(end - first), 1, [&](int64_t begin, int64_t stop) {
+        for (int64_t i = int64_t(first) + begin; i < int64_t(first) + stop; ++i)
           highest(scores.data() + (i - int64_t(first)) * stride, asked[size_t(i)].limit, top,
                   to + asked[size_t(i)].token * top);
       });
@@ -350,19 +403,5 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
   return made;
 }
 
-}  // namespace
 }  // namespace attend
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def(
-      "sparse_attend(Tensor q, Tensor(a!) out, Tensor q_offsets, Tensor starts, Tensor? entries, Tensor? entry_table, "
-      "int window, Tensor? groups, Tensor? group_table, int ratio, Tensor? chosen, Tensor? sinks, float scale, "
-      "int engine=0) -> ()");
-  m.def(
-      "sparse_select(Tensor q, Tensor weights, Tensor cache, Tensor q_offsets, Tensor starts, Tensor table, int ratio, "
-      "int top, int engine=0) -> Tensor");
-  m.impl("sparse_attend", c10::DispatchKey::CPU, TORCH_FN(attend::sparse_attend));
-  m.impl("sparse_select", c10::DispatchKey::CPU, TORCH_FN(attend::sparse_select));
-}
-
 }  // namespace weft

@@ -6,7 +6,7 @@
 // A copy is digested in the pass that makes it, a block at a time while the block is in the first-level cache, so
 // the digest is one of the bytes that were read and written, and costs no second pass over memory. memory, source and
 // target are uint8 [bytes]; every span is checked before any byte is touched. Callers hold no Python lock.
-#include "common.h"
+#include "operators.h"
 
 #include <array>
 #include <vector>
@@ -122,12 +122,14 @@ void check_inside(int64_t offset, int64_t bytes, int64_t size, const char* what)
   TORCH_CHECK(offset >= 0 && bytes >= 0 && bytes <= size && offset <= size - bytes, "a span leaves ", what);
 }
 
+}  // namespace
+
 Tensor digest_spans(const Tensor& memory, const Tensor& spans, const Tensor& seeds) {
   check_memory(memory, "memory");
   const int64_t count = check_spans(spans, seeds, 2);
   const int64_t* span = spans.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; ++i) check_inside(span[2 * i], span[2 * i + 1], memory.numel(), "memory");
-  Tensor out = at::empty({count}, seeds.options());
+  Tensor out = empty_tensor({count}, seeds.options());
   int64_t* digests = out.mutable_data_ptr<int64_t>();
   const uint8_t* data = memory.const_data_ptr<uint8_t>();
   std::vector<uint64_t> sums;
@@ -146,7 +148,7 @@ Tensor copy_spans(const Tensor& source, Tensor& target, const Tensor& spans, con
     check_inside(span[3 * i], span[3 * i + 2], source.numel(), "source");
     check_inside(span[3 * i + 1], span[3 * i + 2], target.numel(), "target");
   }
-  Tensor out = at::empty({count}, seeds.options());
+  Tensor out = empty_tensor({count}, seeds.options());
   int64_t* digests = out.mutable_data_ptr<int64_t>();
   const uint8_t* from = source.const_data_ptr<uint8_t>();
   uint8_t* to = target.mutable_data_ptr<uint8_t>();
@@ -155,13 +157,6 @@ Tensor copy_spans(const Tensor& source, Tensor& target, const Tensor& spans, con
     digests[i] = int64_t(digest_span<true>(from + span[3 * i], to + span[3 * i + 1], span[3 * i + 2],
                                            uint64_t(seeds.const_data_ptr<int64_t>()[i]), sums));
   return out;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(weft_cpu, m) {
-  m.def("digest_spans(Tensor memory, Tensor spans, Tensor seeds) -> Tensor", &digest_spans);
-  m.def("copy_spans(Tensor source, Tensor(a!) target, Tensor spans, Tensor seeds) -> Tensor", &copy_spans);
 }
 
 }  // namespace weft

@@ -67,6 +67,10 @@ inline uint32_t less(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); 
 inline uint32_t equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline float reduce_add(vf x) { return _mm512_reduce_add_ps(x); }
 inline float reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
+// The lanes whose word is `low` or more.
+inline uint32_t at_least(const uint32_t* p, uint32_t low) {
+  return _mm512_cmpge_epu32_mask(_mm512_loadu_si512(p), _mm512_set1_epi32(int32_t(low)));
+}
 inline vf fraction(vf x) { return _mm512_reduce_ps(x, 0x09); }  // x - floor(x); 0 for infinities
 inline vf scale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }  // x * 2^floor(n), for what exp2v asks
 
@@ -125,6 +129,11 @@ inline uint32_t equal(vf a, vf b) {
   for (int i = 0; i < kLanes; ++i) mask |= uint32_t(a[i] == b[i]) << i;
   return mask;
 }
+inline uint32_t at_least(const uint32_t* p, uint32_t low) {
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= uint32_t(p[i] >= low) << i;
+  return mask;
+}
 template <class F>
 inline float reduce(vf x, F f) {
   float part[kLanes];
@@ -148,6 +157,44 @@ inline vf scale2(vf x, vf n) {
   });
 }
 
+#endif
+
+// Lane r is row r's, of `count` rows at most kLanes; what the other lanes are nobody knows. Bits of a row are those of
+// `reduce_add` or `reduce_max` of it, whatever the others are.
+#if WEFT_AVX512
+template <class Op>
+inline vf across_rows(const float (*rows)[kLanes], Op op) {
+  vf fours[4];  // of rows j, 4 + j, 8 + j, 12 + j: a group of 4 lanes each
+  for (int j = 0; j < 4; ++j) {
+    const vf a = load(rows[j]), b = load(rows[4 + j]), c = load(rows[8 + j]), d = load(rows[12 + j]);
+    const vf ab = op(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const vf cd = op(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    fours[j] = op(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  }
+  const auto twos = [&](vf x, vf y) {
+    const __m512d a = _mm512_castps_pd(x), b = _mm512_castps_pd(y);
+    return op(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  };
+  const vf x = twos(fours[0], fours[1]), y = twos(fours[2], fours[3]);
+  return op(_mm512_shuffle_ps(x, y, 0x88), _mm512_shuffle_ps(x, y, 0xdd));
+}
+inline vf sum_of_rows(const float (*rows)[kLanes], int) {
+  return across_rows(rows, [](vf a, vf b) { return a + b; });
+}
+inline vf max_of_rows(const float (*rows)[kLanes], int) {
+  return across_rows(rows, [](vf a, vf b) { return vmax(a, b); });
+}
+#else
+inline vf sum_of_rows(const float (*rows)[kLanes], int count) {
+  alignas(64) float made[kLanes] = {};
+  for (int r = 0; r < count; ++r) made[r] = reduce_add(load(rows[r]));
+  return load(made);
+}
+inline vf max_of_rows(const float (*rows)[kLanes], int count) {
+  alignas(64) float made[kLanes] = {};
+  for (int r = 0; r < count; ++r) made[r] = reduce_max(load(rows[r]));
+  return load(made);
+}
 #endif
 
 // 2^x, relative error below 1.5e-7. Exactly 1 at 0 and 0 at -inf; NaN stays NaN.

@@ -114,6 +114,15 @@ inline vf select(uint32_t mask, vf x, vf y) {
 inline uint32_t bits_of(__m256 a, __m256 b) {
   return uint32_t(_mm256_movemask_ps(a)) | uint32_t(_mm256_movemask_ps(b)) << 8;
 }
+// The lanes whose word is `low` or more.
+inline uint32_t at_least(const uint32_t* p, uint32_t low) {
+  const __m256i bound = _mm256_set1_epi32(int32_t(low));
+  const auto mask = [&](const uint32_t* at) {
+    const __m256i x = eight(at), reached = _mm256_cmpeq_epi32(_mm256_max_epu32(x, bound), x);
+    return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(reached)));
+  };
+  return mask(p) | mask(p + 8) << 8;
+}
 inline uint32_t less(vf x, vf y) {
   return bits_of(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ));
 }

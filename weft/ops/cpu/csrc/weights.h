@@ -5,7 +5,8 @@
 //
 //   region    2 MB aligned; tensors one behind another, as small ones would not fill a page by themselves
 //
-// A region is given back with the last tensor in it. What no tensor lies in is never touched, and takes no memory.
+// A region is given back with the last tensor in it, and the place of the last tensor in it is taken again when that one
+// is dropped: what is packed to be copied takes no more than one of it. What no tensor lies in takes no memory.
 #pragma once
 
 #include "common.h"
@@ -37,10 +38,15 @@ class WeightRegion {
 
   // `bytes` of it that nobody else has, or null.
   void* take(size_t bytes) {
-    const size_t rounded = (bytes + kAlign - 1) / kAlign * kAlign;
+    const size_t rounded = rounded_up(bytes);
     if (rounded > bytes_ - used_) return nullptr;
     used_ += rounded;
     return first_ + used_ - rounded;
+  }
+
+  // Nobody has the `bytes` at `at` any more.
+  void give(void* at, size_t bytes) {
+    if (static_cast<uint8_t*>(at) + rounded_up(bytes) == first_ + used_) used_ -= rounded_up(bytes);
   }
 
   static constexpr size_t kPage = size_t(2) << 20, kLeast = size_t(64) << 20;
@@ -48,18 +54,20 @@ class WeightRegion {
  private:
   static constexpr size_t kAlign = 256;
 
+  static size_t rounded_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
   void* all_;
   uint8_t* first_;
   size_t mapped_, bytes_, used_ = 0;
 };
 
-// As `at::empty` on the CPU. From any thread.
+// As `empty_tensor` on the CPU. From any thread.
 inline Tensor empty_weights(at::IntArrayRef sizes, const at::TensorOptions& options) {
   static std::mutex mutex;
   static std::weak_ptr<WeightRegion> newest;
   size_t bytes = options.dtype().itemsize();
   for (const int64_t size : sizes) bytes *= size_t(size);
-  if (bytes == 0) return at::empty(sizes, options);
+  if (bytes == 0) return empty_tensor(sizes, options);
   const std::lock_guard lock(mutex);
   std::shared_ptr<WeightRegion> region = newest.lock();
   void* at = region ? region->take(bytes) : nullptr;
@@ -69,7 +77,11 @@ inline Tensor empty_weights(at::IntArrayRef sizes, const at::TensorOptions& opti
     newest = region;
     at = region->take(bytes);
   }
-  return at::from_blob(at, sizes, [region](void*) {}, options);
+  const auto drop = [region, bytes](void* place) {
+    const std::lock_guard held(mutex);
+    region->give(place, bytes);
+  };
+  return at::from_blob(at, sizes, drop, options);
 }
 
 }  // namespace weft

@@ -48,7 +48,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Get a file."""
+    """The task of fetching a file."""
 
     url: str
 

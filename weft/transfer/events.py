@@ -9,14 +9,14 @@ from weft.types import rooms as r
 from weft.types.rooms import Outcome, Peer, RoomKey
 
 
-class _Word(msgspec.Struct, frozen=True):
+class _Record(msgspec.Struct, frozen=True):
     pass
 
 
 # ---- events
 
 
-class Open(_Word, frozen=True):
+class Open(_Record, frozen=True):
     """A Submit came that names a room. ``peer``: the head at its other end."""
 
     key: RoomKey
@@ -25,14 +25,14 @@ class Open(_Word, frozen=True):
     """That the room may take, from its first offer on."""
 
 
-class Heard(_Word, frozen=True):
+class Heard(_Record, frozen=True):
     """A message came from the head of another group."""
 
     peer: Peer
     message: r.RoomMessage
 
 
-class PeerLost(_Word, frozen=True):
+class PeerLost(_Record, frozen=True):
     """A process has ended: its owner says so, or another start of it has answered, and its connections are
     closed.
 
@@ -42,13 +42,13 @@ class PeerLost(_Word, frozen=True):
     peer: Peer
 
 
-class Revoked(_Word, frozen=True):
+class Revoked(_Record, frozen=True):
     """``Revoke`` was carried out: the other end of this room cannot reach this side's memory any more."""
 
     key: RoomKey
 
 
-class RankReport(_Word, frozen=True):
+class RankReport(_Record, frozen=True):
     """A rank of this group says how its part of a room stands; ``pending``: its first bytes moved."""
 
     key: RoomKey
@@ -57,63 +57,63 @@ class RankReport(_Word, frozen=True):
     error: ErrorInfo | None = None
 
 
-class RankStopped(_Word, frozen=True):
+class RankStopped(_Record, frozen=True):
     """A rank of this group carried out ``Stop``: it touches nothing of the room any more."""
 
     key: RoomKey
     rank: int
 
 
-class RankGone(_Word, frozen=True):
+class RankGone(_Record, frozen=True):
     """The process of a rank of this group has ended, and with it whatever it moved."""
 
     rank: int
 
 
-class RankBack(_Word, frozen=True):
+class RankBack(_Record, frozen=True):
     """Another process has taken the place of a rank that was gone, and is ready."""
 
     rank: int
 
 
-class Cancel(_Word, frozen=True):
+class Cancel(_Record, frozen=True):
     """This side needs the room no longer, or cannot go on: its client left, its sequence ended, it drains."""
 
     key: RoomKey
     error: ErrorInfo
 
 
-class Tick(_Word, frozen=True):
+class Tick(_Record, frozen=True):
     """Time has passed; see ``next_due``."""
 
 
-class Offer(_Word, frozen=True):
+class Offer(_Record, frozen=True):
     """Sender: the scheduler has admitted the sequence; ``num_cached`` positions are its own prefix hit."""
 
     message: r.Admitted
     num_cached: int = 0
 
 
-class Finished(_Word, frozen=True):
+class Finished(_Record, frozen=True):
     """Sender: the whole prompt is computed, and the first tokens are sampled."""
 
     message: r.Metadata
 
 
-class Reserve(_Word, frozen=True):
+class Reserve(_Record, frozen=True):
     """Receiver, answer to ``RoomWanted``: blocks are reserved, where the message says."""
 
     message: r.Bound
 
 
-class Postpone(_Word, frozen=True):
+class Postpone(_Record, frozen=True):
     """Receiver, answer to ``RoomWanted``: there is no room now."""
 
     key: RoomKey
     seconds: float
 
 
-class Refuse(_Word, frozen=True):
+class Refuse(_Record, frozen=True):
     """Receiver, answer to ``RoomWanted``: this will never work."""
 
     key: RoomKey
@@ -128,14 +128,14 @@ ReceiverEvent = Common | Reserve | Postpone | Refuse
 # ---- actions
 
 
-class Send(_Word, frozen=True):
+class Send(_Record, frozen=True):
     """Sends a message to the head of another group, if there is a connection; it will be said again."""
 
     peer: Peer
     message: r.RoomMessage
 
 
-class Push(_Word, frozen=True):
+class Push(_Record, frozen=True):
     """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says.
 
     Positions before ``num_cached`` are in its caches already, and nobody will report them as computed.
@@ -147,7 +147,7 @@ class Push(_Word, frozen=True):
     num_cached: int = 0
 
 
-class Expect(_Word, frozen=True):
+class Expect(_Record, frozen=True):
     """Receiver: every rank is to take in the room's bytes, and to report."""
 
     key: RoomKey
@@ -155,19 +155,19 @@ class Expect(_Word, frozen=True):
     bound: r.Bound
 
 
-class Stop(_Word, frozen=True):
+class Stop(_Record, frozen=True):
     """Every rank forgets the room and touches nothing of it any more; answered with ``RankStopped``."""
 
     key: RoomKey
 
 
-class Tell(_Word, frozen=True):
-    """For the scheduler."""
+class Tell(_Record, frozen=True):
+    """Tells the scheduler of ``event``."""
 
     event: r.RoomEvent
 
 
-class Revoke(_Word, frozen=True):
+class Revoke(_Record, frozen=True):
     """The other end does not answer a fence. End its process, or its access to this side's memory.
 
     Answered with ``PeerLost`` or ``Revoked``, whenever that is proven; nothing waits for it but this room's

@@ -59,7 +59,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-class Doors:
+class AccessControl:
     """Who may ask for what, and how often. Used from one event loop."""
 
     def __init__(

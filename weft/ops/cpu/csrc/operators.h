@@ -1,0 +1,143 @@
+// The operators of `torch.ops.weft_cpu`, by the file that has each; its schema is in library.cpp, its meaning at its
+// definition.
+//
+// Nothing but library.cpp and program.cpp includes torch/library.h, which takes the compiler as long as many a kernel.
+// A new operator: define it outside of unnamed namespaces, declare it here, and give library.cpp its schema.
+#pragma once
+
+#include "common.h"
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace weft {
+
+// --- capabilities.cpp ---
+
+std::vector<std::string> capabilities();
+
+// --- crew.cpp ---
+
+std::vector<int64_t> take_waits();
+bool set_crews(bool value, int64_t alone);
+
+// --- attention.cpp ---
+
+void attend_grouped(const Tensor& q, const Tensor& out, const Tensor& cache, const Tensor& offsets,
+                    const Tensor& starts, const Tensor& table, int64_t window, double scale, int64_t engine,
+                    const std::optional<Tensor>& sinks, const std::optional<Tensor>& scales);
+
+// --- sparse.cpp ---
+
+namespace attend {
+
+void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, const Tensor& starts,
+                   const std::optional<Tensor>& entries, const std::optional<Tensor>& entry_table, int64_t window,
+                   const std::optional<Tensor>& groups, const std::optional<Tensor>& group_table, int64_t ratio,
+                   const std::optional<Tensor>& chosen, const std::optional<Tensor>& sinks, double scale,
+                   int64_t engine);
+Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
+                     const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine);
+
+}  // namespace attend
+
+// --- compress.cpp ---
+
+void compress_groups(const Tensor& sources, const Tensor& groups, const Tensor& offsets, const Tensor& starts,
+                     const Tensor& table, const Tensor& writes, const Tensor& cos, const Tensor& sin,
+                     const Tensor& bias, at::TensorList norms, int64_t ratio, int64_t overlap, double eps);
+
+// --- latent.cpp ---
+
+Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs);
+Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
+                         const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
+                         const Tensor& writes, const std::optional<Tensor>& scales,
+                         const std::optional<Tensor>& rotated);
+
+namespace attend {
+
+void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
+                     const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
+                     const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
+                     int64_t engine, const std::optional<Tensor>& scales, const std::optional<Tensor>& rotated);
+void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
+                     const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
+                     const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,
+                     int64_t engine, int64_t budget, const std::optional<Tensor>& scales,
+                     const std::optional<Tensor>& rotated);
+
+}  // namespace attend
+
+// --- delta.cpp ---
+
+void delta_net(const Tensor& qkvz, const Tensor& gates, const Tensor& out, const Tensor& conv_q, const Tensor& conv_k,
+               const Tensor& conv_v, const Tensor& state, const Tensor& taps, const Tensor& rate, const Tensor& bias,
+               const Tensor& norm, double eps, const Tensor& offsets, const Tensor& starts, const Tensor& slots,
+               const Tensor& live, bool each);
+Tensor sigmoid_gate(const Tensor& x, const Tensor& gate);
+
+// --- fused.cpp ---
+
+Tensor rms_norm(const Tensor& given, const Tensor& weight, double eps);
+Tensor add_rms_norm_(const Tensor& x, const Tensor& given, const Tensor& weight, double eps);
+Tensor qkv_rope_cache(const Tensor& qkv, int64_t heads, int64_t kv_heads, const std::optional<Tensor>& q_weight,
+                      const std::optional<Tensor>& k_weight, double eps, const Tensor& cos, const Tensor& sin,
+                      const Tensor& cache, const Tensor& writes, const std::optional<Tensor>& scales);
+Tensor gated(const Tensor& given, int64_t code);
+
+// --- gemm.cpp ---
+
+Tensor linear(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& scales, int64_t activation);
+Tensor linear_coded(const Tensor& x, const Tensor& packed, int64_t rows, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& factors, int64_t activation, std::vector<int64_t> given);
+Tensor linear_parts(const Tensor& x, at::TensorList packed, at::IntArrayRef rows, const std::optional<Tensor>& bias,
+                    const std::optional<Tensor>& factors, std::vector<int64_t> codings);
+Tensor pack(const Tensor& weight, bool gated);
+Tensor pack_int8(const Tensor& values, bool gated, bool for_bf16);
+Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs);
+bool set_brgemm(bool value);
+
+// --- coded_pack.cpp ---
+
+Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
+                  bool gated, std::vector<int64_t> given);
+Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped);
+Tensor weight_bytes(at::IntArrayRef sizes);
+Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t inputs,
+                       const std::optional<Tensor>& factors, std::vector<int64_t> given, at::ScalarType type);
+
+// --- sampling.cpp ---
+
+std::tuple<Tensor, Tensor> greedy(const Tensor& logits, const Tensor& rows, int64_t vocab,
+                                  const std::optional<Tensor>& words, const std::optional<Tensor>& places);
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& temperature,
+                                  const Tensor& min_p, const Tensor& seed, const Tensor& choice,
+                                  const Tensor& position, const std::optional<Tensor>& words,
+                                  const std::optional<Tensor>& places);
+std::tuple<Tensor, Tensor> end_decode(const Tensor& logits, const Tensor& slots, int64_t vocab,
+                                      const Tensor& temperature, const Tensor& min_p, const Tensor& seed,
+                                      const Tensor& choice, const Tensor& history, const Tensor& num_computed,
+                                      const std::optional<Tensor>& live);
+std::tuple<Tensor, Tensor> allow_bits(const Tensor& logits, const Tensor& rows, int64_t vocab, const Tensor& words,
+                                      const Tensor& places);
+
+// --- collectives.cpp ---
+
+int64_t ring_open(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t bytes, double timeout, double spin);
+void ring_abort(int64_t number);
+void ring_close(int64_t number);
+Tensor ring_times(bool keep);
+Tensor ring_gather(const Tensor& x, int64_t ring);
+Tensor ring_sum(const Tensor& x, int64_t ring);
+Tensor ring_exchange(const Tensor& x, at::IntArrayRef sends, at::IntArrayRef receives, int64_t ring);
+
+// --- transfer.cpp ---
+
+Tensor digest_spans(const Tensor& memory, const Tensor& spans, const Tensor& seeds);
+Tensor copy_spans(const Tensor& source, Tensor& target, const Tensor& spans, const Tensor& seeds);
+
+}  // namespace weft
