@@ -303,7 +303,7 @@ def a_span_off_by_one_block(patch: pytest.MonkeyPatch) -> None:
     entries = SpanPlan.entries
 
     def shifted(self: SpanPlan, kind: int, numbers: list[int], begin: int, end: int) -> list[Part]:
-        block = self._tensors[0][kind][0].line_stride
+        block = self._tensors[0][kind][0].block_stride
         parts = entries(self, kind, numbers, begin, end)
         for part in parts:
             if len(part.spans) and part.spans[-1, 0] >= block:
