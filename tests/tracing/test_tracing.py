@@ -161,12 +161,11 @@ def test_files_of_a_run_become_one_trace(tmp_path: Path) -> None:
     arrows = [event for event in events if event.get("cat") == "submit"]
     assert [arrow["ph"] for arrow in arrows] == ["s", "f", "s", "f"]
     assert {arrow["pid"] for arrow in arrows if arrow["ph"] == "f"} == {2, 3}
-    tracks: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "request":
-            tracks.setdefault((event["pid"], event["tid"]), []).append(
-                (event["ts"], event["ts"] + event["dur"])
-            )
+            nanoseconds = round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
+            tracks.setdefault((event["pid"], event["tid"]), []).append(nanoseconds)
     for on_track in tracks.values():  # side by side, or one within the other
         for i, (start, end) in enumerate(on_track):
             for other_start, other_end in on_track[i + 1 :]:
