@@ -185,10 +185,11 @@ def test_bits_of_a_row_are_its_own(
 
 
 @pytest.mark.usefixtures("extension")
-def test_inputs_in_another_order() -> None:
-    codes = replace(codes_of("int4", (70, 256)), order=torch.randperm(256))
+def test_inputs_in_another_order(kernel: str) -> None:
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
+    codes = replace(codes_of("int4", (70, 256)), order=order)
     x, _, _ = case(9, (70, 256), torch.bfloat16)
-    assert_linear(ops.linear(x, ops.pack_codes(codes)), x, meaning(codes), None)
+    assert_close(ops.linear(x, ops.pack_codes(codes)), x, codes, None, kernel == "brgemm")
 
 
 @pytest.mark.parametrize("form", list(FORMS))
