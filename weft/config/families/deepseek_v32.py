@@ -14,7 +14,8 @@ from weft.config.families.deepseek import build_latent
 from weft.config.families.facts import Facts
 from weft.config.spec import CacheSpec, IndexSpec, ModelSpec
 
-_INDEXED = "indexed_attention"
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")
+"""Entries of layer_types: transformers writes the second up to 5.17."""
 _TYPES = {"full": True, "shared": False, "F": True, "S": False}
 
 
@@ -40,8 +41,8 @@ def _indexed(
     assert mla is not None
     if mla.q_lora is None:
         raise facts.fail("q_lora_rank", "must be set, since the indexer reads what has that rank")
-    if any(kind != _INDEXED for kind in facts.get("layer_types") or []):
-        raise facts.fail("layer_types", f"with other entries than {_INDEXED} is not supported")
+    if any(kind not in _INDEXED for kind in facts.get("layer_types") or []):
+        raise facts.fail("layer_types", f"with other entries than {' or '.join(_INDEXED)} is not supported")
     if facts.flag("mlp_bias", False):
         raise facts.fail("mlp_bias", "= true is not supported")
     _check_dense(facts, spec)
