@@ -354,7 +354,7 @@ def to_int4(weight: Tensor) -> Codes:
         return _all_rows([to_int4(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), INT4_GROUP)
     low = exact.amin(-1).clamp(max=0)
-    scales = ((exact.amax(-1).clamp(min=0) - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = quotient(exact.amax(-1).clamp(min=0) - low, 15).clamp(min=torch.finfo(torch.float32).tiny)
     zeros = (-low / scales).round()
     codes = (exact / scales.unsqueeze(-1)).round_().add_(zeros.unsqueeze(-1)).clamp_(0, 15)
     values = codes.flatten(-2)[..., :inputs].to(torch.uint8)
@@ -373,10 +373,17 @@ def to_fp8(weight: Tensor) -> Codes:
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_fp8(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), FP8_GROUP)
-    scales = (exact.abs().amax(-1) / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    scales = quotient(exact.abs().amax(-1), 448).clamp(min=torch.finfo(torch.float32).tiny)
     codes = (exact / scales.unsqueeze(-1)).clamp_(-448, 448).to(torch.float8_e4m3fn)
     values = codes.view(torch.uint8).flatten(-2)[..., :inputs].contiguous()
     return Codes(numbers="e4m3", values=values, inputs=inputs, group=FP8_GROUP, scales=scales)
+
+
+def quotient(x: Tensor, by: float) -> Tensor:
+    """``x / by``, correctly rounded on every device. CUDA would multiply by the reciprocal of a number of
+    Python's: another last bit of a scale, and so other codes than on a CPU.
+    """
+    return x / x.new_full((), by)
 
 
 def rows_at_once(weight: Tensor) -> int:

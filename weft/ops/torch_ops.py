@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from weft.ops.coded import Codes, MixedCodes, dequantize, rows_at_once, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, dequantize, quotient, rows_at_once, to_fp8, to_int4
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -192,7 +192,7 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
         return Int8Weight(*(torch.cat(each) for each in zip(*parts, strict=True)))
     exact = weight.to(wide(weight.dtype))
     largest = exact.abs().amax(dim=1, keepdim=True) if largest is None else largest
-    scales = (largest / 127).clamp(min=torch.finfo(exact.dtype).tiny)
+    scales = quotient(largest, 127).clamp(min=torch.finfo(exact.dtype).tiny)
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
 
 
