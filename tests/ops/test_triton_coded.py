@@ -71,7 +71,7 @@ def test_products_of_codes(form: str) -> None:
 
 
 @runs
-@pytest.mark.parametrize("group", [2, 6, 24, 40, 48])
+@pytest.mark.parametrize("group", [2, 6, 16, 24, 40, 48])
 def test_groups_of_any_size(group: int) -> None:
     from weft.ops.triton import coded
 

@@ -29,6 +29,9 @@ Tensor = torch.Tensor
 
 LEAST_STEP = 16
 """Inputs that a matrix instruction takes at least."""
+LEAST_STEP_OF_4_BITS = 32
+"""Of inputs in 16 bits. With 16, in tiles of 16 rows, Triton 3.6 makes a wrong program for Hopper: products
+of numbers and inputs of other places."""
 TILE_K_EXACT = 16
 """For float32, at most: its products take registers for all of a step, not the matrix unit."""
 GROUP_M = 8
@@ -263,7 +266,8 @@ def way_of(codes: Codes, tile_k: int) -> Way:
         return Way("row", 0, tile_k)
     fitting = min(codes.group & -codes.group, tile_k)
     bytes_merge = codes.scales.dtype != torch.float32 and codes.group < tile_k
-    if bytes_merge or fitting < LEAST_STEP:
+    least = LEAST_STEP_OF_4_BITS if codes.four and tile_k > TILE_K_EXACT else LEAST_STEP
+    if bytes_merge or fitting < least:
         return Way("merged", codes.group, tile_k)
     return Way("sum", codes.group, fitting)
 
@@ -272,7 +276,8 @@ def _fitting(codes: Codes) -> Codes:
     """The same in groups that steps fit."""
     least = codes.group & -codes.group
     in_rows = codes.group >= codes.inputs
-    merges = least < LEAST_STEP or codes.scales.dtype != torch.float32
+    some_merge = least < (LEAST_STEP_OF_4_BITS if codes.four else LEAST_STEP)
+    merges = some_merge or codes.scales.dtype != torch.float32
     return codes if in_rows or not merges else codes.regrouped(least)
 
 
