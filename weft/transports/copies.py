@@ -28,6 +28,8 @@ _POLL_S = 0.00002
 _SETTLE_S = 30.0
 _MOST_UNIT = 4096
 """Bytes of a row that a gather moves, at most."""
+_SMALL_UNIT = 64
+"""Bytes of the smallest rows for whose numbers pinned memory is there from the start."""
 
 
 class Copies(Protocol):
@@ -102,9 +104,10 @@ class CudaCopies:
         """``most``: bytes of one copy."""
         self._device, self._most = device, most
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._through = torch.empty(0, dtype=torch.uint8, device=device)
+        self._through = torch.empty(most, dtype=torch.uint8, device=device)
         self._pinned: list[Tensor] = []
         self._last: torch.cuda.Event | None = None
+        self._warm_up()
 
     def pin(self, memory: Tensor) -> None:
         """Raises EngineDead where the system does not let this process lock so much."""
@@ -127,7 +130,7 @@ class CudaCopies:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            through, done = self._room(sum(part.nbytes for part in parts)), 0
+            through, done = self._checked(sum(part.nbytes for part in parts)), 0
             for part in parts:
                 rows, index = self._rows(regions[part.source], part.spans[:, ::2], done)
                 end = done + part.nbytes
@@ -142,7 +145,7 @@ class CudaCopies:
 
     def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> None:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            through = self._room(source.numel())
+            through = self._checked(source.numel())
             through[: source.numel()].copy_(source, non_blocking=True)
             rows, index = self._rows(region, spans, 0)
             moved = through[: source.numel()].view(rows.dtype).view(len(index), -1)
@@ -160,12 +163,24 @@ class CudaCopies:
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
         self._pinned.clear()
 
-    def _room(self, size: int) -> Tensor:
-        """Memory of the device for one copy: on first use as much as any needs."""
+    def _warm_up(self) -> None:
+        """The first call of a kernel loads it, and pinned memory of a new size is allocated: either waits
+        for all that the device does, so it is done before there is anything.
+        """
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            sizes = [8 << power for power in range((self._most // _SMALL_UNIT).bit_length())]
+            kept = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            del kept  # the allocator keeps them
+            index = torch.zeros(1, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+            for dtype in (torch.uint8, torch.int64):
+                rows = torch.zeros((1, 1), dtype=dtype, device=self._device)
+                torch.index_select(rows, 0, index, out=torch.empty_like(rows))
+                rows.index_copy_(0, index, torch.zeros_like(rows))
+
+    def _checked(self, size: int) -> Tensor:
+        """The device's memory for a copy of ``size`` bytes."""
         if size > self._most:
             raise EngineDead(f"a copy of {size} bytes between groups; at most {self._most} were said")
-        if not self._through.numel():
-            self._through = torch.empty(self._most, dtype=torch.uint8, device=self._device)
         return self._through
 
     def _rows(self, region: Tensor, spans: np.ndarray, at: int) -> tuple[Tensor, Tensor]:
