@@ -97,16 +97,14 @@ def test_dense_steps_do_not_wait_for_the_gpu(checkpoints: Any, paged: Any) -> No
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "nvfp4", "int8"])
-def test_packed_weights_give_the_tokens_of_dequantized_ones(name: str, tmp_path: Path, paged: Any) -> None:
-    """The bundled model, quantized: the likeliest next tokens of a text, in a prompt and in decode steps."""
+def test_packed_weights_are_as_close_as_dequantized_ones(name: str, tmp_path: Path, paged: Any) -> None:
+    """The bundled model, quantized: logits of a prompt and of decode steps, against those in float32."""
     folder, _ = _folders(Path(weft.__file__).parent / "checkpoints" / "spool-text", tmp_path, *FORMATS[name])
     spec = load_spec(str(folder))
     found = []
-    for packed in (True, False):
+    for dtype, packed in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)):
         before = torch.cuda.memory_allocated()
-        model = load_model(
-            str(folder), spec, torch.bfloat16, torch.device("cuda"), progress=False, packed=packed
-        )
+        model = load_model(str(folder), spec, dtype, torch.device("cuda"), progress=False, packed=packed)
         size = torch.cuda.memory_allocated() - before
         harness = paged(model)
         sequence = harness.sequence([(37 * i + 11) % 900 for i in range(120)])
@@ -115,7 +113,7 @@ def test_packed_weights_give_the_tokens_of_dequantized_ones(name: str, tmp_path:
             harness.step([], [(sequence, 1)])
         found.append((torch.stack(sequence.logits).float(), size))
         del model, harness, sequence
-    (ours, small), (wanted, large) = found
+    (ours, small), (plain, large), (exact, _) = found
     assert small < large
-    assert (ours.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.95
-    assert (ours - wanted).abs().mean() / wanted.abs().mean() < 0.1
+    misses = [(made - exact).abs().mean() / exact.abs().mean() for made in (ours, plain)]
+    assert misses[0] < 1.1 * misses[1] < 0.1
