@@ -77,7 +77,7 @@ def _torch(weight: Tensor, gated: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, weight)
 
 
-def _codes(weight: Tensor, name: str) -> Codes:
+def codes_of(weight: Tensor, name: str) -> Codes:
     """``weight`` rounded as --quantization does; of 4-bit floats random codes, which take as long."""
     if name in ("int4", "fp8"):
         return coded.to_int4(weight) if name == "int4" else coded.to_fp8(weight)
@@ -101,7 +101,7 @@ def _blocks(kind: str, outputs: int, inputs: int) -> Codes:
 
 def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor]:
     if name in CODED:
-        codes = _codes(weight, name)
+        codes = codes_of(weight, name)
         if gated:
             packed = ops.pack_gated_codes(codes)
             return lambda x: ops.gated_linear(x, packed, None, "silu")

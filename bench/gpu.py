@@ -2,6 +2,8 @@
 
 python -m bench.gpu --model qwen3-dense-s --model llama-3-8b --transformers --json gpu.json
 
+The first table is of all matrix products of a layer of llama-3-8b, in bfloat16 and with packed weights.
+
 For each model: the workloads W1 to W3 (`weft/bench/workloads.py`), decode steps at batch 1 and 64 against the
 time that reading weights and keys takes at the measured copy bandwidth, and the prompts of W3 against the
 measured rate of a matrix product. llama-3-8b is the published shape with random weights.
@@ -23,6 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bench import record
+from bench.gemm import codes_of
 from bench.load import engine
 from weft.bench.checkpoints import RECIPES, make
 from weft.bench.offline import Ids, headline, measure
@@ -52,6 +56,12 @@ LLAMA_3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+
+#: (outputs, inputs) of a layer's products.
+LAYER = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+PACKED = ("int8", "int4", "fp8", "mxfp4", "nvfp4")
+PRODUCT_ROWS = (1, 16, 64, 128, 256, 512, 4096)
 
 
 def head_bytes(spec: ModelSpec, dtype: str) -> int:
@@ -112,6 +122,77 @@ def ceilings(rounds: int) -> dict[str, Any]:
         "copy_bytes_per_second": 2 * (4 << 30) / copy,
         "product_flops_per_second": 2 * side**3 / product,
     }
+
+
+def packed_products(tick: Any) -> dict[str, dict[str, float]]:
+    """Microseconds of one layer's products in each format, by rows: replayed, so without launching."""
+    import triton
+
+    from weft.ops.registry import choose
+
+    linear = choose("linear", torch.bfloat16, torch.device("cuda")).run
+    found: dict[str, dict[str, float]] = {}
+    for name in ("bfloat16", *PACKED):
+        matrices = [torch.randn(n, k, device="cuda").bfloat16() for n, k in LAYER]
+        weights = matrices if name == "bfloat16" else [codes_on_gpu(matrix, name) for matrix in matrices]
+        found[name] = {}
+        for rows in PRODUCT_ROWS:
+            xs = [torch.randn(rows, k, device="cuda").bfloat16() for _, k in LAYER]
+            calls = [partial(linear, x, weight) for x, weight in zip(xs, weights, strict=True)]
+            for call in calls:
+                call()
+            seconds = [triton.testing.do_bench_cudagraph(call, rep=40) for call in calls]
+            found[name][str(rows)] = 1e3 * sum(seconds)
+        tick(f"products, {name}")
+    return found
+
+
+def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
+    """``matrix`` packed, as a checkpoint's would be."""
+    from weft.ops.coded import Codes
+    from weft.ops.triton import coded
+
+    if name == "int8":
+        return coded.pack_int8(matrix)
+    codes = codes_of(matrix.cpu() if name in ("mxfp4", "nvfp4") else matrix, name)
+    assert isinstance(codes, Codes)
+    return coded.pack(codes.to(torch.device("cuda")))
+
+
+def product_table(found: dict[str, dict[str, float]]) -> str:
+    """The times, and how many times as fast as bfloat16."""
+    head = ["rows", *found]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for rows in PRODUCT_ROWS:
+        plain = found["bfloat16"][str(rows)]
+        cells = [f"{times[str(rows)]:.0f} ({plain / times[str(rows)]:.2f})" for times in found.values()]
+        lines.append(f"| {rows:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def model_table(models: dict[str, Any]) -> str:
+    """Workloads of every model, by who ran them."""
+    lines = [
+        "| model | | W1 output tok/s | W2 ms/token | W3 prompt tok/s | decode 1, 64: ms a step "
+        "(share of a copy's bandwidth) | prefill TFLOP/s (share of a product's) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in models.items():
+        for who in ("weft", "transformers"):
+            if who not in found:
+                continue
+            results = found[who].get("workloads", found[who])
+            numbers = [headline(one, results[one.name]).rsplit(" ", 2)[0] for one in OFFLINE]
+            decode = prefill = "-"
+            if who == "weft":
+                steps = found[who]["decode"].values()
+                decode = ", ".join(f"{s['ms_per_step']:.2f} ({s['share_of_bandwidth']:.0%})" for s in steps)
+                rate, share = (
+                    found[who][key] for key in ("prefill_flops_per_second", "prefill_share_of_product")
+                )
+                prefill = f"{rate / 1e12:.0f} ({share:.0%})"
+            lines.append(f"| {name} | {who} | {' | '.join(numbers)} | {decode} | {prefill} |")
+    return "\n".join(lines)
 
 
 class Driver:
@@ -257,18 +338,40 @@ def report(name: str, found: dict[str, Any]) -> None:
     print(f"{name:14} prefill       {rate:.0f} TFLOP/s, {share}")
 
 
+def title(found: dict[str, Any]) -> str:
+    """Of the result's page."""
+    return f"{found['ceilings']['device']}, torch {found['ceilings']['torch']}"
+
+
+def page(found: dict[str, Any]) -> str:
+    """The tables of a result."""
+    ceiling = found["ceilings"]
+    copied, multiplied = (
+        ceiling[key] / 1e12 for key in ("copy_bytes_per_second", "product_flops_per_second")
+    )
+    return (
+        f"A copy moves {copied:.2f} TB/s (read and written), a product of bfloat16 reaches {multiplied:.0f} "
+        "TFLOP/s.\n\n"
+        f"{model_table(found['models'])}\n\n"
+        "Products of one layer of llama-3-8b, microseconds (times as fast as bfloat16), by rows:\n\n"
+        f"{product_table(found['products'])}"
+    )
+
+
 def main() -> None:
     args = parser().parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.gpu needs a CUDA GPU, and this torch sees none")
-    found: dict[str, Any] = {"machine": ceilings(10), "settings": dict(args.set), "models": {}}
-    print(json.dumps(found["machine"]))
+    found: dict[str, Any] = {"ceilings": ceilings(10), "settings": dict(args.set), "models": {}}
+    print(json.dumps(found["ceilings"]))
     with tempfile.TemporaryDirectory() as scratch, tqdm(unit="part") as bar:
 
         def tick(what: str) -> None:
             bar.set_description(what)
             bar.update()
 
+        found["products"] = packed_products(tick)
+        print(product_table(found["products"]))
         for name in args.model or ("qwen3-dense-s", "llama-3-8b"):
             folder = Path(scratch) / name
             if name in RECIPES:
@@ -276,7 +379,7 @@ def main() -> None:
             else:
                 folder.mkdir()
                 write_llama(folder)
-            model = {"weft": bench_weft(folder, found["machine"], args, tick)}
+            model = {"weft": bench_weft(folder, found["ceilings"], args, tick)}
             torch.cuda.empty_cache()
             if args.transformers:
                 model["transformers"] = bench_transformers(folder, args.rounds, tick)
@@ -284,7 +387,7 @@ def main() -> None:
             found["models"][name] = model
             report(name, model)
             if args.json:
-                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                record.write(args.json, "bench.gpu", title(found), page(found), found)
 
 
 if __name__ == "__main__":

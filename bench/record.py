@@ -11,6 +11,7 @@ from typing import Any
 
 from bench import machine
 
+ROOT = Path(__file__).parent.parent
 COMMIT = machine.commit(Path(__file__).parent)
 """When the run began: the files may have changed by its end."""
 PREFIX: tuple[str, ...] = ()
@@ -18,8 +19,10 @@ PREFIX: tuple[str, ...] = ()
 
 
 def command(module: str) -> str:
-    """What was typed to run ``module``: python -m module and its arguments, the home folder as ~."""
-    return shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]]).replace(f"{Path.home()}/", "~/")
+    """What was typed to run ``module``: python -m module and its arguments, the home folder as ~ and paths
+    of the repository from there."""
+    typed = shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]])
+    return typed.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
 
 
 def write(path: Path, module: str, title: str, table: str, numbers: dict[str, Any]) -> None:

@@ -57,6 +57,27 @@ def test_help_and_settings() -> None:
         gpu.parser().parse_args(["--set", "nothing"])
 
 
+def test_a_result_is_a_page() -> None:
+    measured = {"ms_per_token": 2.5, "prompt_tokens_per_second": 4000.0, "output_tokens_per_second": 300.0}
+    step = {"ms_per_step": 1.25, "share_of_bandwidth": 0.5}
+    weft = {
+        "workloads": {one.name: measured for one in gpu.OFFLINE},
+        "decode": {"1": step, "64": step},
+        "prefill_flops_per_second": 4e14,
+        "prefill_share_of_product": 0.75,
+    }
+    times = {str(rows): 10.0 for rows in gpu.PRODUCT_ROWS}
+    found = {
+        "ceilings": {"copy_bytes_per_second": 4e12, "product_flops_per_second": 8e14},
+        "products": {"bfloat16": times, "int4": dict.fromkeys(times, 5.0)},
+        "models": {"m": {"weft": weft, "transformers": weft["workloads"]}},
+    }
+    lines = gpu.page(found).splitlines()
+    assert "| m | weft | 300 | 2.50 | 4,000 | 1.25 (50%), 1.25 (50%) | 400 (75%) |" in lines
+    assert "| m | transformers | 300 | 2.50 | 4,000 | - | - |" in lines
+    assert "| 64 | 10 (1.00) | 5 (2.00) |" in lines
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA GPU")
 def test_without_a_gpu_it_says_so() -> None:
     made = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True)

@@ -51,23 +51,42 @@ def check(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None = None) -> 
 
 @runs
 @pytest.mark.parametrize("form", list(FORMS))
-def test_products_of_codes(form: str) -> None:
-    """In every form of tile, with and without a bias; rounded once."""
+def test_products_of_codes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every form of tile, of all inputs and of parts, and by dequantizing some columns at a time."""
     from weft.ops.triton import coded
 
+    monkeypatch.setattr(coded, "LEAST_STEPS", 1)
+    monkeypatch.setattr(coded, "COLUMNS", 16)
+    monkeypatch.setattr(coded, "DEQUANTIZED", 4000)
+    assert coded.parts_of(3, 20, 330, coded.NARROW, 64) == 5
     for shape in SHAPES:
         codes = codes_of(form, shape)
         weight = packed(codes)
         for dtype, rows, tiles in (
             (torch.float32, 3, coded.MIDDLE),
-            (torch.bfloat16, 17, coded.WIDE),
+            (torch.bfloat16, 17, None),
             (torch.bfloat16, 5, coded.NARROW),
             (torch.float16, 1, coded.NARROW),
         ):
             x, bias = given(rows, shape[1], dtype), given(1, shape[0], dtype, 1)[0]
             check(coded.product(x, weight, bias, tiles), x, codes, bias)
+            if tiles is not None:
+                check(coded.product(x, weight, bias, tiles, whole=False), x, codes, bias)
         check(coded.linear(x, weight), x, codes)
     assert coded.linear(x[:0], weight).shape == (0, 6)
+
+
+@runs
+@pytest.mark.parametrize("form", list(FORMS))
+def test_dequantized_rows_are_what_codes_mean(form: str) -> None:
+    from weft.ops.triton import coded
+
+    for shape in SHAPES:
+        codes = codes_of(form, shape)
+        rows = slice(shape[0] // 3, shape[0])
+        made = coded.dequantized(packed(codes), rows, torch.float32)
+        wanted = meaning(codes)[rows].to(DEVICE)
+        assert ((made.double() - wanted).abs() <= 2.0**-22 * wanted.abs()).all()
 
 
 @runs

@@ -28,7 +28,7 @@ REGISTERS = 1 << 16
 """Of a multiprocessor: all threads of one program must fit."""
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
-PACKED = {"_coded", "_grouped_codes"}
+PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

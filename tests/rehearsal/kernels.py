@@ -247,16 +247,49 @@ def _codes(given: Given, rows: int) -> None:
 
 def _coded(given: Given) -> None:
     given.powers("TILE_M", "TILE_N", "TILE_K")
-    x, out, rows = given.x_ptr, given.out_ptr, given.rows
+    x, rows = given.x_ptr, given.rows
     tiles = -(-rows // given.TILE_M) * -(-given.N // given.TILE_N)
     given.need(given.grid[0] == tiles, "every tile has a program")
     given.need(x.stride(1) == 1 and x.stride(0) == given.x_stride, "rows of x lie otherwise")
     given.reach("x_ptr", (rows - 1) * given.x_stride + given.K, *HALF, aligned=False)
-    given.need(out.stride(1) == 1 and out.stride(0) == given.out_stride, "rows of out lie otherwise")
-    given.reach("out_ptr", (rows - 1) * given.out_stride + given.N, x.dtype, aligned=False)
+    if given.PARTS:
+        given.array("out_ptr", given.grid[1] * rows * given.N, *WIDE)
+        given.need(given.part % given.TILE_K == 0, "a part is whole steps")
+        given.need(given.grid[1] * given.part >= given.K, "inputs without a program")
+    else:
+        given.need(given.grid[1] == 1, "inputs are one part")
+        _rows_of_out(given, x.dtype)
     _codes(given, given.N)
     if given.BIAS:
         given.reach("bias_ptr", given.N, aligned=False)
+
+
+def _rows_of_out(given: Given, *dtypes: torch.dtype) -> None:
+    out = given.out_ptr
+    given.need(out.stride(1) == 1 and out.stride(0) == given.out_stride, "rows of out lie otherwise")
+    given.reach("out_ptr", (given.rows - 1) * given.out_stride + given.N, *dtypes, aligned=False)
+
+
+def _add_parts(given: Given) -> None:
+    given.powers("TILE")
+    given.need(given.grid[0] == given.rows, "every row has a program")
+    given.need(given.grid[1] * given.TILE >= given.N, "columns without a program")
+    given.array("part_ptr", given.parts * given.rows * given.N, *WIDE)
+    _rows_of_out(given, *HALF)
+    if given.WAY == "row":
+        given.reach("scales_ptr", given.N)
+    if given.FACTORS:
+        given.array("factors_ptr", given.N, *WIDE)
+    if given.BIAS:
+        given.reach("bias_ptr", given.N, aligned=False)
+
+
+def _dequantize(given: Given) -> None:
+    given.powers("TILE_N", "TILE_K")
+    given.need(given.grid[0] * given.TILE_N >= given.rows, "rows without a program")
+    given.need(given.grid[1] * given.TILE_K >= given.K, "inputs without a program")
+    given.array("out_ptr", given.rows * given.K, *HALF)
+    _codes(given, given.values_ptr.shape[0])
 
 
 def _grouped_codes(given: Given) -> None:
@@ -320,6 +353,8 @@ CONTRACTS = (
         ("out_ptr",),
         (("bias_ptr", "BIAS"), ("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS")),
     ),
+    Contract("coded", _add_parts, ("out_ptr",), (("bias_ptr", "BIAS"), ("factors_ptr", "FACTORS"))),
+    Contract("coded", _dequantize, ("out_ptr",), (("zeros_ptr", "ZEROS"), ("factors_ptr", "FACTORS"))),
     Contract("moe", _grouped, ("out_ptr",), (("bias_ptr", "BIAS"),)),
     Contract(
         "moe",

@@ -42,9 +42,14 @@ SETTINGS: dict[str, Any] = {
 
 
 @contextmanager
-def rehearsed(patch: pytest.MonkeyPatch, *, values: bool = False, gpus: int = 1) -> Iterator[Rehearsal]:
-    """A rehearsed machine; its trace is checked at the end."""
+def rehearsed(
+    patch: pytest.MonkeyPatch, *, values: bool = False, gpus: int = 1, warm_up: bool = False
+) -> Iterator[Rehearsal]:
+    """A rehearsed machine; its trace is checked at the end. Engines compute no steps before they serve,
+    unless ``warm_up``."""
     stand_ins.install(patch, gpus)
+    if not warm_up:
+        patch.setattr(runner_module.Runner, "warm_up", lambda self, most, progress: None)
     try:
         with cuda_guard(), Rehearsal(values=values) as made:
             kernels.install(patch)
@@ -177,14 +182,16 @@ def rehearse(
     values: bool = False,
     ranked: bool = False,
     plant: Callable[[pytest.MonkeyPatch], None] | None = None,
+    warm_up: bool = False,
     **settings: Any,
 ) -> tuple[Rehearsal, dict[int, e0.Answer], EngineCore]:
     """Serves ``turns`` on a rehearsed GPU: (the rehearsal, answers, the engine, closed).
 
-    ``ranked``: the engine is the first of several ranks, each with a GPU. ``plant``: a bug.
+    ``ranked``: the engine is the first of several ranks, each with a GPU. ``plant``: a bug. ``warm_up``:
+    see ``rehearsed``.
     """
     gpus = settings.get("tensor_parallel_size", 1) * settings.get("data_parallel_size", 1)
-    with rehearsed(patch, values=values, gpus=gpus) as made:
+    with rehearsed(patch, values=values, gpus=gpus, warm_up=warm_up) as made:
         config = config_of(folder, **settings)
         Answers(made, patch, config.spec.vocab_size)
         if plant is not None:

@@ -192,6 +192,7 @@ def install(patch: pytest.MonkeyPatch, gpus: int = 1) -> None:
         "get_device_capability": lambda device=None: CAPABILITY,
         "mem_get_info": lambda device=None: (GPU_BYTES, GPU_BYTES),
         "memory_reserved": lambda device=None: 0,
+        "empty_cache": lambda: None,
         "_lazy_init": lambda: None,
         "cudart": Runtime,
     }

@@ -36,6 +36,15 @@ def test_rows_with_drafts(
     assert sum(core.scheduler.stats().drafts) > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3", "deepseek_v4"])
+def test_prompts_are_computed_before_any_request(
+    name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a slot that then has no sequence again: requests are answered behind them."""
+    rehearsal, *_ = rehearse(monkeypatch, folder_of(name), rig.few(50), warm_up=True)
+    assert rehearsal.launches
+
+
 NARROW = {
     "aten._to_copy.default",
     "aten.view.dtype",

@@ -142,3 +142,30 @@ def test_the_sampler_never_waits_for_the_device() -> None:
     assert made[0].logprobs is not None
     assert made[1].logprobs is not None
     assert made[0].logprobs.ids.tolist() == made[1].logprobs.ids.tolist()
+
+
+def test_no_prompt_waits_for_a_kernel_to_be_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the start; prompts of several lengths, alone and in steps with others."""
+    import triton
+
+    core = engine(folder, dtype="bfloat16", max_num_batched_tokens=256)
+    compiled: list[str] = []
+
+    def noted(*, src: Any, **_: Any) -> None:
+        compiled.append(str(getattr(src, "name", src)))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", noted)
+    answers(core)
+    assert not compiled
+    core.close()
+
+
+def test_memory_of_a_closed_engine_is_free_for_the_next(folder: Path) -> None:
+    """Each takes most of what there is."""
+    sizes = []
+    for _ in range(2):
+        core = engine(folder, dtype="bfloat16", kv_cache_memory=None, gpu_memory_utilization=0.2)
+        sizes.append(sum(pool.num_blocks for pool in core.runner.kv.pools))
+        core.close()
+        del core
+    assert sizes[1] >= 0.95 * sizes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class LoadedModel:
         device = device_of(config)
         kv = kv or self.kv
         rank = head_rank(config) if mesh is None else mesh.rank
-        return Runner(
+        runner = Runner(
             self.model,
             self.backends,
             kv,
@@ -107,6 +108,9 @@ class LoadedModel:
             rooms=open_rooms(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
+        if device.type == "cuda" and not meets:  # else ranks would meet before their group has formed
+            runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
+        return runner
 
 
 def build_runner(
@@ -125,6 +129,8 @@ def load(
     """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
     device = device_of(config)
     check_rooms(config)
+    if device.type == "cuda":
+        release_unused()
     dtype = DTYPES[config.dtype]
     spec = config.loaded
     local = local_spec(spec, config.parallel.layout)
@@ -154,6 +160,7 @@ def load(
     )
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
+        torch.cuda.empty_cache()
         kv = fit_pools(config, *torch.cuda.mem_get_info(device), used=torch.cuda.memory_reserved(device))
     return LoadedModel(
         config=config,
@@ -165,6 +172,12 @@ def load(
         progress=progress,
         poison=poison,
     )
+
+
+def release_unused() -> None:
+    """Gives memory of GPUs back that engines of this process had, which were closed and dropped."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def trace_of(path: str, rank: int, group: str = "") -> str:

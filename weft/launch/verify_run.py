@@ -161,7 +161,9 @@ def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineC
         most = max(blocks(longest), sum(blocks(len(prompt) + 1) for prompt in prompts))
         pools.append(msgspec.structs.replace(pool, num_blocks=min(most, pool.num_blocks)))
     small = msgspec.structs.replace(kv, pools=tuple(pools), max_model_len=longest)
-    return msgspec.structs.replace(config, kv=small)
+    size = sum(pool.nbytes(config.dtype) for pool in pools)  # or a GPU's would be as large as its memory
+    cache = msgspec.structs.replace(config.cache, kv_cache_memory=str(size))
+    return msgspec.structs.replace(config, kv=small, cache=cache)
 
 
 def run(

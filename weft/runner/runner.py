@@ -16,13 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache
 from weft.common.errors import EngineDead
+from weft.common.log import get_logger
+from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
 from weft.config.sections import SpeculationSection
 from weft.models.base import Model
+from weft.ops.upload import upload
 from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
@@ -43,9 +47,12 @@ from weft.runner.staging import StagingBuffer, StagingRing
 from weft.runner.states import States
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
+from weft.runner.warm_up import plans
 from weft.speculation.base import Drafter, Sampled
 from weft.types.plan import AllocSlot, Export, FreeSlot, Rebalance, StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint
+
+log = get_logger(__name__)
 
 Tensor = torch.Tensor
 RowsLeft: TypeAlias = Callable[[], StepRows]
@@ -213,6 +220,23 @@ class Runner:
         if self._trace is not None:
             self._trace.step(handle.plan, handle.launched, time.monotonic(), handle.times)
         return result
+
+    @torch.inference_mode()
+    def warm_up(self, most: int, progress: bool = False) -> None:
+        """Computes prompts of up to ``most`` tokens, before there is any sequence, and waits for them: in
+        slot 0, which has no blocks yet. See ``weft.runner.warm_up``."""
+        began = time.monotonic()
+        computed = self._state.num_computed[:1]
+        made = plans(most, self.kv.max_model_len)
+        for plan in progress_bar(made, title="warming up", unit="step", shown=progress):
+            handle = StepHandle(plan=plan, launched=began, forwarded=NOT_YET, buffer=self._ring.acquire())
+            assert handle.buffer is not None
+            computed.copy_(upload(plan.prefill.start.astype(np.int64), self._device))
+            self._compute(plan, handle, None)
+            synchronize(self._device, self._timeout)
+            self._ring.release(handle.buffer)
+        computed.zero_()
+        log.info("%d prompts computed to warm up, in %.1f s", len(made), time.monotonic() - began)
 
     def reset(self) -> None:
         """Forgets every sequence and every step in flight: slots are free, any step may be the next.

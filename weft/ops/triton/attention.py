@@ -113,7 +113,11 @@ def _walk(
     return acc, total, high
 
 
-@triton.jit(do_not_specialize=["table_stride", "split", "splits", "token_base"])
+# Columns of rows are parts of a step's columns, so they begin anywhere: not for each place another program.
+@triton.jit(
+    do_not_specialize=["table_stride", "split", "splits", "token_base"],
+    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+)
 def _attend(
     q_ptr,  # [T, HEADS, DIM]
     out_ptr,  # [T, HEADS, DIM]; with SPLIT float32 [T - token_base, HEADS, splits, DIM]

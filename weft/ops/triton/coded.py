@@ -36,6 +36,16 @@ TILE_K_EXACT = 16
 """For float32, at most: its products take registers for all of a step, not the matrix unit."""
 GROUP_M = 8
 """As ``matmul.GROUP``."""
+PROGRAMS = 264
+"""Two on each multiprocessor of a large GPU: where there are fewer, inputs are taken in parts."""
+LEAST_STEPS, MOST_PARTS = 4, 16
+"""Steps of a part, at least; parts."""
+COLUMNS = 256
+"""Of one program that adds parts."""
+ROWS = 32
+"""Of one program that dequantizes."""
+DEQUANTIZED = 1 << 26
+"""Numbers that are dequantized at a time, so that cuBLAS can multiply many rows."""
 UNITS = {"e2m1": 14, "e4m3": 8}
 """Numbers that are floats are read as float16 with the same bits: 2 to this power times too small."""
 _SCALES = {torch.float32: "float32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
@@ -55,17 +65,15 @@ class Form:
 
 NARROW = Form(tile_m=16, tile_n=64, tile_k=128, warps=4, stages=4)
 """Decode: memory is what is waited for."""
-MIDDLE = Form(tile_m=64, tile_n=64, tile_k=64, warps=4, stages=3)
+MIDDLE = Form(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=3)
 """Also the one form of ``--deterministic``."""
-WIDE = Form(tile_m=128, tile_n=64, tile_k=64, warps=8, stages=3)
-"""Prompts: what is unpacked serves twice as many rows."""
 
 
-def form_of(rows: int, dtype: torch.dtype) -> Form:
-    """The fastest for so many rows of x in ``dtype``."""
+def form_of(rows: int) -> Form | None:
+    """The fastest for so many rows of x; None: weights are dequantized once for all of them."""
     if rows <= NARROW.tile_m:
         return NARROW
-    return MIDDLE if rows <= 2 * MIDDLE.tile_m or dtype == torch.float32 else WIDE
+    return MIDDLE if rows <= 2 * MIDDLE.tile_m else None
 
 
 # --- in the kernels ---
@@ -96,6 +104,14 @@ def _scale(ptrs, mask, SCALES: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _integers(codes, zero, TYPE: tl.constexpr):
+    """Codes less ``zero``, exact in TYPE (float32 or of 16 bits), without instructions that convert integers:
+    as the low bits of 2^23."""
+    wide = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return (wide - (zero + 8388608.0)).to(TYPE)
+
+
+@triton.jit
 def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr):
     """[TILE_N, TILE_K // GROUP], each as often as a group has inputs: [TILE_N, TILE_K]."""
     wide = tl.broadcast_to(of_groups[:, :, None], [TILE_N, TILE_K // GROUP, GROUP])
@@ -103,9 +119,7 @@ def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.con
 
 
 @triton.jit
-def step(
-    acc,  # float32 [TILE_M, TILE_N]
-    x,  # [TILE_M, TILE_K], zeros behind K
+def _unpacked(
     begin,
     row,  # int64 [TILE_N]: of all rows of all matrices
     live,  # [TILE_N]: whether there is such a row
@@ -123,9 +137,11 @@ def step(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
-    WIDEN: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
-    """``acc`` and the products of the inputs from ``begin`` on. What is behind K is some number, times 0."""
+    """(numbers, scales times 2 to the power of UNIT) of the inputs from ``begin`` on. Merged: numbers float32
+    and scales [TILE_N, TILE_K]; else numbers [TILE_N, TILE_K] in TYPE and scales [TILE_N]. Behind the row's
+    end they are arbitrary, but finite."""
     FOUR: tl.constexpr = NUMBERS == "int4" or NUMBERS == "e2m1"
     PER_BYTE: tl.constexpr = 2 if FOUR else 1
     at = begin // PER_BYTE + tl.arange(0, TILE_K // PER_BYTE)
@@ -140,26 +156,55 @@ def step(
     else:
         of_groups = row * groups + (0 if WAY == "row" else begin // GROUP)
         some = live
+    KIND: tl.constexpr = tl.float32 if WAY == "merged" else TYPE
     if NUMBERS == "e2m1" or NUMBERS == "e4m3":
-        numbers = _halves(codes, FOUR)
+        numbers = _halves(codes, FOUR).to(tl.float32).to(KIND)
+    elif ZEROS:
+        zero = tl.load(zeros_ptr + of_groups, mask=some, other=0).to(tl.float32)
+        zeros = _spread(zero, TILE_N, TILE_K, GROUP) if WAY == "merged" else zero[:, None]
+        numbers = _integers(codes, zeros, KIND)
     else:
-        numbers = codes.to(tl.int16)
-        if ZEROS:
-            zero = tl.load(zeros_ptr + of_groups, mask=some, other=0).to(tl.int16)
-            numbers -= _spread(zero, TILE_N, TILE_K, GROUP) if WAY == "merged" else zero[:, None]
-        else:
-            numbers -= 8 if FOUR else 128
+        numbers = _integers(codes, 8.0 if FOUR else 128.0, KIND)
+    scale = _scale(scales_ptr + of_groups, some, SCALES, UNIT)
     if WAY == "merged":
-        scale = _spread(_scale(scales_ptr + of_groups, some, SCALES, UNIT), TILE_N, TILE_K, GROUP)
-        weight = (numbers.to(tl.float32) * scale).to(x.dtype)
-    else:
-        weight = numbers.to(tl.float32).to(x.dtype)
+        scale = _spread(scale, TILE_N, TILE_K, GROUP)
+    return numbers, scale
+
+
+@triton.jit
+def step(
+    acc,  # float32 [TILE_M, TILE_N]
+    x,  # [TILE_M, TILE_K], zeros behind K
+    begin,
+    row,
+    live,
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    line,
+    groups,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """``acc`` and the products of the inputs from ``begin`` on. What is behind K is some number, times 0."""
+    numbers, scale = _unpacked(
+        begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
+        NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, x.dtype,
+    )  # fmt: skip
+    weight = (numbers * scale).to(x.dtype) if WAY == "merged" else numbers
     if WIDEN:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
     if WAY == "sum":
-        part = tl.dot(x, tl.trans(weight), input_precision="ieee")
-        acc += part * _scale(scales_ptr + of_groups, some, SCALES, UNIT)[None, :]
+        acc += tl.dot(x, tl.trans(weight), input_precision="ieee") * scale[None, :]
     else:
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     return acc
@@ -198,12 +243,13 @@ def _coded(
     zeros_ptr,  # uint8 [N, groups], with ZEROS
     factors_ptr,  # float32 [N], with FACTORS
     bias_ptr,  # [N], with BIAS
-    out_ptr,  # [rows, N] of wider rows
+    out_ptr,  # [rows, N] of wider rows; with PARTS float32 [parts, rows, N]
     rows,
     x_stride,
     out_stride,
     N,
     K,
+    part,  # inputs of one part, with PARTS: a number of steps
     line,
     groups,
     NUMBERS: tl.constexpr,
@@ -220,6 +266,7 @@ def _coded(
     GROUP_M: tl.constexpr,
     EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     tiles_m = tl.cdiv(rows, TILE_M)
     tiles_n = tl.cdiv(N, TILE_N)
@@ -233,18 +280,98 @@ def _coded(
     live = n < N
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     acc = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
-    for begin in range(0, K, TILE_K):
+    first = 0
+    end = K
+    if PARTS:
+        first = tl.program_id(1) * part
+        end = tl.minimum(first + part, K)
+    for begin in range(first, end, TILE_K):
         there = (m < rows)[:, None] if EVEN else (m < rows)[:, None] & (begin + k < K)[None, :]
         x = tl.load(x_ptrs + begin, mask=there, other=0.0)
         acc = step(
             acc, x, begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
             NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, WIDEN,
         )  # fmt: skip
-    acc = finish(
-        acc, row, live, n, scales_ptr, factors_ptr, bias_ptr, SCALES, WAY, UNIT, FACTORS, BIAS
-    )  # fmt: skip
+    if PARTS:
+        out_ptr += tl.program_id(1).to(tl.int64) * rows * N
+    else:
+        acc = finish(
+            acc, row, live, n, scales_ptr, factors_ptr, bias_ptr, SCALES, WAY, UNIT, FACTORS, BIAS
+        )  # fmt: skip
     out_ptrs = out_ptr + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _add_parts(
+    part_ptr,  # float32 [parts, rows, N]
+    scales_ptr,
+    factors_ptr,
+    bias_ptr,
+    out_ptr,
+    rows,
+    out_stride,
+    N,
+    parts,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    UNIT: tl.constexpr,
+    FACTORS: tl.constexpr,
+    BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The parts of a row's TILE columns, in order, and what ``finish`` does."""
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    live = n < N
+    acc = tl.zeros([1, TILE], dtype=tl.float32)
+    for part in range(0, parts):
+        at = part_ptr + (part * rows + m) * N + n
+        acc += tl.load(at, mask=live, other=0.0)[None, :]
+    acc = finish(
+        acc, n.to(tl.int64), live, n, scales_ptr, factors_ptr, bias_ptr, SCALES, WAY, UNIT, FACTORS, BIAS
+    )  # fmt: skip
+    tl.store(out_ptr + m * out_stride + n[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit
+def _dequantize(
+    values_ptr,
+    scales_ptr,
+    zeros_ptr,
+    factors_ptr,
+    out_ptr,  # [rows, K]
+    first,  # of all rows, the first of ``rows``
+    rows,
+    K,
+    line,
+    groups,
+    NUMBERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    WAY: tl.constexpr,
+    GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    FACTORS: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """What codes mean, rounded once to out's dtype."""
+    n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
+    begin = tl.program_id(1) * TILE_K
+    live = n < rows
+    row = first + n.to(tl.int64)
+    numbers, scale = _unpacked(
+        begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
+        NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, tl.float32,
+    )  # fmt: skip
+    weight = numbers * scale if WAY == "merged" else numbers * scale[:, None]
+    if FACTORS:
+        weight *= tl.load(factors_ptr + row, mask=live, other=0.0)[:, None]
+    k = begin + tl.arange(0, TILE_K)
+    out_ptrs = out_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(out_ptrs, weight.to(out_ptr.dtype.element_ty), mask=live[:, None] & (k < K)[None, :])
 
 
 # --- on the host ---
@@ -356,31 +483,107 @@ def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
     }
 
 
-def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form) -> None:
-    """``out``: [rows, N], its rows perhaps parts of rows."""
+def parts_of(rows: int, outputs: int, inputs: int, form: Form, step: int) -> int:
+    """In how many parts inputs are taken, so that there are programs for all of a GPU; 1: whole."""
+    programs = -(-rows // form.tile_m) * -(-outputs // form.tile_n)
+    most = inputs // (LEAST_STEPS * step)
+    return max(1, min(PROGRAMS // programs, most, MOST_PARTS))
+
+
+def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form, whole: bool) -> None:
+    """``out``: [rows, N], its rows perhaps parts of rows. ``whole``: inputs are not taken in parts."""
     rows, inputs = x.shape
     outputs = len(codes)
-    if codes.order is not None:
-        x = x.index_select(1, codes.order)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    _coded[(-(-rows // form.tile_m) * -(-outputs // form.tile_n),)](
+    given = arguments(codes, x.dtype, form)
+    step = given["TILE_K"]
+    parts = 1 if whole else parts_of(rows, outputs, inputs, form, step)
+    part = -(-inputs // (parts * step)) * step
+    parts = -(-inputs // part)
+    made = out
+    if parts > 1:
+        made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    _coded[(-(-rows // form.tile_m) * -(-outputs // form.tile_n), parts)](
         x_ptr=x,
         bias_ptr=x if bias is None else bias,
-        out_ptr=out,
+        out_ptr=made,
         rows=rows,
         x_stride=x.stride(0),
-        out_stride=out.stride(0),
+        out_stride=made.stride(-2),
         N=outputs,
         K=inputs,
+        part=part,
         BIAS=bias is not None,
         GROUP_M=GROUP_M,
-        **arguments(codes, x.dtype, form),
+        PARTS=parts > 1,
+        **given,
     )
+    if parts > 1:
+        names = ("scales_ptr", "factors_ptr", "SCALES", "WAY", "UNIT", "FACTORS")
+        _add_parts[(rows, -(-outputs // COLUMNS))](
+            part_ptr=made,
+            bias_ptr=x if bias is None else bias,
+            out_ptr=out,
+            rows=rows,
+            out_stride=out.stride(0),
+            N=outputs,
+            parts=parts,
+            BIAS=bias is not None,
+            TILE=COLUMNS,
+            num_warps=4,
+            **{name: given[name] for name in names},
+        )
 
 
-def product(x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Form) -> Tensor:
-    """``x @ weight.T + bias`` in one form: x [T, K], bias [N]; [T, N] in x's dtype, rounded once."""
+def dequantized(codes: Codes, rows: slice, dtype: torch.dtype) -> Tensor:
+    """[rows, K] in ``dtype``: what codes mean, by their order of inputs."""
+    count = rows.stop - rows.start
+    out = torch.empty((count, codes.inputs), dtype=dtype, device=codes.values.device)
+    given = arguments(codes, torch.bfloat16, MIDDLE)
+    step = given["TILE_K"]
+    names = (
+        "values_ptr",
+        "scales_ptr",
+        "zeros_ptr",
+        "factors_ptr",
+        "line",
+        "groups",
+        "NUMBERS",
+        "SCALES",
+        "WAY",
+    )
+    more = ("GROUP", "UNIT", "ZEROS", "FACTORS", "TILE_K", "EVEN")
+    _dequantize[(-(-count // ROWS), -(-codes.inputs // step))](
+        out_ptr=out,
+        first=rows.start,
+        rows=count,
+        K=codes.inputs,
+        TILE_N=ROWS,
+        num_warps=4,
+        **{name: given[name] for name in (*names, *more)},
+    )
+    return out
+
+
+def _run_dequantized(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor) -> None:
+    """``out``, [rows, N], by cuBLAS, of as many columns at a time as little memory is taken for."""
+    most = max(1, DEQUANTIZED // codes.inputs)
+    for begin in range(0, len(codes), most):
+        columns = slice(begin, min(begin + most, len(codes)))
+        weight = dequantized(codes, columns, x.dtype)
+        if bias is None:
+            torch.mm(x, weight.T, out=out[:, columns])
+        else:
+            torch.addmm(bias[columns], x, weight.T, out=out[:, columns])
+
+
+def product(
+    x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Form | None, whole: bool = True
+) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K], bias [N]; [T, N] in x's dtype, rounded once.
+
+    In one form; without any, weights are dequantized, a part at a time, and cuBLAS multiplies. ``whole``: an
+    output is one chain over K, not several that are added.
+    """
     parts = weight.parts if isinstance(weight, MixedCodes) else (weight,)
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     if not len(x):
@@ -388,7 +591,13 @@ def product(x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Fo
     begin = 0
     for part in parts:
         rows = slice(begin, begin + len(part))
-        _run(x, part, None if bias is None else bias[rows], out[:, rows], form)
+        of_part = None if bias is None else bias[rows]
+        given = x if part.order is None else x.index_select(1, part.order)
+        if form is None:
+            _run_dequantized(given, part, of_part, out[:, rows])
+        else:
+            given = given if given.stride(1) == 1 else given.contiguous()
+            _run(given, part, of_part, out[:, rows], form, whole)
         begin += len(part)
     return out
 
@@ -397,7 +606,7 @@ def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None =
     """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Plain weights by cuBLAS."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    return product(x, weight, bias, form_of(len(x), x.dtype))
+    return product(x, weight, bias, form_of(len(x)), whole=False)
 
 
 def linear_invariant(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:

@@ -28,7 +28,11 @@ Tensor = torch.Tensor
 _LOG2E = 1.4426950408889634
 
 
-@triton.jit(do_not_specialize=["table_stride", "split", "splits", "token_base"])
+# Columns of rows are parts of a step's columns, so they begin anywhere: not for each place another program.
+@triton.jit(
+    do_not_specialize=["table_stride", "split", "splits", "token_base"],
+    do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
+)
 def _attend_latent(
     q_ptr,  # [T, HEADS, LORA + ROPE]
     out_ptr,  # [T, HEADS, LORA]; with SPLIT float32 [T - token_base, HEADS, splits, LORA]
