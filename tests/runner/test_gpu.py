@@ -15,6 +15,7 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.sampling import every_way_of_sampling
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
+from weft.engine.build import release_unused
 from weft.engine.core import EngineCore
 from weft.runner.sampler import Sampler, SampleRows
 from weft.types.plan import AllocSlot, column
@@ -161,11 +162,12 @@ def test_no_prompt_waits_for_a_kernel_to_be_compiled(folder: Path, monkeypatch: 
 
 
 def test_memory_of_a_closed_engine_is_free_for_the_next(folder: Path) -> None:
-    """Each takes most of what there is."""
-    sizes = []
-    for _ in range(2):
-        core = engine(folder, dtype="bfloat16", kv_cache_memory=None, gpu_memory_utilization=0.2)
-        sizes.append(sum(pool.num_blocks for pool in core.runner.kv.pools))
-        core.close()
-        del core
-    assert sizes[1] >= 0.95 * sizes[0]
+    release_unused()
+    before = torch.cuda.memory_reserved()
+    core = engine(folder, dtype="bfloat16")
+    answers(core)
+    assert torch.cuda.memory_reserved() > before + (64 << 20)
+    core.close()
+    del core
+    release_unused()
+    assert torch.cuda.memory_reserved() < before + (16 << 20)

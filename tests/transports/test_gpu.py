@@ -107,7 +107,7 @@ def test_copies_do_not_wait_for_what_computes_beside_them(copies: CudaCopies) ->
     spans = np.array([[at, 0, 4096] for at in range(0, 1 << 20, 8192)], np.int64)
     mark = copies.mark()
     wait: Any = torch.cuda._sleep
-    wait(2_000_000_000)
+    wait(6_000_000_000)  # seconds: other processes may have the GPU meanwhile
     later = copies.mark()
     copy = copies.out([caches], [Part(0, 0, spans)], memory.tensor, mark)
     while not copies.ended(copy):
