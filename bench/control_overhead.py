@@ -46,8 +46,8 @@ from weft.group.sizes import blocks_of
 from weft.launch.rank_main import say_hello
 from weft.parallel.control import ZmqHead, ZmqRank
 from weft.parallel.mesh import Mesh
-from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
+from weft.runner.step_handle import StepHandle
 from weft.types import frames as f
 from weft.types.messages import Submit, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks, column

@@ -32,7 +32,8 @@ from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 from weft.parallel.launcher import Launcher
 from weft.runner.graphs import GraphOptions
-from weft.runner.runner import Runner, StepHandle
+from weft.runner.runner import Runner
+from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import StepPlan, StepResult, TokenMasks

@@ -37,7 +37,8 @@ from weft.ops.cpu import linear as cpu_linear
 from weft.parallel.mesh import Mesh
 from weft.runner.graphs import GraphOptions, obstacle
 from weft.runner.result import Drawn, HostCopy
-from weft.runner.runner import Runner, StepHandle
+from weft.runner.runner import Runner
+from weft.runner.step_handle import StepHandle
 from weft.scheduler.sequence import Running
 from weft.speculation.base import Drafter
 from weft.types.messages import Submit, TokenEvent

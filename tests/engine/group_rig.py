@@ -24,8 +24,8 @@ from weft.group.types import GroupLost
 from weft.parallel.loopback import LinkFault, Loopback
 from weft.parallel.mesh import Mesh
 from weft.runner.exports import RankRooms, Reports, Transfer
-from weft.runner.runner import StepHandle
 from weft.runner.slot_state import SlotState
+from weft.runner.step_handle import StepHandle
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.rooms import Endpoint

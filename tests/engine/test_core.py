@@ -15,7 +15,7 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.engine.balance import Balance
 from weft.overlap.policy import OverlapPolicy
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.runner.trace import StepTrace
 from weft.scheduler.sequence import Sequence
 from weft.types.messages import TokenEvent

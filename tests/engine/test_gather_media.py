@@ -23,7 +23,7 @@ from weft.engine.build import build_runner
 from weft.engine.rank_rooms import embedding_dims_of
 from weft.engine.start import start_executor
 from weft.runner.media_rooms import Departures
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.transfer.events import RankReport
 from weft.transfer.group_layout import blocks_of, embedding_dims
 from weft.transports.reports import RoomReports

@@ -18,7 +18,8 @@ from weft.common.restarts import RestartBudget
 from weft.engine.core import EngineCore
 from weft.engine.grammars import GrammarSource
 from weft.group.types import GroupLost
-from weft.runner.runner import Runner, StepHandle
+from weft.runner.runner import Runner
+from weft.runner.step_handle import StepHandle
 from weft.types.messages import Submit
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 from weft.types.sampling import TokenParams

@@ -9,7 +9,7 @@ import pytest
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import make_checkpoint
 from weft.common.clock import VirtualClock
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.scheduler.chunk import FLOOR_TOKENS, ChunkPolicy
 from weft.scheduler.step_cost import PRIOR
 from weft.types.plan import StepPlan, StepResult

@@ -48,7 +48,7 @@ from weft.group.types import GroupLost
 from weft.kv.prefix_log import PrefixLog
 from weft.overlap.policy import OverlapPolicy, mode_of
 from weft.runner.doorbell import Doorbell
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.tracing.writer import SpanWriter
 from weft.types.messages import OLDEST, VERSION, HeadStats, Submit, TokenEvent, Welcome
 from weft.types.plan import StepPlan, TokenMasks

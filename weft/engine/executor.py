@@ -8,7 +8,7 @@ from typing import Protocol
 from weft.config.resolved import KVConfig
 from weft.runner.exports import RankRooms, Reports, Transfer
 from weft.runner.graphs import DecodeGraphs
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
 from weft.types.frames import Cache
 from weft.types.plan import StepPlan, StepResult, TokenMasks

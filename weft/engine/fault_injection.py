@@ -10,7 +10,7 @@ from typing import Any
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner
 from weft.parallel.mesh import Mesh
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.types.faults import Fault, Phase
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 

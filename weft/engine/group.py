@@ -44,7 +44,7 @@ from weft.parallel.group_comm import CommLost
 from weft.parallel.store import join_store
 from weft.runner.doorbell import Doorbell
 from weft.runner.graphs import DecodeGraphs
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.speculation.base import Drafter
 from weft.types import frames as f
 from weft.types.plan import StepPlan, StepResult, TokenMasks

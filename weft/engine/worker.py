@@ -29,7 +29,7 @@ from weft.parallel.control import PeerGone, RankChannel
 from weft.parallel.group_comm import CommLost
 from weft.parallel.mesh import Mesh
 from weft.parallel.store import join_store
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.types import frames as f
 
 log = get_logger(__name__)

@@ -26,7 +26,7 @@ from weft.runner.doorbell import Doorbell
 from weft.runner.exports import RankRooms, Reports, Transfer
 from weft.runner.media import Embedded, MediaStore
 from weft.runner.media_rooms import Departures
-from weft.runner.runner import StepHandle
+from weft.runner.step_handle import StepHandle
 from weft.runner.trace import StepTrace
 from weft.types.plan import EMPTY, Encode, MoveMedia, SendMedia, StepPlan, StepResult, TokenMasks, column
 from weft.types.rooms import Endpoint

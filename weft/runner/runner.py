@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,7 +31,7 @@ from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
 from weft.runner.batch import BatchBuilder, StepRows
-from weft.runner.device_queue import DeviceQueue, Settled, Work, result_of
+from weft.runner.device_queue import DeviceQueue, result_of
 from weft.runner.drafting import DraftedParts, make_drafter
 from weft.runner.exports import Exports, LayerDone, RankRooms, Reports, Transfer, is_heard
 from weft.runner.graphs import DecodeGraphs, GraphOptions
@@ -39,12 +39,13 @@ from weft.runner.kv_tensors import by_layer, stacked
 from weft.runner.media_rooms import media_store
 from weft.runner.micro_batches import MicroBatchedSteps
 from weft.runner.plan_columns import even, most_each
-from weft.runner.pooling import Pooled, Pooler
+from weft.runner.pooling import Pooler
 from weft.runner.result import Drawn, HostCopy, synchronize, to_result
 from weft.runner.sampler import NO_MASKS, Sampler
 from weft.runner.slot_state import SlotState
-from weft.runner.staging import StagingBuffer, StagingRing
+from weft.runner.staging import StagingRing
 from weft.runner.states import States
+from weft.runner.step_handle import NOT_YET, StepHandle
 from weft.runner.trace import StepTrace
 from weft.runner.verify import accept
 from weft.runner.warm_up import plans
@@ -57,36 +58,6 @@ log = get_logger(__name__)
 Tensor = torch.Tensor
 RowsLeft: TypeAlias = Callable[[], StepRows]
 """What is left to do for a step's rows; to be asked before the next step's forward."""
-
-
-NOT_YET = Settled(None, EngineDead("a step was not launched"))
-
-
-@dataclass(slots=True)
-class StepHandle:
-    """A step in flight. Owned by the caller of ``forward`` until ``read``, which ends it."""
-
-    plan: StepPlan
-    launched: float
-    forwarded: Work
-    sampled: Work | None = None
-    buffer: StagingBuffer | None = field(default=None, repr=False)
-    hidden: Tensor | None = field(default=None, repr=False)
-    """[T, hidden] of the step's tokens, where a drafter reads them."""
-    each: int = 0
-    """Tokens that every row takes up there; 0: as many as it has."""
-    uncaptured: bool = False
-    """Whether it took longer, once it was read, than later ones of its kind will: those are replayed."""
-    micro_batches: list[StagingBuffer] = field(default_factory=list, repr=False)
-    """Buffers of a step in micro-batches."""
-    pooled: Pooled | None = field(default=None, repr=False)
-    """Embeddings that the step has completed."""
-    encode_seconds: float = 0.0
-    """What encoding images took (on a GPU: to launch it)."""
-    drawn: Drawn | None = None
-    """Of a step that was sampled as it was computed; from when ``forwarded`` has ended."""
-    times: StepTimes | None = None
-    """Where its time went, once it was read; None on a rank alone."""
 
 
 class Runner:

@@ -27,8 +27,8 @@ from weft.ops.coded import Codes, to_fp8, to_int4
 from weft.ops.moe import Pieces, Routed, activate, choose_experts, has_codes, rounded
 from weft.ops.stacks import stacked
 from weft.ops.triton import coded, fused, interpreting, matmul
-from weft.ops.triton.coded import finish, step
 from weft.ops.triton.forms import power
+from weft.ops.triton.unpacking import finish, step
 
 Tensor = torch.Tensor
 
