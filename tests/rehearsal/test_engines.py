@@ -10,6 +10,8 @@ from tests.e0 import rig as e0
 from tests.rehearsal import rig, vendors
 from tests.rehearsal.rig import rehearse
 from weft.engine.core import EngineCore
+from weft.runner.runner import Runner
+from weft.types.plan import StepPlan
 
 CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 """Layouts with prompts that are cut into micro-batches."""
@@ -41,8 +43,20 @@ def test_prompts_are_computed_before_any_request(
     name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a slot that then has no sequence again: requests are answered behind them."""
-    rehearsal, *_ = rehearse(monkeypatch, folder_of(name), rig.few(50), warm_up=True)
-    assert rehearsal.launches
+    computed: list[int] = []
+    compute = Runner._compute
+
+    def noted(self: Runner, plan: StepPlan, *given: Any) -> Any:
+        computed.append(plan.tokens)
+        return compute(self, plan, *given)
+
+    def watch(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Runner, "_compute", noted)
+
+    _, answers, _ = rehearse(monkeypatch, folder_of(name), rig.few(50), plant=watch, warm_up=True)
+    assert computed[:14] == [size for size in (64, 32, 16, 8, 4, 2, 1) for _ in range(2)]
+    assert len(computed) > 14
+    assert len(answers) == 3
 
 
 NARROW = {
