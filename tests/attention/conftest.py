@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-BRGEMM = 3
+NEEDS = {3: "brgemm", 4: "amx_bf16"}
+"""What of `cpu.capabilities` an engine needs."""
 
 
 @pytest.fixture(autouse=True)
 def _engine_runs_here(request: pytest.FixtureRequest) -> None:
-    """Skips what a test's parameter ``engine`` asks of ATen where that doesn't take bf16 on this CPU."""
+    """Skips a test whose parameter ``engine`` this CPU, or ATen on it, can't run."""
     from weft.ops import cpu
 
     callspec = getattr(request.node, "callspec", None)
-    if callspec is None or callspec.params.get("engine") != BRGEMM:
+    need = NEEDS.get(callspec.params.get("engine")) if callspec is not None else None
+    if need is None:
         return
     request.getfixturevalue("extension")
-    if "brgemm" not in cpu.capabilities():
-        pytest.skip("ATen's brgemm does not take bf16 on this CPU")
+    if need not in cpu.capabilities():
+        pytest.skip(f"this CPU has no {need}")

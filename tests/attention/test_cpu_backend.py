@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 NAN = float("nan")
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 3e-6}
-#: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's (conftest.py).
-ENGINES = (0, 1, 3)
+#: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's and AMX's (conftest.py).
+ENGINES = (0, 1, 3, 4)
 #: (start, count): first tokens, decodes at edges of tiles (64) and splits (512), chunks across both.
 ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511, 2), (1023, 1)]
 #: (heads, kv heads, head size, block)

@@ -28,7 +28,7 @@ ROWS = [(0, 1), (0, 70), (1200, 3), (5, 140), (639, 1), (64, 64), (63, 1), (511,
 #: The same, for large entries.
 FEW_ROWS = [(0, 1), (60, 70), (639, 1), (511, 2)]
 #: Engines of csrc/attend_tile.h for bf16: the machine's own, float products, ATen's (conftest.py).
-ENGINES = (0, 1, 3)
+ENGINES = (0, 1, 3, 4)
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@
 //     values that only some queries see are not finite, each query gets a tile of its own (`exact_tile`).
 //   * Two merged empty states give 0 and -inf.
 //
-// Engines: DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen's, where the
-// machine has AMX). They differ in bits; one engine serves all calls of a process.
+// Engines: Amx (tiles, amx.h), DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen's,
+// where the kernel keeps AMX from us). They differ in bits; one engine serves all calls of a process.
 //
 // A SCENE says what is attended to. It has
 //
@@ -42,6 +42,7 @@
 //   out(piece, row)          where `value` elements of a row go
 #pragma once
 
+#include "amx.h"
 #include "crew.h"
 #include "vector.h"
 
@@ -324,6 +325,69 @@ struct Brgemm : PackBf16 {
   }
   static void release() { at::native::cpublas::brgemm_release(); }
 };
+
+#if WEFT_AMX
+struct Amx : PackBf16 {
+  static constexpr int kBlock = 96, kAligned = amx::kTileRows;
+
+  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
+                   bool exact) {
+    if (alpha)
+      for (int r = 0; r < m; ++r)
+        if (alpha[r] != 1.0f)
+          for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
+    const auto* left = static_cast<const bf16*>(a);
+    const auto* right = static_cast<const bf16*>(b);
+    const bool add = alpha != nullptr;
+    for (; m > 16 && !(exact && m < 32); m -= 32, left += 32 * lda, c += 32 * n)
+      rows<2>(16, n, k, left, lda, right, c, add);
+    for (; m > 0; m -= 16, left += 16 * lda, c += 16 * n)
+      rows<1>(exact ? std::min(m, 16) : m <= 4 ? 4 : m <= 8 ? 8 : 16, n, k, left, lda, right, c, add);
+  }
+  static void release() { amx::release(); }
+
+ private:
+  // R tiles of `each` rows.
+  template <int R>
+  static void rows(int each, int n, int k, const bf16* a, int64_t lda, const bf16* b, float* c, bool add) {
+    amx::configure(each);
+    amx::settle();
+    alignas(64) bf16 left[R * amx::kTileSize], right[2 * amx::kTileSize];
+    const int whole = k / amx::kTileDepth, rest = k % amx::kTileDepth;
+    if (rest)
+      for (int r = 0; r < R * each; ++r) {
+        bf16* to = left + r * amx::kTileDepth;
+        std::memcpy(to, a + r * lda + k - rest, size_t(rest) * sizeof(bf16));
+        std::memset(to + rest, 0, size_t(amx::kTileDepth - rest) * sizeof(bf16));
+      }
+    const auto columns = [&]<int C>(int at, std::integral_constant<int, C>) __attribute__((always_inline)) {
+      add ? amx::take<R, C>(c + at, n) : amx::clear<R, C>();
+      for (int step = 0; step < whole; ++step)
+        amx::step<R, C>({a + step * amx::kTileDepth, lda * 2, 0, 16 * lda * 2},
+                        {b + (step * kTileWords * n + at) * 2, n * 4});
+      if (rest) {
+        for (int pair = 0; pair < kTileWords; ++pair) {
+          bf16* to = right + pair * 2 * 32;
+          const size_t bytes = C * 16 * 2 * sizeof(bf16);
+          if (pair < rest / 2)
+            std::memcpy(to, b + ((whole * kTileWords + pair) * n + at) * 2, bytes);
+          else
+            std::memset(to, 0, bytes);
+        }
+        amx::settle();
+        amx::step<R, C>({left, amx::kTileDepth * 2, 0, amx::kTileSize * 2}, {right, 2 * 32 * 2});
+      }
+      amx::put<R, C>(c + at, n);
+    };
+    int at = 0;
+    for (; at + 32 <= n; at += 32) columns(at, std::integral_constant<int, 2>());
+    if (at < n) columns(at, std::integral_constant<int, 1>());
+  }
+
+  static constexpr int kTileWords = amx::kTileDepth / 2;
+};
+#endif
 
 // Products in float of anything that widens to it. P is still rounded to T.
 template <class T>
@@ -841,14 +905,11 @@ inline void point_lines(const Rows& rows, Lines<T>& lines, int64_t row, int64_t 
 
 // ---- engines by number ----
 
-enum Engine : int64_t { kAuto = 0, kWideEngine = 1, kDot = 2, kBrgemm = 3 };
+enum Engine : int64_t { kAuto = 0, kWideEngine = 1, kDot = 2, kBrgemm = 3, kAmx = 4 };
 
 inline int64_t best_engine() {
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
-  return kBrgemm;
-#else
+  if (WEFT_AMX) return amx_permitted() ? kAmx : kBrgemm;
   return WEFT_AVX512_BF16 ? kDot : kWideEngine;
-#endif
 }
 
 // go(T(), E()) with the element type and the engine.
@@ -858,6 +919,9 @@ void with_engine(at::ScalarType type, int64_t engine, F go) {
   if (type == at::kFloat) return go(float(), Wide<float>());
   TORCH_CHECK(type == at::kBFloat16, "attend: bfloat16 or float32");
   if (engine == kBrgemm) return go(bf16(), Brgemm());
+#if WEFT_AMX
+  if (engine == kAmx && amx_permitted()) return go(bf16(), Amx());
+#endif
 #if WEFT_AVX512_BF16
   if (engine == kDot) return go(bf16(), DotBf16());
 #endif

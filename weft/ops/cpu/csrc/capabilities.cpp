@@ -1,4 +1,5 @@
 // What this build was compiled for, and what of ATen's this CPU can run: weft_cpu::capabilities() -> str[].
+#include "amx.h"
 #include "brgemm.h"
 #include "operators.h"
 
@@ -6,7 +7,22 @@
 
 #include <exception>
 
+#if WEFT_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace weft {
+
+bool amx_permitted() {
+#if WEFT_AMX
+  constexpr long kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool given = syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+  return given;
+#else
+  return false;
+#endif
+}
 
 bool brgemm_works() {
   alignas(64) bf16 x[2] = {}, weights[64] = {};
@@ -25,9 +41,7 @@ std::vector<std::string> capabilities() {
   if (WEFT_AVX2 || WEFT_AVX512) found.emplace_back("avx2");
   if (WEFT_AVX512) found.emplace_back("avx512");
   if (WEFT_AVX512_BF16) found.emplace_back("avx512_bf16");
-#if defined(__AMX_BF16__)
-  found.emplace_back("amx_bf16");
-#endif
+  if (amx_permitted()) found.emplace_back("amx_bf16");
   if (brgemm_works()) found.emplace_back("brgemm");
   return found;
 }

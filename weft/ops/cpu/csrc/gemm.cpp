@@ -32,7 +32,7 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   const int64_t chunk = chunk_of(row_end - row_begin, layout.inputs * int64_t(sizeof(typename F::X)));
   Finish finish;
   for (int64_t row = row_begin; row < row_end; row += chunk) {
-    const auto summed = with_sums(product, row, std::min(row + chunk, row_end));
+    const auto summed = for_rows(product, row, std::min(row + chunk, row_end));
     for (int64_t block = block_begin; block < block_end; ++block) {
       prepare(product, block, finish);
       const uint8_t* const weights = product.weights + block * bytes;
@@ -79,7 +79,7 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
   const Shares shares(blocks, crew.threads());
   return {alone ? 1 : shares.parts(), [product, sums, shares, alone](int64_t part) {
             run_part<F>(product, 0, product.rows, shares.begin(part), alone ? shares.blocks : shares.begin(part + 1));
-            if (use_brgemm) at::native::cpublas::brgemm_release();
+            release_sums();
           }};
 }
 
@@ -105,7 +105,7 @@ void run(const Product<typename F::X>& product, std::vector<Loop>* loops) {
       run_part<F>(product, product.rows * r / across, product.rows * (r + 1) / across, blocks * b / along,
                   blocks * (b + 1) / along);
     }
-    if (use_brgemm) at::native::cpublas::brgemm_release();
+    release_sums();
   });
 }
 

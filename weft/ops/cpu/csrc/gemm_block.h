@@ -5,9 +5,9 @@
 //
 //   plain   block b, column c: row 32 b + c            gated   c < 16: row 16 b + c     c >= 16: row n + 16 b + c - 16
 //
-// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h). On a CPU with AMX, bf16 sums come from ATen's
-// brgemm (oneDNN) instead, on the same layout, with all of K in one call: the same for every number of rows as
-// well (tests check both).
+// INVARIANCE. A tile's sums don't depend on its rows (gemm_tile.h). On a CPU with AMX, bf16 sums come from its tiles
+// instead (amx.h), on the same layout: the same for every number of rows as well (tests check both). ATen's brgemm
+// (oneDNN), with all of K in one call, is their place holder where the kernel doesn't give the registers.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -16,21 +16,19 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "coded.h"
 #include "crew.h"
 #include "gemm_tile.h"
 
 namespace weft {
 
-#if defined(__AMX_BF16__)
-inline bool use_brgemm = true;
-#else
-inline bool use_brgemm = false;
-#endif
+// Whether bf16 sums come from AMX, and from ATen's brgemm where the kernel keeps AMX from us.
+inline bool use_brgemm = WEFT_AMX;
 
 namespace {
 
-constexpr int64_t kChunkBytes = 384 * 1024;  // of x
+constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
@@ -44,7 +42,8 @@ inline int64_t like_parts(int64_t rows, int64_t most) {
 
 // The same of rows of x, which stay in the cache.
 inline int64_t chunk_of(int64_t rows, int64_t row_bytes) {
-  return like_parts(rows, std::max<int64_t>(kRows, kChunkBytes / std::max<int64_t>(1, row_bytes)));
+  const int64_t part = like_parts(rows, std::max<int64_t>(kRows, kChunkBytes / std::max<int64_t>(1, row_bytes)));
+  return WEFT_AMX ? divide_up(part, kBrgemmRows) * kBrgemmRows : part;
 }
 
 // --- layout ---------------------------------------------------------------------------------------------------
@@ -80,7 +79,9 @@ struct Product {
   int64_t out_stride;
   float limit = 0.0f, alpha = 1.0f;  // of the activation (gemm_tile.h)
   Coding coding = {};                // of weights of few bits; `scales` are then the rows' factors
-  const float* x_sums = nullptr;     // [rows, groups] where the coding has minimums: `with_sums`
+  const float* x_sums = nullptr;     // [rows, groups] where the coding has minimums: `for_rows`
+  const bf16* x_tiles = nullptr;     // for AMX, rows from `tiled` on: `for_rows`
+  int64_t tiled = 0;
 };
 
 // Bytes of a block of weights in F's format, or coded.
@@ -143,10 +144,94 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
   }
 }
 
-// The same by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
+// Called by every thread that has computed blocks, before it does anything else.
+inline void release_sums() {
+#if WEFT_AMX
+  amx::release();
+#endif
+  if (use_brgemm) at::native::cpublas::brgemm_release();
+}
+
+#if WEFT_AMX
+
+// Rows of x as tiles, [tiles of 16 rows][steps of 32 k][16][32], and zeros where there is no row or no k.
+inline const bf16* tiles_of_rows(const bf16* x, int64_t x_stride, int64_t rows, int64_t inputs) {
+  static thread_local std::vector<__m512i> memory;
+  const int64_t steps = divide_up(inputs, amx::kTileDepth), all = divide_up(rows, amx::kTileRows) * amx::kTileRows;
+  if (memory.size() < size_t(all * steps)) memory.resize(size_t(all * steps));
+  for (int64_t row = 0; row < all; ++row) {
+    __m512i* to = memory.data() + row / amx::kTileRows * steps * amx::kTileRows + row % amx::kTileRows;
+    const bf16* from = x + row * x_stride;
+    for (int64_t step = 0; step < steps; ++step, to += amx::kTileRows, from += amx::kTileDepth) {
+      const int64_t left = row < rows ? std::min<int64_t>(amx::kTileDepth, inputs - step * amx::kTileDepth) : 0;
+      *to = left == amx::kTileDepth ? _mm512_loadu_si512(from)
+                                    : _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), from);
+    }
+  }
+  return reinterpret_cast<const bf16*>(memory.data());
+}
+
+// Rows [begin, end) against one block by AMX. Lines of `next`, which has `next_bytes`, are asked for meanwhile, where
+// there are rows enough to compute.
+template <class Out>
+void run_amx(const Product<bf16, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
+             int64_t column, const uint8_t* next, int64_t next_bytes) {
+  constexpr int64_t kPair = kBrgemmRows;
+  const int64_t inputs = product.layout.inputs, whole = inputs / amx::kTileDepth;
+  const int64_t steps = divide_up(inputs, amx::kTileDepth);
+  alignas(64) uint8_t last[kBlock * amx::kTileDepth * sizeof(bf16)];
+  if (steps > whole) {
+    const int64_t bytes = divide_up(inputs - whole * amx::kTileDepth, Bf16::depth) * Bf16::bytes;
+    std::memcpy(last, w + whole * sizeof(last), size_t(bytes));
+    std::memset(last + bytes, 0, sizeof(last) - size_t(bytes));
+  }
+  const int64_t pairs = divide_up(end - begin, kPair);
+  const uint8_t* const next_end = next ? next + next_bytes : nullptr;
+  const int64_t each = pairs > 1 && next ? divide_up(divide_up(next_bytes, 64), pairs * steps) : 0;
+  const bool direct = end - begin <= amx::kTileRows && steps == whole;
+  const bf16* tiles = product.x_tiles;
+  int64_t first = product.tiled;
+  if (!direct && !tiles)
+    tiles = tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin, inputs), first = begin;
+  amx::configure(direct ? int(end - begin) : amx::kTileRows);
+  amx::settle();
+  alignas(64) float sums[kPair * kBlock];
+  for (int64_t row = begin; row < end; row += kPair) {
+    const int64_t rows = std::min(kPair, end - row);
+    const bf16* from = direct ? product.x + row * product.x_stride : tiles + (row - first) * steps * amx::kTileDepth;
+    amx::Left left{from, 64, amx::kTileSize * 2, steps * amx::kTileSize * 2};
+    if (direct) left.row = product.x_stride * 2, left.deep = 64;
+    amx::Right right{w, Bf16::bytes};
+    const auto sum = [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
+      amx::clear<R, 2>();
+      for (int64_t step = 0; step < steps; ++step) {
+        for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+        if (step == whole) right.at = last;
+        amx::step<R, 2>(left, right);
+        left.at = static_cast<const char*>(left.at) + left.deep;
+        right.at = static_cast<const char*>(right.at) + sizeof(last);
+      }
+      amx::put<R, 2>(sums, kBlock);
+    };
+    if (rows > amx::kTileRows)
+      sum(std::integral_constant<int, 2>());
+    else
+      sum(std::integral_constant<int, 1>());
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
+                 product.out + (row + r) * product.out_stride + column);
+  }
+}
+
+#endif
+
+// By AMX; else by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
 template <class Out>
 void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
-                int64_t column) {
+                int64_t column, const uint8_t* next = nullptr, int64_t next_bytes = 0) {
+#if WEFT_AMX
+  if (amx_permitted()) return run_amx(product, w, finish, begin, end, column, next, next_bytes);
+#endif
   const int64_t inputs = product.layout.inputs, even = inputs / 2 * 2;
   const bf16* weights = reinterpret_cast<const bf16*>(w);
   alignas(64) float sums[kBrgemmRows * kBlock];
@@ -228,9 +313,18 @@ inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
   return memory.data();
 }
 
-// `product` with what minimums need of rows [begin, end), where it is not there; until this thread's next call.
+// `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX.
+// Until this thread's next call.
 template <class X, class Out>
-Product<X, Out> with_sums(Product<X, Out> product, int64_t begin, int64_t end) {
+Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
+#if WEFT_AMX
+  if constexpr (std::is_same_v<X, bf16>)
+    if (use_brgemm && amx_permitted() && (end - begin > amx::kTileRows || product.layout.inputs % amx::kTileDepth)) {
+      product.x_tiles = tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin,
+                                      product.layout.inputs);
+      product.tiled = begin;
+    }
+#endif
   if (!product.coding.minimums() || product.x_sums) return product;
   static thread_local std::vector<float> memory;
   const int64_t groups = product.coding.groups(product.layout.inputs), stride = product.x_stride;
@@ -268,8 +362,9 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
   if (product.coding) return run_coded(product, w, finish, begin, end, column);
   if constexpr (std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
-      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, divide_up(product.layout.inputs, F::depth));
-      return run_brgemm(product, w, finish, begin, end, column);
+      const int64_t steps = divide_up(product.layout.inputs, F::depth);
+      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, steps);
+      return run_brgemm(product, w, finish, begin, end, column, next, steps * F::bytes);
     }
   }
 #if WEFT_AVX2

@@ -53,10 +53,11 @@ struct HeadMatrices {
     const int64_t block_bytes = divide_up(inputs, F::depth) * F::bytes, blocks = layout.blocks();
     const Product<T> product{layout,  x,       rows, x_stride,  data + head * blocks * block_bytes,
                              nullptr, nullptr, Activation::none, out, out_stride};
+    const auto summed = for_rows(product, 0, rows);
     Finish finish;
     for (int64_t block = 0; block < blocks; ++block) {
       prepare(product, block, finish);
-      run_block<F>(product, product.weights + block * block_bytes, finish, 0, rows, block * layout.width());
+      run_block<F>(summed, product.weights + block * block_bytes, finish, 0, rows, block * layout.width());
     }
   }
 };
@@ -71,7 +72,7 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
       const int64_t first = i / heads * kProductRows;
       f(i % heads, first, std::min(kProductRows, rows - first));
     }
-    if (use_brgemm) at::native::cpublas::brgemm_release();
+    release_sums();
   });
 }
 
@@ -396,7 +397,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
         values.multiply(head, lines, given.lora, rows, to + given.nope, stride);
       }
     }
-    if (use_brgemm) at::native::cpublas::brgemm_release();
+    release_sums();
   });
 }
 

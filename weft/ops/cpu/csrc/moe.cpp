@@ -323,7 +323,7 @@ class Pass {
         crew->later(parts, [pass, parts, phase = std::move(phase)](int64_t part) {
           const int64_t count = phase.count();
           for (int64_t i = part; i < count; i += parts) phase.run(i);
-          if (use_brgemm) at::native::cpublas::brgemm_release();
+          release_sums();
         });
       }
       return;
@@ -343,7 +343,7 @@ class Pass {
 #pragma omp barrier
         mine += now_ns() - ended;
       }
-      if (use_brgemm) at::native::cpublas::brgemm_release();
+      release_sums();
       waited.fetch_add(mine, std::memory_order_relaxed);
     }
     if (threads > 1) waits.add(int64_t(phases.size()) + 1, waited.load());
@@ -411,7 +411,7 @@ class Pass {
                                       moe_.alpha,
                                       matrix.coding};
     const int64_t bytes = block_bytes<Format>(matrix.coding, matrix.layout.inputs);
-    const auto summed = with_sums(product, 0, rows);
+    const auto summed = for_rows(product, 0, rows);
     Finish finish;
     for (int64_t block = item.block_begin; block < item.block_end; ++block) {
       prepare(product, block, finish);

@@ -1,0 +1,112 @@
+// AMX tiles: products of bf16 in float32, 16 x 16 sums by one instruction for 32 k.
+//
+//   tiles 0 .. 3   sums: rows x 16, float32           tiles 4, 5   rows of the left operand: rows x 32 k
+//   tiles 6, 7     the right operand: 16 pairs of k x 16 columns, as vdpbf16ps takes them too
+//
+// Compiled where the compiler's target has AMX, and used where the kernel lets this process have its registers.
+//
+// INVARIANCE. A sum is one chain of instructions over k, 32 at a time, in order: what an instruction adds to a sum
+// depends on that row and that column alone, and a sum that is stored and loaded again is the same number. So neither
+// the number of a tile's rows nor where the chain is cut changes a bit. What is absent of the last 32 k is zero.
+//
+// TRAPS. The registers' shape is a thread's: who has `configure`d it calls `release` before the thread may come to other
+// users of AMX (oneDNN's; it keeps in mind what it has configured). GCC's tile loads don't say that they read memory:
+// `settle` what was stored for them.
+#pragma once
+
+#include "common.h"
+
+#if WEFT_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define WEFT_AMX 1
+#else
+#define WEFT_AMX 0
+#endif
+
+namespace weft {
+
+// Asks the kernel for the tile registers, once a process. Threads and forked processes have what it gave.
+bool amx_permitted();
+
+#if WEFT_AMX
+
+namespace amx {
+
+constexpr int kTileRows = 16;
+constexpr int kTileDepth = 32;                             // k of a tile
+constexpr int kTileSize = kTileRows * kTileDepth;          // elements
+
+inline thread_local int configured = 0;  // rows of this thread's tiles 0 .. 5; 0: it has no shape
+
+inline void configure(int rows) {
+  if (configured == rows) return;
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shape;
+  for (int tile = 0; tile < 8; ++tile) shape.row_bytes[tile] = 64, shape.rows[tile] = uint8_t(tile < 6 ? rows : 16);
+  asm volatile("" ::: "memory");
+  _tile_loadconfig(&shape);
+  configured = rows;
+}
+
+inline void release() {
+  if (configured) _tile_release(), configured = 0;
+}
+
+inline void settle() { asm volatile("" ::: "memory"); }
+
+// Two operands in memory: of the left one, where its first tile is, bytes between a tile's rows, between tiles 32 k apart
+// and between tiles 16 rows apart; of the right one, bytes between pairs of k (tiles 16 columns apart lie 64 bytes apart).
+struct Left {
+  const void* at;
+  int64_t row, deep, down;
+};
+struct Right {
+  const void* at;
+  int64_t pair;
+};
+
+template <int R, int C>
+inline __attribute__((always_inline)) void clear() {
+  _tile_zero(0);
+  if constexpr (C == 2) _tile_zero(1);
+  if constexpr (R == 2) _tile_zero(2);
+  if constexpr (R == 2 && C == 2) _tile_zero(3);
+}
+
+// Sums from `from` or to `to`, whose rows are `row` floats apart.
+template <int R, int C>
+inline __attribute__((always_inline)) void take(const float* from, int64_t row) {
+  _tile_loadd(0, from, row * 4);
+  if constexpr (C == 2) _tile_loadd(1, from + 16, row * 4);
+  if constexpr (R == 2) _tile_loadd(2, from + 16 * row, row * 4);
+  if constexpr (R == 2 && C == 2) _tile_loadd(3, from + 16 * row + 16, row * 4);
+}
+template <int R, int C>
+inline __attribute__((always_inline)) void put(float* to, int64_t row) {
+  _tile_stored(0, to, row * 4);
+  if constexpr (C == 2) _tile_stored(1, to + 16, row * 4);
+  if constexpr (R == 2) _tile_stored(2, to + 16 * row, row * 4);
+  if constexpr (R == 2 && C == 2) _tile_stored(3, to + 16 * row + 16, row * 4);
+}
+
+// The next 32 k, of R x C tiles of sums.
+template <int R, int C>
+inline __attribute__((always_inline)) void step(const Left& left, const Right& right) {
+  const char *a = static_cast<const char*>(left.at), *b = static_cast<const char*>(right.at);
+  _tile_loadd(4, a, left.row);
+  _tile_loadd(6, b, right.pair);
+  if constexpr (R == 2) _tile_loadd(5, a + left.down, left.row);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
+  if constexpr (R == 2) _tile_dpbf16ps(2, 5, 6);
+  if constexpr (C == 2) _tile_dpbf16ps(1, 4, 7);
+  if constexpr (R == 2 && C == 2) _tile_dpbf16ps(3, 5, 7);
+}
+
+}  // namespace amx
+
+#endif
+
+}  // namespace weft
