@@ -41,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
         forked.install()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random tensors of a test, and of fixtures that are made for it, don't depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """The collector of cycles need not look at the modules and the thousands of tests again and again."""

@@ -22,6 +22,7 @@ from weft.engine.rank_rooms import check_rooms, open_embeddings, open_rooms
 from weft.layers.build import ExpertOptions
 from weft.models.loader import Model, load_model
 from weft.ops import cpu
+from weft.ops.coded import DEQUANTIZED
 from weft.parallel.mesh import Mesh, make_mesh
 from weft.runner.graphs import Capture, CudaCapture, GraphOptions, obstacle
 from weft.runner.programs import capture_calls
@@ -242,7 +243,9 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv
     images = 0 if kv.media is None else kv.media.pool_bytes
-    room = max(room - activation_bytes(spec, config.dtype, scheduler) - images, 0)
+    packed = config.model.quantization != "none" or config.loaded.quantized is not None
+    weights = DEQUANTIZED * DTYPES[config.dtype].itemsize if packed else 0
+    room = max(room - activation_bytes(spec, config.dtype, scheduler) - images - weights, 0)
     pools = pools_for(
         spec,
         kv.block_size,

@@ -401,6 +401,8 @@ def _all_rows(parts: list[Codes]) -> Codes:
 
 
 ROUNDED_NUMBERS = 1 << 20
+DEQUANTIZED = 1 << 26
+"""Numbers that a GPU dequantizes at a time, so that cuBLAS can multiply many rows."""
 INT4_GROUP = 64
 FP8_GROUP = 128
 

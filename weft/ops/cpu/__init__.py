@@ -55,7 +55,8 @@ def load() -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """What the loaded build was compiled for, e.g. ("avx2", "avx512", "avx512_bf16"); empty without one."""
+    """What the loaded build was compiled for, e.g. ("avx2", "avx512", "avx512_bf16"), and what of AMX the
+    kernel lets this process have; empty without one."""
     if not load():
         return ()
     import torch

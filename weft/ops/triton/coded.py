@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from weft.ops import torch_ops
-from weft.ops.coded import Codes, MixedCodes, as_bytes, to_fp8, to_int4
+from weft.ops.coded import DEQUANTIZED, Codes, MixedCodes, as_bytes, to_fp8, to_int4
 from weft.ops.triton import fused, interpreting, matmul
 from weft.ops.triton.unpacking import TILE_K_EXACT, UNITS, finish, fitting, step, unpacked, way_of
 
@@ -33,8 +33,6 @@ COLUMNS = 256
 """Of one program that adds parts."""
 ROWS = 32
 """Of one program that dequantizes."""
-DEQUANTIZED = 1 << 26
-"""Numbers that are dequantized at a time, so that cuBLAS can multiply many rows."""
 _SCALES = {torch.float32: "float32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
@@ -374,6 +372,7 @@ def _run_dequantized(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor) 
             torch.mm(x, weight.T, out=out[:, columns])
         else:
             torch.addmm(bias[columns], x, weight.T, out=out[:, columns])
+        del weight  # before the next is made: there is room for one
 
 
 def product(
@@ -390,6 +389,8 @@ def product(
         return out
     begin = 0
     for part in parts:
+        if not len(part):
+            continue
         rows = slice(begin, begin + len(part))
         of_part = None if bias is None else bias[rows]
         given = x if part.order is None else x.index_select(1, part.order)

@@ -90,7 +90,7 @@ void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_
 // Column `column` of the block at `w`: its `inputs` numbers, without the row's factor.
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to);
 
-// The block at `w` in bf16, scaled and rounded, as `pack` lays it out; for brgemm. Until this thread's next call.
+// The block at `w` in bf16, scaled and rounded, as `pack` lays it out; for AMX. Until this thread's next call.
 const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs);
 
 }  // namespace weft

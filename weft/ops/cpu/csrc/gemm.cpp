@@ -358,7 +358,7 @@ Tensor embedding(const Tensor& ids, const Tensor& packed, int64_t rows, int64_t 
   return out;
 }
 
-// Whether bf16 sums come from brgemm from now on; returns what was. For tests and measurements.
+// Whether bf16 sums come from AMX (amx.h, or ATen's brgemm) from now on; returns what was. For tests and measurements.
 bool set_brgemm(bool value) {
   TORCH_CHECK(!value || brgemm_works(), "set_brgemm: ATen's brgemm does not take bfloat16 on this CPU");
   return std::exchange(use_brgemm, value);

@@ -40,7 +40,7 @@ inline int64_t like_parts(int64_t rows, int64_t most) {
   return std::max<int64_t>(1, divide_up(rows, divide_up(std::max<int64_t>(1, rows), most)));
 }
 
-// The same of rows of x, which stay in the cache.
+// The same of rows of x, which stay in the cache. For AMX whole pairs of tiles, so the last part may have few rows.
 inline int64_t chunk_of(int64_t rows, int64_t row_bytes) {
   const int64_t part = like_parts(rows, std::max<int64_t>(kRows, kChunkBytes / std::max<int64_t>(1, row_bytes)));
   return WEFT_AMX ? divide_up(part, kBrgemmRows) * kBrgemmRows : part;
@@ -302,7 +302,7 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
 
 #endif
 
-// One block of int8 weights as bf16, for brgemm. Our own tiles widen as they go: that hides behind the products.
+// One block of int8 weights as bf16, for AMX. Our own tiles widen as they go: that hides behind the products.
 inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
   static thread_local std::vector<uint8_t> memory;
   if (memory.size() < size_t(steps * Bf16::bytes)) memory.resize(size_t(steps * Bf16::bytes));
