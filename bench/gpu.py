@@ -161,29 +161,25 @@ def codes_on_gpu(matrix: torch.Tensor, name: str) -> Any:
 
 def product_table(found: dict[str, dict[str, float]]) -> str:
     """The times, and how many times as fast as bfloat16."""
-    head = ["rows", *found]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for rows in PRODUCT_ROWS:
-        plain = found["bfloat16"][str(rows)]
-        cells = [f"{times[str(rows)]:.0f} ({plain / times[str(rows)]:.2f})" for times in found.values()]
-        lines.append(f"| {rows:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = []
+    for number in map(str, PRODUCT_ROWS):
+        plain = found["bfloat16"][number]
+        cells = {name: f"{us[number]:.0f} ({plain / us[number]:.2f})" for name, us in found.items()}
+        rows.append({"rows": f"{int(number):,}", **cells})
+    return record.markdown(rows)
 
 
 def model_table(models: dict[str, Any]) -> str:
     """Workloads of every model, by who ran them."""
-    lines = [
-        "| model | | W1 output tok/s | W2 ms/token | W3 prompt tok/s | decode 1, 64: ms a step "
-        "(share of a copy's bandwidth) | prefill TFLOP/s (share of a product's) |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    units = ("W1 output tok/s", "W2 ms/token", "W3 prompt tok/s")
+    rows = []
     for name, found in models.items():
         for who in ("weft", "transformers"):
             if who not in found:
                 continue
             results = found[who].get("workloads", found[who])
             numbers = [headline(one, results[one.name]).rsplit(" ", 2)[0] for one in OFFLINE]
-            decode = prefill = "-"
+            decode = prefill = None
             if who == "weft":
                 steps = found[who]["decode"].values()
                 decode = ", ".join(f"{s['ms_per_step']:.2f} ({s['share_of_bandwidth']:.0%})" for s in steps)
@@ -191,8 +187,11 @@ def model_table(models: dict[str, Any]) -> str:
                     found[who][key] for key in ("prefill_flops_per_second", "prefill_share_of_product")
                 )
                 prefill = f"{rate / 1e12:.0f} ({share:.0%})"
-            lines.append(f"| {name} | {who} | {' | '.join(numbers)} | {decode} | {prefill} |")
-    return "\n".join(lines)
+            row = {"model": name, "": who, **dict(zip(units, numbers, strict=True))}
+            row["decode 1, 64: ms a step (share of a copy's bandwidth)"] = decode
+            row["prefill TFLOP/s (share of a product's)"] = prefill
+            rows.append(row)
+    return record.markdown(rows)
 
 
 class Driver:

@@ -413,3 +413,21 @@ def paged() -> type[Paged]:
 def checkpoint(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
     """Each of the random configurations in turn."""
     return checkpoints(request.param)
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of which matrices are nearly all; their sizes are multiples of the tiles'."""
+    from tests.models.test_quantized_loading import save_moe
+
+    folder = tmp_path_factory.mktemp("large")
+    save_moe(
+        folder,
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_experts=4,
+        moe_intermediate_size=128,
+    )
+    return folder

@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.models.test_packed_weights import LARGE, load
-from tests.models.test_quantized_loading import _folders, save_moe
+from tests.models.test_quantized_loading import _folders
 from tests.ops.test_coded import codes_of, meaning
 from tests.support.mapped_pages import resident_of
 from weft.layers.held import allow_codes, hold_codes, take_apart, take_codes
@@ -113,31 +113,16 @@ def test_experts_leave_no_packed_copies(extension: None) -> None:
     assert after.data_ptr() == packed.data_ptr() + packed.nbytes
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    save_moe(
-        folder,
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_experts=4,
-        moe_intermediate_size=128,
-    )
-    return folder
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 @pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_pages_of_a_file_go_when_they_were_read(
-    name: str | None, dtype: torch.dtype, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str | None, dtype: torch.dtype, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain weights that were copied, and codes that are the mapped file until layers pack them. (In float64
     they stay the file.)
     """
-    folder = plain if name is None else _folders(plain, tmp_path, *LARGE[name])[0]
+    folder = large if name is None else _folders(large, tmp_path, *LARGE[name])[0]
     path = folder / "model.safetensors"
     seen: list[int] = []
     fill = Target.fill
@@ -158,13 +143,13 @@ def test_pages_of_a_file_go_when_they_were_read(
     assert resident_of(path) == 0
 
 
-def test_memory_on_the_way_is_given_back(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_on_the_way_is_given_back(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what tensors are made of on the way, and of each layer's weights when it has packed them."""
     given: list[str] = []
     monkeypatch.setattr(loader, "trim_heap", lambda: given.append("reading"))
     monkeypatch.setattr("weft.layers.build.trim_heap", lambda: given.append("packing"))
     monkeypatch.setattr(loader, "_TRIM_ENTRIES", 100_000)
-    model = load(plain, torch.bfloat16)
+    model = load(large, torch.bfloat16)
     packing = sum(hasattr(module, "pack") for module in model.modules()) - 1
     assert given.count("packing") == packing
     assert given.index("packing") > 5

@@ -16,7 +16,6 @@ from tests.models.test_quantized_loading import (
     deepseek_v4_folders,
     gpt_oss_folders,
     plain,
-    save_moe,
 )
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
@@ -117,22 +116,6 @@ LARGE = {
 def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     values, scales, meant = make.mxfp4(weight)
     return {"weight_packed": values, "weight_scale": scales}, meant
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint of which matrices are nearly all; their sizes are multiples of the tiles'."""
-    folder = tmp_path_factory.mktemp("large")
-    save_moe(
-        folder,
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_experts=4,
-        moe_intermediate_size=128,
-    )
-    return folder
 
 
 @pytest.mark.parametrize("name", list(LARGE))

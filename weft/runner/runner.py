@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
 import torch
 
 from weft.attention.base import Backends, LayerCache
@@ -26,7 +25,6 @@ from weft.common.progress import progress_bar
 from weft.config.resolved import KVConfig
 from weft.config.sections import SpeculationSection
 from weft.models.base import Model
-from weft.ops.upload import upload
 from weft.overlap.drive import drive
 from weft.overlap.times import StepTimes, Stretch
 from weft.parallel.launcher import Launcher
@@ -202,7 +200,7 @@ class Runner:
         for plan in progress_bar(made, title="warming up", unit="step", shown=progress):
             handle = StepHandle(plan=plan, launched=began, forwarded=NOT_YET, buffer=self._ring.acquire())
             assert handle.buffer is not None
-            computed.copy_(upload(plan.prefill.start.astype(np.int64), self._device))
+            computed.fill_(int(plan.prefill.start[0]))
             self._compute(plan, handle, None)
             synchronize(self._device, self._timeout)
             self._ring.release(handle.buffer)
