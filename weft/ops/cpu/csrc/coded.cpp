@@ -667,6 +667,99 @@ void scale_up(const Range& range, float* made) {
   });
 }
 
+// Pairs of bf16, to nearest even.
+inline Pairs rounded_pairs(vf first, vf second) {
+#if WEFT_AVX512_BF16
+  static constexpr auto kInTurns = [] {
+    struct alignas(64) {
+      uint16_t at[32];
+    } made{};
+    for (int i = 0; i < 32; ++i) made.at[i] = uint16_t(i / 2 + i % 2 * 16);
+    return made;
+  }();
+  const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+  return recast<Pairs>(_mm512_permutexvar_epi16(load_as<__m512i>(kInTurns.at), apart));
+#else
+  bf16 rounded[2][kLanes];
+  store(rounded[0], first), store(rounded[1], second);
+  return pairs_of(load(rounded[0]), load(rounded[1]));
+#endif
+}
+
+// Steps of one group.
+template <class C>
+void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
+#pragma GCC unroll 4
+  for (int64_t step = 0; step < steps; ++step, from += C::bytes, to += Bf16::bytes) {
+    const Bf16::Step read = codes.load(from);
+    for (int half = 0; half < 2; ++half) std::memcpy(to + 64 * half, &read.w[half], 64);
+  }
+}
+
+// The same, scaled and rounded; `exact`: there is nothing to round.
+template <class C, bool minimums, bool exact>
+void scaled_steps(const Coding& coding, const Head& head, const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
+  vf scale[2], minimum[2];
+  for (int half = 0; half < 2; ++half) {
+    scale[half] = scales_of(coding, head, half);
+    if (minimums) minimum[half] = minimums_of(head, half);
+  }
+  for (int64_t step = 0; step < steps; ++step, from += C::bytes, to += Bf16::bytes) {
+    const Bf16::Step read = codes.load(from);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      vf first = recast<vf>(read.w[half] << 16) * scale[half], second = recast<vf>(read.w[half] & kHigh) * scale[half];
+      if (minimums) first = first - minimum[half], second = second - minimum[half];
+      const Pairs pairs = exact ? pairs_of(first, second) : rounded_pairs(first, second);
+      std::memcpy(to + 64 * half, &pairs, sizeof(pairs));
+    }
+  }
+}
+
+#if WEFT_AVX512
+
+// E2M1 times powers of two: their exponents are added, but to 0. False where one would not fit.
+bool raised_steps(const Head& head, const E2M1& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
+  const __m256i power = load_as<__m256i>(head.at), low = _mm256_set1_epi8(2), high = _mm256_set1_epi8(char(252));
+  const __m256i within = _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_max_epu8(power, low), power),
+                                          _mm256_cmpeq_epi8(_mm256_min_epu8(power, high), power));
+  if (_mm256_movemask_epi8(within) != -1) return false;
+  __m512i raise[2];
+  for (int half = 0; half < 2; ++half) {
+    const __m512i read = _mm512_cvtepu8_epi32(load_as<__m128i>(head.at + 16 * half));
+    const __m512i both = _mm512_or_si512(read, _mm512_slli_epi32(read, 16));
+    raise[half] = _mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7);
+  }
+#pragma GCC unroll 4
+  for (int64_t step = 0; step < steps; ++step, from += E2M1::bytes, to += Bf16::bytes) {
+    const Bf16::Step read = codes.load(from);
+    for (int half = 0; half < 2; ++half) {
+      const __m512i number = recast<__m512i>(read.w[half]);
+      const __mmask32 some = _mm512_test_epi16_mask(number, _mm512_set1_epi16(0x7fff));
+      _mm512_storeu_si512(to + 64 * half, _mm512_mask_add_epi16(number, some, number, raise[half]));
+    }
+  }
+  return true;
+}
+
+#endif
+
+// Steps of one group for AMX: `coded_as_bf16`.
+template <class C>
+void make_steps(const Coding& coding, const Head& head, const uint8_t* from, int64_t steps, bool scaled, uint8_t* to) {
+  const C codes(head.at + coding.scale_bytes());
+  if (!scaled) return plain_steps(codes, from, steps, to);
+  if constexpr (std::is_same_v<C, E2M1>) {
+#if WEFT_AVX512
+    if (coding.scales == Scales::e8m0 && raised_steps(head, codes, from, steps, to)) return;
+#endif
+    if (coding.scales == Scales::e8m0 || coding.scales == Scales::e4m3)
+      return scaled_steps<C, false, true>(coding, head, codes, from, steps, to);
+  }
+  if (coding.minimums()) return scaled_steps<C, true, false>(coding, head, codes, from, steps, to);
+  scaled_steps<C, false, false>(coding, head, codes, from, steps, to);
+}
+
 }  // namespace
 
 void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums) {
@@ -677,23 +770,18 @@ void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_
   sum_groups(coding, inputs, x, x_stride, rows, sums);
 }
 
-const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs) {
-  static thread_local std::vector<float> floats;
-  uint8_t* made = memory_of(divide_up(inputs, 2) * Bf16::bytes);
-  floats.assign(size_t((coding.group + 2) * kBlock), 0.0f);
-  for (int64_t k = 0; k < inputs; k += coding.group) {
-    const int64_t end = std::min(inputs, k + coding.group);
-    scale_up({coding, w, inputs, k, end}, floats.data());
-    for (int64_t at = k; at < end; at += 2)
-      for (int half = 0; half < 2; ++half) {
-        const float* from = floats.data() + (at - k) * kBlock + half * kLanes;
-        bf16 rounded[2][kLanes];
-        store(rounded[0], load(from)), store(rounded[1], load(from + kBlock));
-        const Pairs pairs = pairs_of(load(rounded[0]), load(rounded[1]));
-        std::memcpy(made + at / 2 * Bf16::bytes + 64 * half, &pairs, sizeof(pairs));
-      }
-  }
-  return made;
+void coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs, int64_t begin, int64_t end, bool scaled,
+                   uint8_t* to) {
+  by_numbers(coding, [&]<class C>() {
+    for (int64_t k = begin; k < end;) {
+      const int64_t number = k / coding.group, first = number * coding.group;
+      const int64_t count = std::min(end, first + coding.group) - k, steps = divide_up(count, 2);
+      const Head head{w + coding.head_at(first), w + coding.upper_at(first), number};
+      const uint8_t* from = head.at + coding.head() + (k - first) / 2 * C::bytes;
+      make_steps<C>(coding, head, from, steps, scaled, to);
+      to += steps * Bf16::bytes, k += count;
+    }
+  });
 }
 
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to) {

@@ -90,7 +90,9 @@ void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_
 // Column `column` of the block at `w`: its `inputs` numbers, without the row's factor.
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to);
 
-// The block at `w` in bf16, scaled and rounded, as `pack` lays it out; for AMX. Until this thread's next call.
-const uint8_t* coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs);
+// k [begin, end) of the block at `w` in bf16 as `pack` lays it out, for AMX: the numbers, or scaled and rounded. `begin` is
+// even.
+void coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs, int64_t begin, int64_t end, bool scaled,
+                   uint8_t* to);
 
 }  // namespace weft

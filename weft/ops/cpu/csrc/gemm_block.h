@@ -30,6 +30,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
+constexpr int64_t kSumGroup = 64;    // k, of whose multiples scales multiply sums with AMX
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -171,54 +172,133 @@ inline const bf16* tiles_of_rows(const bf16* x, int64_t x_stride, int64_t rows, 
   return reinterpret_cast<const bf16*>(memory.data());
 }
 
+// A block's steps of bf16 as the tiles read them: in memory, and of what is absent of the last 32 k zeros.
+class Stored {
+ public:
+  Stored(const uint8_t* w, int64_t inputs) : w_(w), whole_(inputs / amx::kTileDepth) {
+    if (inputs % amx::kTileDepth == 0) return;
+    const int64_t bytes = divide_up(inputs % amx::kTileDepth, Bf16::depth) * Bf16::bytes;
+    std::memcpy(last_, w + whole_ * kTileBytes, size_t(bytes));
+    std::memset(last_ + bytes, 0, sizeof(last_) - size_t(bytes));
+  }
+  // Tile steps from `step` on lie one behind another, up to `end`.
+  const uint8_t* at(int64_t step, int64_t& end) const {
+    end = step < whole_ ? whole_ : step + 1;
+    return step < whole_ ? w_ + step * kTileBytes : last_;
+  }
+
+  static constexpr int64_t kTileBytes = kBlock * amx::kTileDepth * sizeof(bf16);
+
+ private:
+  const uint8_t* w_;
+  int64_t whole_;
+  alignas(64) uint8_t last_[kTileBytes];
+};
+
+// The same made of other steps, some k at a time, for tiles that read each once. Parts are made some ahead of the one that
+// is multiplied: they have left the store buffer when the tiles read them, and are made while these compute.
+template <class Make>
+class Made {
+ public:
+  Made(const Make& make, int64_t inputs) : make_(make), inputs_(inputs) {
+    for (int64_t part = 0; part < kLead; ++part) prepare(part);
+  }
+  const uint8_t* at(int64_t step, int64_t& end) const {
+    end = std::min(step + kSteps, divide_up(inputs_, amx::kTileDepth));
+    prepare(step / kSteps + kLead);
+    return parts_[step / kSteps % kParts];
+  }
+
+ private:
+  static constexpr int64_t kSteps = 2, kLead = 1, kParts = 2;
+
+  void prepare(int64_t part) const {
+    const int64_t begin = part * kSteps * amx::kTileDepth, end = std::min(inputs_, begin + kSteps * amx::kTileDepth);
+    if (begin >= end) return;
+    uint8_t* to = parts_[part % kParts];
+    make_(begin, end, to);
+    const int64_t bytes = divide_up(end - begin, Bf16::depth) * Bf16::bytes;
+    std::memset(to + bytes, 0, size_t(divide_up(bytes, Stored::kTileBytes) * Stored::kTileBytes - bytes));
+    amx::settle();
+  }
+
+  const Make& make_;
+  int64_t inputs_;
+  alignas(64) mutable uint8_t parts_[kParts][kSteps * Stored::kTileBytes];
+};
+
+// The scales of a block's groups, where they multiply sums: float32 of 32 columns, every `bytes`.
+struct SumScales {
+  const uint8_t* at = nullptr;
+  int64_t bytes = 0, steps = 0;  // tile steps of a group
+};
+
+// total += part * scale, of `rows` x 32.
+inline void add_scaled(const float* part, const uint8_t* scales, int64_t rows, float* total) {
+  const vf first = load_as<vf>(scales), second = load_as<vf>(scales + 64);
+#pragma GCC unroll 4
+  for (int64_t row = 0; row < rows; ++row, part += kBlock, total += kBlock) {
+    store(total, fma(load(part), first, load(total)));
+    store(total + kLanes, fma(load(part + kLanes), second, load(total + kLanes)));
+  }
+}
+
 // Rows [begin, end) against one block by AMX. Lines of `next`, which has `next_bytes`, are asked for meanwhile, where
 // there are rows enough to compute.
-template <class Out>
-void run_amx(const Product<bf16, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
-             int64_t column, const uint8_t* next, int64_t next_bytes) {
+template <class Out, class Weights>
+void run_amx(const Product<bf16, Out>& product, const Weights& weights, const SumScales& scales, const Finish& finish,
+             int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
   constexpr int64_t kPair = kBrgemmRows;
-  const int64_t inputs = product.layout.inputs, whole = inputs / amx::kTileDepth;
-  const int64_t steps = divide_up(inputs, amx::kTileDepth);
-  alignas(64) uint8_t last[kBlock * amx::kTileDepth * sizeof(bf16)];
-  if (steps > whole) {
-    const int64_t bytes = divide_up(inputs - whole * amx::kTileDepth, Bf16::depth) * Bf16::bytes;
-    std::memcpy(last, w + whole * sizeof(last), size_t(bytes));
-    std::memset(last + bytes, 0, sizeof(last) - size_t(bytes));
-  }
+  const int64_t inputs = product.layout.inputs, steps = divide_up(inputs, amx::kTileDepth);
   const int64_t pairs = divide_up(end - begin, kPair);
   const uint8_t* const next_end = next ? next + next_bytes : nullptr;
   const int64_t each = pairs > 1 && next ? divide_up(divide_up(next_bytes, 64), pairs * steps) : 0;
-  const bool direct = end - begin <= amx::kTileRows && steps == whole;
+  const bool direct = end - begin <= amx::kTileRows && inputs % amx::kTileDepth == 0;
   const bf16* tiles = product.x_tiles;
   int64_t first = product.tiled;
   if (!direct && !tiles)
     tiles = tiles_of_rows(product.x + begin * product.x_stride, product.x_stride, end - begin, inputs), first = begin;
   amx::configure(direct ? int(end - begin) : amx::kTileRows);
   amx::settle();
-  alignas(64) float sums[kPair * kBlock];
+  // Of a group, of the group before it, and of all: a group's are scaled while the next one's are computed.
+  alignas(64) float sums[2][kPair * kBlock], total[kPair * kBlock];
   for (int64_t row = begin; row < end; row += kPair) {
     const int64_t rows = std::min(kPair, end - row);
     const bf16* from = direct ? product.x + row * product.x_stride : tiles + (row - first) * steps * amx::kTileDepth;
     amx::Left left{from, 64, amx::kTileSize * 2, steps * amx::kTileSize * 2};
     if (direct) left.row = product.x_stride * 2, left.deep = 64;
-    amx::Right right{w, Bf16::bytes};
-    const auto sum = [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
+    amx::Right right{nullptr, Bf16::bytes};
+    int64_t step = 0, until = 0;
+    const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, float* to) __attribute__((always_inline)) {
       amx::clear<R, 2>();
-      for (int64_t step = 0; step < steps; ++step) {
-        for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
-        if (step == whole) right.at = last;
-        amx::step<R, 2>(left, right);
-        left.at = static_cast<const char*>(left.at) + left.deep;
-        right.at = static_cast<const char*>(right.at) + sizeof(last);
+      while (step < last) {
+        if (step == until) right.at = weights.at(step, until);
+        for (const int64_t stop = std::min(until, last); step < stop; ++step) {
+          for (int64_t i = 0; i < each && next < next_end; ++i, next += 64) __builtin_prefetch(next, 0, 2);
+          amx::step<R, 2>(left, right);
+          left.at = static_cast<const char*>(left.at) + left.deep;
+          right.at = static_cast<const char*>(right.at) + Stored::kTileBytes;
+        }
       }
-      amx::put<R, 2>(sums, kBlock);
+      amx::put<R, 2>(to, kBlock);
+    };
+    const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
+      if (!scales.at) return sum(tiles_of, steps, total);
+      std::fill(total, total + rows * kBlock, 0.0f);
+      const uint8_t* scale = scales.at;
+      sum(tiles_of, std::min(steps, scales.steps), sums[0]);
+      for (int64_t group = 1; step < steps; ++group, scale += scales.bytes) {
+        sum(tiles_of, std::min(steps, step + scales.steps), sums[group % 2]);
+        add_scaled(sums[(group - 1) % 2], scale, rows, total);
+      }
+      add_scaled(sums[(scale - scales.at) / scales.bytes % 2], scale, rows, total);
     };
     if (rows > amx::kTileRows)
-      sum(std::integral_constant<int, 2>());
+      sum_all(std::integral_constant<int, 2>());
     else
-      sum(std::integral_constant<int, 1>());
+      sum_all(std::integral_constant<int, 1>());
     for (int64_t r = 0; r < rows; ++r)
-      finish_row(load(sums + r * kBlock), load(sums + r * kBlock + kLanes), finish,
+      finish_row(load(total + r * kBlock), load(total + r * kBlock + kLanes), finish,
                  product.out + (row + r) * product.out_stride + column);
   }
 }
@@ -227,10 +307,13 @@ void run_amx(const Product<bf16, Out>& product, const uint8_t* w, const Finish& 
 
 // By AMX; else by brgemm, which wants an even K: a last odd k is a call of its own, padded by zeros.
 template <class Out>
-void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
-                int64_t column, const uint8_t* next = nullptr, int64_t next_bytes = 0) {
+void run_brgemm(const Product<bf16, Out>& product, const uint8_t* w, const SumScales& scales, const Finish& finish,
+                int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
 #if WEFT_AMX
-  if (amx_permitted()) return run_amx(product, w, finish, begin, end, column, next, next_bytes);
+  if (amx_permitted()) {
+    const Stored weights(w, product.layout.inputs);
+    return run_amx(product, weights, scales, finish, begin, end, column, next, next_bytes);
+  }
 #endif
   const int64_t inputs = product.layout.inputs, even = inputs / 2 * 2;
   const bf16* weights = reinterpret_cast<const bf16*>(w);
@@ -302,15 +385,28 @@ void run_widened(const Product<typename F::X, Out>& product, const uint8_t* w, c
 
 #endif
 
-// One block of int8 weights as bf16, for AMX. Our own tiles widen as they go: that hides behind the products.
-inline const uint8_t* widen_block(const uint8_t* w, int64_t steps) {
+// Making numbers of a line takes longer than the hardware reads ahead by itself.
+inline void ask_ahead(const uint8_t* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + kAhead + line);
+}
+
+// A block's steps of bf16 made of what `make(begin, end, to)` reads, k [begin, end) at a time, both even but for the last
+// end. For more rows than the tiles take at a time a block is made once. (Our own tiles make the numbers as they go: that
+// hides behind the products.)
+template <class Out, class Make>
+void run_made(const Product<bf16, Out>& product, const Make& make, const SumScales& scales, const Finish& finish,
+              int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
+  const int64_t inputs = product.layout.inputs;
+#if WEFT_AMX
+  if (end - begin <= kBrgemmRows && amx_permitted())
+    return run_amx(product, Made<Make>(make, inputs), scales, finish, begin, end, column, next, next_bytes);
+#endif
   static thread_local std::vector<uint8_t> memory;
-  if (memory.size() < size_t(steps * Bf16::bytes)) memory.resize(size_t(steps * Bf16::bytes));
-  for (int64_t step = 0; step < steps; ++step) {
-    const auto weights = Int8Bf16::load(w + step * Int8Bf16::bytes);
-    std::memcpy(memory.data() + step * Bf16::bytes, &weights, Bf16::bytes);
-  }
-  return memory.data();
+  const size_t bytes = size_t(divide_up(inputs, Bf16::depth) * Bf16::bytes);
+  if (memory.size() < bytes + 64) memory.resize(bytes + 64);
+  uint8_t* whole = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  make(0, inputs, whole);
+  run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
 // `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX.
@@ -335,13 +431,31 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   return product;
 }
 
+// Whether scales multiply sums with AMX: of large groups, as a group's tiles go through memory for it. Those of small
+// groups multiply the numbers, which are rounded once more.
+inline bool scales_sums(const Coding& coding, int64_t inputs) {
+  return coding.scales == Scales::floats && (coding.group % kSumGroup == 0 || coding.group >= inputs);
+}
+
 template <class X, class Out>
 void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
-               int64_t column) {
+               int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
-  if constexpr (std::is_same_v<X, bf16>)
+  if constexpr (std::is_same_v<X, bf16>) {
+    const bool sums = scales_sums(product.coding, inputs);
+    const auto make = [&](int64_t first, int64_t last, uint8_t* to) {
+      const int64_t bytes = product.coding.offset(inputs);
+      ask_ahead(w + bytes * first / inputs, bytes * (last - first) / inputs);
+      coded_as_bf16(product.coding, w, inputs, first, last, !sums, to);
+    };
+    SumScales scales;
+    if (sums) {
+      const int64_t group = product.coding.group;
+      scales = {w, product.coding.offset(group), divide_up(std::min(group, inputs), amx::kTileDepth)};
+    }
     if (use_brgemm)
-      return run_brgemm(product, coded_as_bf16(product.coding, w, inputs), finish, begin, end, column);
+      return run_made(product, make, scales, finish, begin, end, column, next, product.coding.offset(inputs));
+  }
   static thread_local std::vector<float> memory;
   memory.resize(size_t(kCodedRows * kBlock));
   const int64_t part = like_parts(end - begin, kCodedRows);
@@ -359,12 +473,20 @@ void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& f
 template <class F, class Out>
 void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin,
                int64_t end, int64_t column, const uint8_t* next = nullptr) {
-  if (product.coding) return run_coded(product, w, finish, begin, end, column);
+  if (product.coding) return run_coded(product, w, finish, begin, end, column, next);
   if constexpr (std::is_same_v<typename F::X, bf16>) {
     if (use_brgemm) {
-      const int64_t steps = divide_up(product.layout.inputs, F::depth);
-      if (std::is_same_v<F, Int8Bf16>) w = widen_block(w, steps);
-      return run_brgemm(product, w, finish, begin, end, column, next, steps * F::bytes);
+      const int64_t bytes = divide_up(product.layout.inputs, F::depth) * F::bytes;
+      if constexpr (std::is_same_v<F, Bf16>) return run_brgemm(product, w, {}, finish, begin, end, column, next, bytes);
+      const auto make = [&](int64_t first, int64_t last, uint8_t* to) {
+        const uint8_t* from = w + first / F::depth * F::bytes;
+        ask_ahead(from, (last - first) / F::depth * F::bytes);
+        for (int64_t step = divide_up(last - first, F::depth); step > 0; --step, from += F::bytes, to += Bf16::bytes) {
+          const auto weights = F::load(from);
+          std::memcpy(to, &weights, Bf16::bytes);
+        }
+      };
+      return run_made(product, make, {}, finish, begin, end, column, next, bytes);
     }
   }
 #if WEFT_AVX2
