@@ -114,8 +114,10 @@ vllm() {
 }
 
 llamacpp() {
-    local out=$folder/llamacpp key tool missing=()
-    key=$(recipe <(echo "$LLAMA_CPP_PYTHON; llama-quantize; $(grep -m1 '^flags' /proc/cpuinfo)"))
+    local out=$folder/llamacpp key tool missing=() without=""
+    # Its AMX kernels of integers use tiles that their thread has not configured: the first product ends it.
+    if grep -qm1 ' amx_tile' /proc/cpuinfo; then without="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"; fi
+    key=$(recipe <(echo "$LLAMA_CPP_PYTHON; llama-quantize;$without $(grep -m1 '^flags' /proc/cpuinfo)"))
     if finished "$out" "$key"; then say "is there"; return; fi
     for tool in cc c++ cmake make; do command -v "$tool" >/dev/null || missing+=("$tool"); done
     [ ${#missing[@]} -eq 0 ] || die "llama.cpp is compiled here and needs: ${missing[*]}"
@@ -132,6 +134,7 @@ llamacpp() {
     fi
     say "compiling for this CPU with $JOBS jobs; 5 to 15 minutes"
     cmake -S "$out/sources" -B "$out/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF \
+        -DCMAKE_C_FLAGS="$without" -DCMAKE_CXX_FLAGS="$without" \
         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
         >"$out/build.log" 2>&1 || die "cmake refused: see $out/build.log"
     cmake --build "$out/build" --target llama-server llama-batched-bench llama-quantize -j "$JOBS" >>"$out/build.log" 2>&1 ||

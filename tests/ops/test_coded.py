@@ -10,7 +10,7 @@ import torch
 from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, assert_gated, assert_linear, case, exact
 from tests.support.pairwise import sampled
-from weft.ops import coded, implementations, torch_ops
+from weft.ops import coded, cpu, implementations, torch_ops
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
 from weft.ops.registry import choose
@@ -27,6 +27,7 @@ FEW_ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 6
 FORMS = {
     "int4": ("int4", torch.float32, False, False, 128),
     "int4 zeros": ("int4", torch.float32, True, False, 32),
+    "int4 groups of 48": ("int4", torch.float32, True, False, 48),
     "int8": ("int8", torch.float32, False, False, 4096),
     "int8 zeros": ("int8", torch.float32, True, False, 128),
     "mxfp4": ("e2m1", torch.float8_e8m0fnu, False, False, 32),
@@ -95,8 +96,17 @@ def test_what_codes_mean() -> None:
             assert whole[n, k].item() == pytest.approx(number, rel=1e-12), (form, n, k)
 
 
+def rounds(form: str, inputs: int, dtype: torch.dtype, kernel: str) -> bool:
+    """Whether weights are rounded to bf16: by brgemm all, with AMX's tiles where scales of float32 multiply numbers."""
+    _, scales, _, _, group = FORMS[form]
+    if kernel != "brgemm" or dtype != torch.bfloat16:
+        return False
+    tiles = "amx_bf16" in cpu.capabilities()
+    return not tiles or (scales == torch.float32 and group % 32 != 0 and group < inputs)
+
+
 def assert_close(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None, rounded: bool) -> None:
-    """``rounded``: the weights are, to bf16 (brgemm)."""
+    """``rounded``: the weights are, to bf16."""
     weight = meaning(codes)
     if not rounded:
         return assert_linear(made, x, weight, bias)
@@ -110,8 +120,8 @@ def assert_close(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None, rou
 @pytest.mark.parametrize("form", list(FORMS))
 def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
     """Rounded once: as the matrix that the codes mean, in float64."""
-    rounded = kernel == "brgemm" and dtype == torch.bfloat16
     for shape in SHAPES:
+        rounded = rounds(form, shape[1], dtype, kernel)
         codes = codes_of(form, shape)
         packed = ops.pack_codes(codes)
         for rows in (1, 3, 45):
@@ -150,15 +160,17 @@ def test_every_code_is_exact(form: str) -> None:
 
 
 @pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
-def test_every_scale_is_exact(kind: torch.dtype) -> None:
-    """Of scales that are bytes, the smallest included."""
+def test_every_scale_is_exact(kind: torch.dtype, dtype: torch.dtype, kernel: str) -> None:
+    """Of scales that are bytes, the smallest included; but what is below 2^-126 is 0 to instructions of bf16."""
     scales = torch.arange(255, dtype=torch.uint8).view(kind).unsqueeze(1)
     scales = scales[torch.arange(255) != 127] if kind == torch.float8_e4m3fn else scales
     ones = torch.full((len(scales), 1), 2, dtype=torch.uint8)  # 1.0 in E2M1
     codes = Codes(numbers="e2m1", values=ones, inputs=1, group=32, scales=scales)
-    made = ops.linear(torch.ones(1, 1), ops.pack_codes(codes))[0]
-    assert torch.equal(made, scales[:, 0].float())
+    made = ops.linear(torch.ones(1, 1, dtype=dtype), ops.pack_codes(codes))[0].float()
+    normal = slice(1 if kind == torch.float8_e8m0fnu and dtype == torch.bfloat16 else 0, None)
+    assert torch.equal(made[normal], scales[normal, 0].float())
 
 
 @pytest.mark.usefixtures("extension")
@@ -189,7 +201,8 @@ def test_inputs_in_another_order(kernel: str) -> None:
     order = torch.randperm(256, generator=torch.Generator().manual_seed(3))
     codes = replace(codes_of("int4", (70, 256)), order=order)
     x, _, _ = case(9, (70, 256), torch.bfloat16)
-    assert_close(ops.linear(x, ops.pack_codes(codes)), x, codes, None, kernel == "brgemm")
+    rounded = rounds("int4", 256, x.dtype, kernel)
+    assert_close(ops.linear(x, ops.pack_codes(codes)), x, codes, None, rounded)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
@@ -199,9 +212,10 @@ def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
     order = torch.tensor([3, 1, 11])
     assert torch.equal(meaning(codes[2:7]), whole[2:7])
     assert torch.equal(meaning(codes[order]), whole[order])
-    part = codes.columns(128, 384)
+    begin = codes.group if codes.group < 384 else 128
+    part = codes.columns(begin, 384)
     assert part is not None
-    assert torch.equal(meaning(part), whole[:, 128:])
+    assert torch.equal(meaning(part), whole[:, begin:])
     cut = codes.columns(8, 384)
     assert (cut is None) == (codes.group < 384)
     assert torch.equal(meaning(coded.storable(codes)), whole)

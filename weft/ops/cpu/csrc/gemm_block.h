@@ -30,7 +30,6 @@ namespace {
 
 constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
-constexpr int64_t kSumGroup = 64;    // k, of whose multiples scales multiply sums with AMX
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -145,6 +144,21 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
   }
 }
 
+// With AMX: the scales of a block's groups where they multiply sums, which are exact. `at` is null where they multiply the
+// numbers instead: groups that tiles of 32 k do not divide, scales of two levels, and bytes (times E2M1 these are exact).
+struct SumScales {
+  const uint8_t* at = nullptr;
+  int64_t bytes = 0;    // from one group to the next
+  int64_t steps = 0;    // of tiles, in a group
+  bool halves = false;  // float16; float32 otherwise
+
+  static SumScales of(const Coding& coding, const uint8_t* w, int64_t inputs) {
+    const bool numbers = coding.scales == Scales::floats || coding.scales == Scales::halves;
+    if (!WEFT_AMX || !amx_permitted() || !numbers || (coding.group % 32 != 0 && coding.group < inputs)) return {};
+    return {w, coding.offset(coding.group), divide_up(std::min(coding.group, inputs), 32), coding.scales == Scales::halves};
+  }
+};
+
 // Called by every thread that has computed blocks, before it does anything else.
 inline void release_sums() {
 #if WEFT_AMX
@@ -227,15 +241,13 @@ class Made {
   alignas(64) mutable uint8_t parts_[kParts][kSteps * Stored::kTileBytes];
 };
 
-// The scales of a block's groups, where they multiply sums: float32 of 32 columns, every `bytes`.
-struct SumScales {
-  const uint8_t* at = nullptr;
-  int64_t bytes = 0, steps = 0;  // tile steps of a group
-};
-
-// total += part * scale, of `rows` x 32.
-inline void add_scaled(const float* part, const uint8_t* scales, int64_t rows, float* total) {
-  const vf first = load_as<vf>(scales), second = load_as<vf>(scales + 64);
+// total += part * the scales of group `group`, of `rows` x 32.
+inline void add_scaled(const float* part, const SumScales& scales, int64_t group, int64_t rows, float* total) {
+  const uint8_t* at = scales.at + group * scales.bytes;
+  const auto scale = [&](int half) {
+    return scales.halves ? _mm512_cvtph_ps(load_as<__m256i>(at + 32 * half)) : load_as<vf>(at + 64 * half);
+  };
+  const vf first = scale(0), second = scale(1);
 #pragma GCC unroll 4
   for (int64_t row = 0; row < rows; ++row, part += kBlock, total += kBlock) {
     store(total, fma(load(part), first, load(total)));
@@ -285,13 +297,12 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
     const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
       if (!scales.at) return sum(tiles_of, steps, total);
       std::fill(total, total + rows * kBlock, 0.0f);
-      const uint8_t* scale = scales.at;
-      sum(tiles_of, std::min(steps, scales.steps), sums[0]);
-      for (int64_t group = 1; step < steps; ++group, scale += scales.bytes) {
+      int64_t group = 0;
+      for (; step < steps; ++group) {
         sum(tiles_of, std::min(steps, step + scales.steps), sums[group % 2]);
-        add_scaled(sums[(group - 1) % 2], scale, rows, total);
+        if (group > 0) add_scaled(sums[(group - 1) % 2], scales, group - 1, rows, total);
       }
-      add_scaled(sums[(scale - scales.at) / scales.bytes % 2], scale, rows, total);
+      add_scaled(sums[(group - 1) % 2], scales, group - 1, rows, total);
     };
     if (rows > amx::kTileRows)
       sum_all(std::integral_constant<int, 2>());
@@ -431,30 +442,20 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   return product;
 }
 
-// Whether scales multiply sums with AMX: of large groups, as a group's tiles go through memory for it. Those of small
-// groups multiply the numbers, which are rounded once more.
-inline bool scales_sums(const Coding& coding, int64_t inputs) {
-  return coding.scales == Scales::floats && (coding.group % kSumGroup == 0 || coding.group >= inputs);
-}
-
 template <class X, class Out>
 void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
   if constexpr (std::is_same_v<X, bf16>) {
-    const bool sums = scales_sums(product.coding, inputs);
+    const Coding& coding = product.coding;
+    const SumScales scales = SumScales::of(coding, w, inputs);
+    const int64_t bytes = coding.offset(inputs);
     const auto make = [&](int64_t first, int64_t last, uint8_t* to) {
-      const int64_t bytes = product.coding.offset(inputs);
       ask_ahead(w + bytes * first / inputs, bytes * (last - first) / inputs);
-      coded_as_bf16(product.coding, w, inputs, first, last, !sums, to);
+      coded_as_bf16(coding, w, inputs, first, last, !scales.at, to);
     };
-    SumScales scales;
-    if (sums) {
-      const int64_t group = product.coding.group;
-      scales = {w, product.coding.offset(group), divide_up(std::min(group, inputs), amx::kTileDepth)};
-    }
     if (use_brgemm)
-      return run_made(product, make, scales, finish, begin, end, column, next, product.coding.offset(inputs));
+      return run_made(product, make, scales, finish, begin, end, column, next, bytes);
   }
   static thread_local std::vector<float> memory;
   memory.resize(size_t(kCodedRows * kBlock));
