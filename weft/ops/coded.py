@@ -295,7 +295,8 @@ def storable(codes: Codes) -> Codes:
     if codes.group >= codes.inputs:
         return codes.regrouped(min(LARGEST_GROUP, codes.inputs + codes.inputs % 2))
     fitting = [g for g in range(2, LARGEST_GROUP + 1, 2) if codes.group % g == 0]
-    return codes.regrouped(fitting[-1])
+    whole_tiles = [g for g in fitting if g % 32 == 0]  # with AMX, others are rounded
+    return codes.regrouped((whole_tiles or fitting)[-1])
 
 
 def broken(codes: Codes) -> bool:
