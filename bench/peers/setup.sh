@@ -134,7 +134,7 @@ llamacpp() {
     fi
     say "compiling for this CPU with $JOBS jobs; 5 to 15 minutes"
     cmake -S "$out/sources" -B "$out/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF \
-        -DCMAKE_C_FLAGS="$without" -DCMAKE_CXX_FLAGS="$without" \
+        ${without:+"-DCMAKE_C_FLAGS=$without" "-DCMAKE_CXX_FLAGS=$without"} \
         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF \
         >"$out/build.log" 2>&1 || die "cmake refused: see $out/build.log"
     cmake --build "$out/build" --target llama-server llama-batched-bench llama-quantize -j "$JOBS" >>"$out/build.log" 2>&1 ||

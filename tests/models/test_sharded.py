@@ -24,6 +24,7 @@ from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
+from weft.ops.coded import dequantize, to_int8
 from weft.overlap.drive import drive
 from weft.parallel.comm import reduced
 from weft.parallel.mesh import Mesh
@@ -225,6 +226,36 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
     for embedded, logits in on_ranks(Layout(tensor=4), work):
         assert torch.equal(embedded, table[ids])
         assert torch.allclose(logits, table @ table.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtype: torch.dtype) -> None:
+    """On any number of ranks; a table that is the head as well is rounded with it, no other."""
+    table, x = torch.randn(37, 48, dtype=dtype), torch.randn(6, 48, dtype=dtype)
+    rounded = to_int8(table)
+    meant = dequantize(rounded, torch.float64)
+    assert (meant - table.double()).abs().amax() <= 0.51 * rounded.scales.amax()
+    ids = torch.arange(37)
+
+    def work(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        build = Build(dtype=dtype, device=CPU, mesh=mesh, quantization=quantization)
+        embedding = Embedding(37, 48, build, tied=tied)
+        head = LMHead(embedding, build, tied=tied)
+        for weight in (embedding.weight, head.weight):
+            if weight is not None:
+                weight.data.zero_()[: embedding.shard.count] = cut(table, embedding.shard)
+        embedding.pack()
+        head.pack()
+        return drive(reduced(build.comm, embedding(ids))), drive(head.steps(x))
+
+    found = [made for ranks in (1, 2, 3) for made in on_ranks(Layout(tensor=ranks), work)]
+    slack = 1e-12 if dtype == torch.float64 else 1e-6 if dtype == torch.float32 else 2.0**-8
+    for embedded, logits in found:
+        assert torch.equal(embedded, meant.to(dtype) if tied else table)
+        wanted = x.double() @ meant.T
+        assert (logits.double() - wanted).abs().max() <= slack * (x.double().abs() @ meant.abs().T).max()
 
 
 @pytest.mark.skipif(not cpu.load(), reason="the C++ operations are not built")

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 assert implementations  # registers every one
 
 #: (outputs, inputs): whole blocks, tails of both, odd inputs, one of each.
-SHAPES = ((320, 768), (192, 2304), (70, 33), (34, 64), (6, 1), (2, 130))
+SHAPES = ((320, 768), (192, 2304), (70, 33), (34, 64), (6, 1), (2, 130), (34, 4650))
 #: All up to 64 are those of matrices that are not coded (test_cpu_linear).
 FEW_ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 47, 48, 49, 63, 64, 100, 512)
 #: (numbers, scales, zeros, factors, group): every form, and groups that end within, at and behind the inputs.
@@ -174,10 +174,26 @@ def test_every_scale_is_exact(kind: torch.dtype, dtype: torch.dtype, kernel: str
 
 
 @pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("power", [1, 2, 127, 252, 253])
+def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
+    """All numbers of E2M1 that are finite times one power, which all columns have; below 2^-126 they are 0."""
+    numbers = torch.tensor(coded.E2M1, dtype=torch.float64) * 2.0 ** (power - 127)
+    values = torch.arange(16, dtype=torch.uint8)
+    values[numbers.abs() >= 2.0**128] = 0
+    wanted = numbers[values.long()]
+    wanted[wanted.abs() < 2.0**-126] = 0
+    scales = torch.full((32, 1), power, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    packed = coded.nibbles(values.repeat(32, 1))
+    codes = Codes(numbers="e2m1", values=packed, inputs=16, group=32, scales=scales)
+    made = ops.linear(torch.eye(16, dtype=torch.bfloat16), ops.pack_codes(codes))
+    assert torch.equal(made.double(), wanted.unsqueeze(1).expand(-1, 32))
+
+
+@pytest.mark.usefixtures("extension")
 @sampled(
     {
         "dtype": list(DTYPES),
-        "shape": [(1280, 768), (768, 2304), (70, 33), (70, 80)],
+        "shape": [(1280, 768), (768, 2304), (70, 33), (70, 80), (70, 4650)],
         "form": list(FORMS),
         "gated": [False, True],
     }

@@ -109,7 +109,7 @@ def test_every_int8_value_is_exact(kernel: str) -> None:
 @sampled(
     {
         "dtype": list(DTYPES),
-        "shape": [(1280, 768), (768, 2304), (70, 33)],
+        "shape": [(1280, 768), (768, 2304), (70, 33), (70, 4650), (70, 6176)],
         "form": ["linear", "gated", "int8", "gated_int8"],
     }
 )

@@ -288,8 +288,8 @@ def weight_bytes(
 
     ``redundant``: further copies of experts that ranks have between them.
 
-    ``quantization`` is of the matrices of layers, experts' included; embedding, head and routers do not
-    change. ``packed``: matrices that are published quantized stay so.
+    ``quantization`` is of the matrices of layers, experts' included; with any, heads (and tables that are heads as
+    well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are published quantized stay so.
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
@@ -307,12 +307,14 @@ def weight_bytes(
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
-    embeddings = -(-spec.vocab_size // layout.tensor) * spec.hidden * (1 if spec.tied else 2)
+    table = -(-spec.vocab_size // layout.tensor) * spec.hidden
+    head = table * (size if quantization == "none" else 1)  # in 8 bits with --quantization; tied: the table, too
+    embeddings = head if spec.tied else table * size + head
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
     bits = _BITS.get(quantization, 8.0 * size)
     if packed and quantization == "none" and spec.quantized is not None and spec.quantized.bits:
         bits = spec.quantized.bits
-    return int(matrices * bits / 8) + routers + embeddings * size + tower
+    return int(matrices * bits / 8) + routers + embeddings + tower
 
 
 #: Of an element, with its share of scales.

@@ -49,7 +49,7 @@ class Build:
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     quantization: str = "none"
-    """Other than ``none``: matrices of linear layers are rounded to it; not embedding and head."""
+    """Other than ``none``: matrices of linear layers are rounded to it, and heads to 8 bits."""
     staged: bool = False
     """Whether matrices wait on the host until their layers pack them: they are larger than what is packed."""
     invariant: bool = False

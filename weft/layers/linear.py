@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from weft.layers.build import Build, Packs
-from weft.layers.held import in_place, take_codes
+from weft.layers.held import hold_codes, holds_codes, in_place, take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
+from weft.ops.coded import to_int8
 from weft.parallel.comm import Pending, awaited
 
 Tensor = torch.Tensor
@@ -69,7 +70,8 @@ class Embedding(Packs):
 
     With ``tied`` the table is the head's matrix too. Where the op that computes logits has a layout of its
     own and can read rows from it, both share that one; else the head makes its own copy of the table. A table
-    of codes is in the layout of that op in any case.
+    of codes is in the layout of that op in any case. In a model with ``quantization`` a tied table is rounded
+    to codes of 8 bits, as heads are.
     """
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
@@ -85,6 +87,7 @@ class Embedding(Packs):
         self._matrix = matrix if tied and rows.name == matrix.name else None
         self._rows = rows.run if self._matrix is not None else torch_ops.embedding
         self._codes_of = matrix.pack_codes
+        self._rounds = tied and build.quantization != "none"
         self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
         """What ``forward`` reads."""
@@ -96,6 +99,8 @@ class Embedding(Packs):
 
     def pack(self) -> None:
         codes = take_codes(self.weight, self._codes_of is not None)
+        if codes is None and self._rounds:
+            codes = to_int8(in_place(self.weight).detach())
         if codes is not None and self._codes_of is not None:
             self.table = self._codes_of(codes)
             self._rows = self._coded_rows
@@ -118,7 +123,8 @@ class Embedding(Packs):
 class LMHead(Packs):
     """Logits of hidden states [L, hidden], of the rows of the vocabulary that the embedding of this rank has.
 
-    A tied head uses the embedding's table and owns no weight.
+    A tied head uses the embedding's table and owns no weight. With ``quantization`` heads have 8 bits, whatever
+    other matrices have: a row is read for each token of the vocabulary, and rounding it changes that logit alone.
     """
 
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
@@ -128,11 +134,14 @@ class LMHead(Packs):
         self._vocab_size = embedding.shard.size
         self._comm = build.comm
         self._op = build.op("linear")
+        self._rounds = build.quantization != "none"
         self._packed: object = None
 
     def pack(self) -> None:
         """After the embedding's."""
-        if not self._tied_to:
+        if self.weight is not None:
+            if self._rounds and not holds_codes(self.weight):
+                hold_codes(self.weight, 0, 0, to_int8(in_place(self.weight).detach()))
             self._packed = self._give("weight", self._op)
             return
         table = self._tied_to[0].table

@@ -295,7 +295,8 @@ def storable(codes: Codes) -> Codes:
     if codes.group >= codes.inputs:
         return codes.regrouped(min(LARGEST_GROUP, codes.inputs + codes.inputs % 2))
     fitting = [g for g in range(2, LARGEST_GROUP + 1, 2) if codes.group % g == 0]
-    return codes.regrouped(fitting[-1])
+    whole_tiles = [g for g in fitting if g % 32 == 0]  # with AMX, others are rounded
+    return codes.regrouped((whole_tiles or fitting)[-1])
 
 
 def broken(codes: Codes) -> bool:
@@ -343,6 +344,16 @@ def all_factors(parts: Sequence[Codes]) -> Tensor:
 
 
 # --- rounding plain weights ---
+
+
+def to_int8(weight: Tensor) -> Codes:
+    """weight [N, K] in 8 bits, with one scale a row: its largest magnitude is 127."""
+    if (rows := rows_at_once(weight)) < len(weight):
+        return _all_rows([to_int8(some) for some in weight.split(rows)])
+    exact = weight.float()
+    scales = quotient(exact.abs().amax(-1, keepdim=True), 127).clamp(min=torch.finfo(torch.float32).tiny)
+    values = (exact / scales).round_().clamp_(-127, 127).add_(MIDDLE["int8"]).to(torch.uint8)
+    return Codes(numbers="int8", values=values, inputs=weight.shape[-1], group=weight.shape[-1], scales=scales)
 
 
 def to_int4(weight: Tensor) -> Codes:

@@ -3,7 +3,7 @@
 // Few bf16 rows are multiplied by codes that are unpacked in registers: that hides behind reading them. For more rows
 // than a tile has, some groups at a time are unpacked in memory, once for all rows: with AVX-512 as steps of bf16, for
 // tiles that are half as high, so that what groups add up to stays in registers; with AVX2 as floats. For float32 rows
-// it is floats everywhere.
+// it is floats everywhere. AMX has its own way (gemm_block.h), for which this makes steps of bf16 (`coded_as_bf16`).
 #include "coded.h"
 
 #include "fp8.h"

@@ -18,7 +18,8 @@
 //
 // INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16); groups are
 // added up in order, each times its scale. Neither depends on how many rows there are: where codes are unpacked in
-// memory for some numbers of rows and in registers for others, both give the same chain.
+// memory for some numbers of rows and in registers for others, both give the same chain. With AMX scales multiply the
+// numbers in some codings, for all numbers of rows (`SumScales`, gemm_block.h).
 #pragma once
 
 #include "common.h"

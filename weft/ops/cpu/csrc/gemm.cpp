@@ -9,6 +9,10 @@
 //
 //   for chunk of rows:  for block of columns:  for tile of rows in chunk:  all of K
 //
+// With AMX, of a large K (`run_deep`):
+//
+//   for chunk of rows:  for part of K:  for block of columns:  for tile of rows in chunk:  the part
+//
 // Within a captured step products are left behind (crew.h).
 //
 // INVARIANCE. A block's sums don't depend on the rows it is computed for (gemm_block.h), so neither blocking nor
@@ -28,6 +32,11 @@ template <class F>
 void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t row_end, int64_t block_begin,
               int64_t block_end) {
   const Layout& layout = product.layout;
+#if WEFT_AMX
+  if constexpr (std::is_same_v<typename F::X, bf16>)
+    if (use_brgemm && amx_permitted() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows)
+      return run_deep<F>(product, row_begin, row_end, block_begin, block_end);
+#endif
   const int64_t bytes = block_bytes<F>(product.coding, layout.inputs);
   const int64_t chunk = chunk_of(row_end - row_begin, layout.inputs * int64_t(sizeof(typename F::X)));
   Finish finish;
@@ -205,7 +214,7 @@ namespace {
 
 void check_coded(const Tensor& packed, const Layout& layout, const Coding& coding) {
   TORCH_CHECK(coding && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
-                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs),
+                  packed.size(0) == layout.blocks() && packed.size(1) == coding.offset(layout.inputs) && layout.inputs > 0,
               "x has ", layout.inputs, " inputs, and the packed weight is for others");
 }
 

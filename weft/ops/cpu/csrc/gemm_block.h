@@ -30,6 +30,9 @@ namespace {
 
 constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
+constexpr int64_t kMadeDepth = 64;   // k that are made bf16's steps at a time
+constexpr int64_t kDeep = 4096;      // k, of which products by AMX of more take kDeepPart at a time, for kDeepRows rows
+constexpr int64_t kDeepPart = 2048, kDeepRows = 256;
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -144,8 +147,8 @@ void run_tiles(const Product<typename F::X, Out>& product, const uint8_t* w, con
   }
 }
 
-// With AMX: the scales of a block's groups where they multiply sums, which are exact. `at` is null where they multiply the
-// numbers instead: groups that tiles of 32 k do not divide, scales of two levels, and bytes (times E2M1 these are exact).
+// With AMX: the scales of a block's groups where they multiply sums. `at` is null where they multiply the numbers
+// instead: groups that tiles of 32 k do not divide, scales of two levels (both rounded to bf16), and bytes (exact).
 struct SumScales {
   const uint8_t* at = nullptr;
   int64_t bytes = 0;    // from one group to the next
@@ -224,12 +227,13 @@ class Made {
   }
 
  private:
-  static constexpr int64_t kSteps = 2, kLead = 1, kParts = 2;
+  static constexpr int64_t kSteps = kMadeDepth / amx::kTileDepth, kLead = 1, kParts = 2;
 
   void prepare(int64_t part) const {
     const int64_t begin = part * kSteps * amx::kTileDepth, end = std::min(inputs_, begin + kSteps * amx::kTileDepth);
     if (begin >= end) return;
     uint8_t* to = parts_[part % kParts];
+    amx::settle();  // the tiles have read what was there
     make_(begin, end, to);
     const int64_t bytes = divide_up(end - begin, Bf16::depth) * Bf16::bytes;
     std::memset(to + bytes, 0, size_t(divide_up(bytes, Stored::kTileBytes) * Stored::kTileBytes - bytes));
@@ -255,13 +259,21 @@ inline void add_scaled(const float* part, const SumScales& scales, int64_t group
   }
 }
 
+// Some k of a product, whose sums are kept in memory for the k behind them.
+struct Depth {
+  bool first, last;
+  float* sums;  // float32 [rows rounded up to 32, 32]
+};
+
 // Rows [begin, end) against one block by AMX. Lines of `next`, which has `next_bytes`, are asked for meanwhile, where
-// there are rows enough to compute.
+// there are rows enough to compute. With `depth`, `product` is of some k alone.
 template <class Out, class Weights>
 void run_amx(const Product<bf16, Out>& product, const Weights& weights, const SumScales& scales, const Finish& finish,
-             int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
+             int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes,
+             const Depth* depth = nullptr) {
   constexpr int64_t kPair = kBrgemmRows;
   const int64_t inputs = product.layout.inputs, steps = divide_up(inputs, amx::kTileDepth);
+  const bool fresh = !depth || depth->first;
   const int64_t pairs = divide_up(end - begin, kPair);
   const uint8_t* const next_end = next ? next + next_bytes : nullptr;
   const int64_t each = pairs > 1 && next ? divide_up(divide_up(next_bytes, 64), pairs * steps) : 0;
@@ -273,16 +285,18 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
   amx::configure(direct ? int(end - begin) : amx::kTileRows);
   amx::settle();
   // Of a group, of the group before it, and of all: a group's are scaled while the next one's are computed.
-  alignas(64) float sums[2][kPair * kBlock], total[kPair * kBlock];
+  alignas(64) float sums[2][kPair * kBlock], totals[kPair * kBlock];
   for (int64_t row = begin; row < end; row += kPair) {
     const int64_t rows = std::min(kPair, end - row);
+    float* const total = depth ? depth->sums + (row - begin) * kBlock : totals;
     const bf16* from = direct ? product.x + row * product.x_stride : tiles + (row - first) * steps * amx::kTileDepth;
     amx::Left left{from, 64, amx::kTileSize * 2, steps * amx::kTileSize * 2};
     if (direct) left.row = product.x_stride * 2, left.deep = 64;
     amx::Right right{nullptr, Bf16::bytes};
     int64_t step = 0, until = 0;
-    const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, float* to) __attribute__((always_inline)) {
-      amx::clear<R, 2>();
+    const auto sum = [&]<int R>(std::integral_constant<int, R>, int64_t last, bool add, float* to)
+                         __attribute__((always_inline)) {
+      add ? amx::take<R, 2>(to, kBlock) : amx::clear<R, 2>();
       while (step < last) {
         if (step == until) right.at = weights.at(step, until);
         for (const int64_t stop = std::min(until, last); step < stop; ++step) {
@@ -295,11 +309,11 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
       amx::put<R, 2>(to, kBlock);
     };
     const auto sum_all = [&](auto tiles_of) __attribute__((always_inline)) {
-      if (!scales.at) return sum(tiles_of, steps, total);
-      std::fill(total, total + rows * kBlock, 0.0f);
+      if (!scales.at) return sum(tiles_of, steps, !fresh, total);
+      if (fresh) std::fill(total, total + rows * kBlock, 0.0f);
       int64_t group = 0;
       for (; step < steps; ++group) {
-        sum(tiles_of, std::min(steps, step + scales.steps), sums[group % 2]);
+        sum(tiles_of, std::min(steps, step + scales.steps), false, sums[group % 2]);
         if (group > 0) add_scaled(sums[(group - 1) % 2], scales, group - 1, rows, total);
       }
       add_scaled(sums[(group - 1) % 2], scales, group - 1, rows, total);
@@ -308,6 +322,7 @@ void run_amx(const Product<bf16, Out>& product, const Weights& weights, const Su
       sum_all(std::integral_constant<int, 2>());
     else
       sum_all(std::integral_constant<int, 1>());
+    if (depth && !depth->last) continue;
     for (int64_t r = 0; r < rows; ++r)
       finish_row(load(total + r * kBlock), load(total + r * kBlock + kLanes), finish,
                  product.out + (row + r) * product.out_stride + column);
@@ -402,8 +417,8 @@ inline void ask_ahead(const uint8_t* from, int64_t bytes) {
 }
 
 // A block's steps of bf16 made of what `make(begin, end, to)` reads, k [begin, end) at a time, both even but for the last
-// end. For more rows than the tiles take at a time a block is made once. (Our own tiles make the numbers as they go: that
-// hides behind the products.)
+// end. For more rows than the tiles take at a time a block is made once a chunk of rows. (Our own tiles make the numbers
+// as they go: that hides behind the products.)
 template <class Out, class Make>
 void run_made(const Product<bf16, Out>& product, const Make& make, const SumScales& scales, const Finish& finish,
               int64_t begin, int64_t end, int64_t column, const uint8_t* next, int64_t next_bytes) {
@@ -416,7 +431,8 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
   const size_t bytes = size_t(divide_up(inputs, Bf16::depth) * Bf16::bytes);
   if (memory.size() < bytes + 64) memory.resize(bytes + 64);
   uint8_t* whole = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-  make(0, inputs, whole);
+  for (int64_t k = 0; k < inputs; k += kMadeDepth)  // as lines are asked for that much ahead
+    make(k, std::min(inputs, k + kMadeDepth), whole + k / Bf16::depth * Bf16::bytes);
   run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
@@ -442,20 +458,35 @@ Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   return product;
 }
 
+// What makes steps of bf16 of a block that is stored otherwise: `run_made`'s.
+inline auto makes_codes(const Coding& coding, const uint8_t* w, int64_t inputs, bool scaled) {
+  const int64_t bytes = coding.offset(inputs);
+  return [&coding, w, inputs, scaled, bytes](int64_t first, int64_t last, uint8_t* to) {
+    ask_ahead(w + bytes * first / inputs, bytes * (last - first) / inputs);
+    coded_as_bf16(coding, w, inputs, first, last, scaled, to);
+  };
+}
+template <class F>
+auto makes_steps(const uint8_t* w) {
+  return [w](int64_t first, int64_t last, uint8_t* to) {
+    const uint8_t* from = w + first / F::depth * F::bytes;
+    ask_ahead(from, (last - first) / F::depth * F::bytes);
+    for (int64_t step = divide_up(last - first, F::depth); step > 0; --step, from += F::bytes, to += Bf16::bytes) {
+      const auto weights = F::load(from);
+      std::memcpy(to, &weights, Bf16::bytes);
+    }
+  };
+}
+
 template <class X, class Out>
 void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
   if constexpr (std::is_same_v<X, bf16>) {
-    const Coding& coding = product.coding;
-    const SumScales scales = SumScales::of(coding, w, inputs);
-    const int64_t bytes = coding.offset(inputs);
-    const auto make = [&](int64_t first, int64_t last, uint8_t* to) {
-      ask_ahead(w + bytes * first / inputs, bytes * (last - first) / inputs);
-      coded_as_bf16(coding, w, inputs, first, last, !scales.at, to);
-    };
+    const SumScales scales = SumScales::of(product.coding, w, inputs);
     if (use_brgemm)
-      return run_made(product, make, scales, finish, begin, end, column, next, bytes);
+      return run_made(product, makes_codes(product.coding, w, inputs, !scales.at), scales, finish, begin, end, column,
+                      next, product.coding.offset(inputs));
   }
   static thread_local std::vector<float> memory;
   memory.resize(size_t(kCodedRows * kBlock));
@@ -479,15 +510,7 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
     if (use_brgemm) {
       const int64_t bytes = divide_up(product.layout.inputs, F::depth) * F::bytes;
       if constexpr (std::is_same_v<F, Bf16>) return run_brgemm(product, w, {}, finish, begin, end, column, next, bytes);
-      const auto make = [&](int64_t first, int64_t last, uint8_t* to) {
-        const uint8_t* from = w + first / F::depth * F::bytes;
-        ask_ahead(from, (last - first) / F::depth * F::bytes);
-        for (int64_t step = divide_up(last - first, F::depth); step > 0; --step, from += F::bytes, to += Bf16::bytes) {
-          const auto weights = F::load(from);
-          std::memcpy(to, &weights, Bf16::bytes);
-        }
-      };
-      return run_made(product, make, {}, finish, begin, end, column, next, bytes);
+      return run_made(product, makes_steps<F>(w), {}, finish, begin, end, column, next, bytes);
     }
   }
 #if WEFT_AVX2
@@ -496,6 +519,63 @@ void run_block(const Product<typename F::X, Out>& product, const uint8_t* w, con
 #endif
   run_tiles<F>(product, w, finish, begin, end, column, next);
 }
+
+#if WEFT_AMX
+
+// Many rows of many k against blocks [block_begin, block_end): rows and weights of all k would not stay in the second
+// cache. So all blocks take some k of kDeepRows rows, then the next k; sums wait in memory.
+template <class F>
+void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, int64_t block_begin, int64_t block_end) {
+  const Layout& layout = product.layout;
+  const Coding& coding = product.coding;
+  const int64_t inputs = layout.inputs, bytes = block_bytes<F>(coding, inputs);
+  const uint8_t* const first_block = product.weights + block_begin * bytes;
+  const bool sum_scales = coding && SumScales::of(coding, first_block, inputs).at;
+  const int64_t depth = sum_scales ? std::max<int64_t>(1, kDeepPart / coding.group) * coding.group : kDeepPart;
+  const int64_t chunk = divide_up(like_parts(row_end - row_begin, kDeepRows), kBrgemmRows) * kBrgemmRows;
+  static thread_local std::vector<float> kept;
+  static thread_local std::vector<__m512i> made;
+  if (kept.size() < size_t((block_end - block_begin) * chunk * kBlock))
+    kept.resize(size_t((block_end - block_begin) * chunk * kBlock));
+  if (made.size() < size_t(depth)) made.resize(size_t(divide_up(depth, amx::kTileDepth) * amx::kTileDepth));
+  Finish finish;
+  for (int64_t row = row_begin; row < row_end; row += chunk) {
+    const int64_t end = std::min(row + chunk, row_end);
+    for (int64_t k = 0; k < inputs; k += depth) {
+      const int64_t until = std::min(inputs, k + depth);
+      Product<bf16> part = product;
+      part.layout.inputs = until - k, part.x += k;
+      part.x_tiles = tiles_of_rows(product.x + row * product.x_stride + k, product.x_stride, end - row, until - k);
+      part.tiled = row;
+      for (int64_t block = block_begin; block < block_end; ++block) {
+        const uint8_t* const w = product.weights + block * bytes;
+        SumScales scales;
+        if (sum_scales) scales = SumScales::of(coding, w + coding.offset(k), until - k);
+        const Depth of{k == 0, until == inputs, kept.data() + (block - block_begin) * chunk * kBlock};
+        if (of.last) prepare(product, block, finish);
+        // Of the next block the same k.
+        const int64_t ahead = coding ? coding.offset(inputs) * k / inputs : k / F::depth * F::bytes;
+        const int64_t next_bytes = coding ? bytes * (until - k) / inputs : divide_up(until - k, F::depth) * F::bytes;
+        const uint8_t* const next = block + 1 < block_end ? w + bytes + ahead : nullptr;
+        const uint8_t* steps = reinterpret_cast<const uint8_t*>(made.data());
+        const auto make = [&](const auto& steps_of) {
+          uint8_t* to = reinterpret_cast<uint8_t*>(made.data());
+          for (int64_t at = k; at < until; at += kMadeDepth, to += kMadeDepth / Bf16::depth * Bf16::bytes)
+            steps_of(at, std::min(until, at + kMadeDepth), to);
+        };
+        if (coding)
+          make(makes_codes(coding, w, inputs, !sum_scales));
+        else if constexpr (std::is_same_v<F, Bf16>)
+          steps = w + ahead;
+        else
+          make(makes_steps<F>(w));
+        run_amx(part, Stored(steps, until - k), scales, finish, row, end, block * layout.width(), next, next_bytes, &of);
+      }
+    }
+  }
+}
+
+#endif
 
 }  // namespace
 }  // namespace weft
