@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, rows, tables
+from bench.record import of_any_machine
 from bench.rounds import Deadlines, Session, say
 from bench.served import Serving
 from weft.bench import checkpoints
@@ -212,7 +213,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     args = parser().parse_args()
     try:
-        result = compare(args)
+        # What a peer says of its failure names files of this machine.
+        result = json.loads(of_any_machine(json.dumps(compare(args))))
     except WeftError as error:
         sys.exit(f"compare: {error.message}")
     args.results.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,13 @@ PREFIX: tuple[str, ...] = ()
 
 
 def command(module: str) -> str:
-    """What was typed to run ``module``: python -m module and its arguments, the home folder as ~ and paths
-    of the repository from there."""
-    typed = shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]])
-    return typed.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
+    """What was typed to run ``module``: python -m module and its arguments."""
+    return of_any_machine(shlex.join(["python", "-m", *PREFIX, module, *sys.argv[1:]]))
+
+
+def of_any_machine(text: str) -> str:
+    """``text`` with the home folder as ~ and paths of the repository from there."""
+    return text.replace(f"{ROOT}/", "").replace(f"{Path.home()}/", "~/")
 
 
 def write(path: Path, module: str, title: str, table: str, numbers: dict[str, Any]) -> None:

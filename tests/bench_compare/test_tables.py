@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import machine, rounds, tables
+from bench import machine, record, rounds, tables
 from weft.bench.workloads import WORKLOADS
 
 
@@ -88,6 +89,11 @@ def test_every_round_begins_with_another_engine() -> None:
 
 def test_differing_counts_requests() -> None:
     assert rounds.differing([[1, 2], [3]], [[1, 2], [4]]) == 1
+
+
+def test_a_result_names_no_folder_of_the_machine() -> None:
+    said = f"{Path.home()}/.cache/x.py failed, as did {record.ROOT}/bench/y.py"
+    assert record.of_any_machine(said) == "~/.cache/x.py failed, as did bench/y.py"
 
 
 def test_machine_of_this_test() -> None:
