@@ -390,13 +390,17 @@ def test_weight_bytes_of_a_known_model() -> None:
     assert block_bytes(spec.caches[0], 1, "bfloat16") == 131072
     layers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     embeddings = 2 * 2 * 128256 * 4096
-    assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + embeddings
-    assert memory.weight_bytes(spec, "bfloat16", "int4") == layers * 37 // 64 + embeddings
-    assert memory.weight_bytes(spec, "bfloat16", "fp8") == layers * 33 // 32 + embeddings
+    rounded = 3 * 128256 * 4096  # the head has 8 bits
+    assert memory.weight_bytes(spec, "bfloat16", "int8") == layers + rounded
+    assert memory.weight_bytes(spec, "bfloat16", "int4") == layers * 37 // 64 + rounded
+    assert memory.weight_bytes(spec, "bfloat16", "fp8") == layers * 33 // 32 + rounded
+    tied = msgspec.structs.replace(spec, tied=True)
+    assert memory.weight_bytes(tied, "bfloat16") == 2 * layers + embeddings // 2
+    assert memory.weight_bytes(tied, "bfloat16", "int8") == layers + embeddings // 4
     published = msgspec.structs.replace(spec, quantized=QuantizedSpec(method="awq", bits=5))
     assert memory.weight_bytes(published, "bfloat16") == 2 * layers + embeddings
     assert memory.weight_bytes(published, "bfloat16", packed=True) == layers * 5 // 8 + embeddings
-    assert memory.weight_bytes(published, "bfloat16", "int8", packed=True) == layers + embeddings
+    assert memory.weight_bytes(published, "bfloat16", "int8", packed=True) == layers + rounded
 
 
 def test_weight_bytes_count_experts_and_what_quantizes_them() -> None:
@@ -406,7 +410,7 @@ def test_weight_bytes_count_experts_and_what_quantizes_them() -> None:
     matrices = attention + 3 * 32 * 48 + 2 * 3 * 32 * (8 * 10 + 20)
     routers, embeddings = 2 * 8 * 32 * 4, 2 * 100 * 32
     assert memory.weight_bytes(spec, "bfloat16") == 2 * matrices + routers + 2 * embeddings
-    assert memory.weight_bytes(spec, "bfloat16", "int8") == matrices + routers + 2 * embeddings
+    assert memory.weight_bytes(spec, "bfloat16", "int8") == matrices + routers + 3 * embeddings // 2
     assert memory.weight_bytes(spec, "float64") == 8 * (matrices + embeddings) + 2 * routers
 
 

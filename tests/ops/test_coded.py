@@ -10,7 +10,7 @@ import torch
 from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, assert_gated, assert_linear, case, exact
 from tests.support.pairwise import sampled
-from weft.ops import coded, cpu, implementations, torch_ops
+from weft.ops import coded, cpu, implementations, tiled, torch_ops
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
 from weft.ops.registry import choose
@@ -97,7 +97,7 @@ def test_what_codes_mean() -> None:
 
 
 def rounds(form: str, inputs: int, dtype: torch.dtype, kernel: str) -> bool:
-    """Whether weights are rounded to bf16: by brgemm all, with AMX's tiles where scales of float32 multiply numbers."""
+    """Whether weights are rounded to bf16: by brgemm all, by AMX's tiles if such scales multiply numbers."""
     _, scales, _, _, group = FORMS[form]
     if kernel != "brgemm" or dtype != torch.bfloat16:
         return False
@@ -163,7 +163,7 @@ def test_every_code_is_exact(form: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
 def test_every_scale_is_exact(kind: torch.dtype, dtype: torch.dtype, kernel: str) -> None:
-    """Of scales that are bytes, the smallest included; but what is below 2^-126 is 0 to instructions of bf16."""
+    """Of scales that are bytes, the smallest included; what is below 2^-126 is 0 to instructions of bf16."""
     scales = torch.arange(255, dtype=torch.uint8).view(kind).unsqueeze(1)
     scales = scales[torch.arange(255) != 127] if kind == torch.float8_e4m3fn else scales
     ones = torch.full((len(scales), 1), 2, dtype=torch.uint8)  # 1.0 in E2M1
@@ -176,7 +176,7 @@ def test_every_scale_is_exact(kind: torch.dtype, dtype: torch.dtype, kernel: str
 @pytest.mark.usefixtures("extension")
 @pytest.mark.parametrize("power", [1, 2, 127, 252, 253])
 def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
-    """All numbers of E2M1 that are finite times one power, which all columns have; below 2^-126 they are 0."""
+    """All numbers of E2M1 that are finite times one power, of all columns; below 2^-126 they are 0."""
     numbers = torch.tensor(coded.E2M1, dtype=torch.float64) * 2.0 ** (power - 127)
     values = torch.arange(16, dtype=torch.uint8)
     values[numbers.abs() >= 2.0**128] = 0
@@ -242,6 +242,21 @@ def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
     assert stack is not None
     assert stack.shape == (2, 6, 384)
     assert torch.equal(meaning(stack).flatten(0, 1), whole)
+
+
+@pytest.mark.parametrize("inputs", [96, 33])
+def test_large_matrices_are_rounded_and_multiplied_in_parts(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, bias = torch.randn(500, inputs), torch.randn(3, inputs), torch.randn(500)
+    whole = coded.to_int8(weight)
+    monkeypatch.setattr(coded, "ROUNDED_NUMBERS", 64 * inputs)
+    monkeypatch.setattr(torch_ops, "SLICE", 128 * inputs)
+    codes = coded.to_int8(weight)
+    assert torch.equal(codes.values, whole.values)
+    assert torch.equal(codes.scales, whole.scales)
+    for linear in (torch_ops.linear, tiled.linear):
+        assert torch.allclose(linear(x, codes, bias), x @ meaning(codes).float().T + bias, atol=1e-4)
 
 
 def test_rows_of_different_groups_are_joined() -> None:

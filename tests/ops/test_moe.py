@@ -299,9 +299,7 @@ def coded_block(kind: str, dtype: torch.dtype, form: str) -> tuple[Routed, Route
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("kind", ["corrected", "biased", "gated_shared"])
-def test_codes_are_the_matrices_that_they_mean(
-    kind: str, form: str, dtype: torch.dtype, kernel: str
-) -> None:
+def test_codes_are_the_matrices_that_they_mean(kind: str, form: str, dtype: torch.dtype, kernel: str) -> None:
     if rounds(form, 64, dtype, kernel):
         pytest.skip("rounds the weights: needs AMX, and groups of 32 inputs (tests/ops/test_coded.py)")
     codes, meant = coded_block(kind, dtype, form)

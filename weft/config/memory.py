@@ -288,8 +288,9 @@ def weight_bytes(
 
     ``redundant``: further copies of experts that ranks have between them.
 
-    ``quantization`` is of the matrices of layers, experts' included; with any, heads (and tables that are heads as
-    well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are published quantized stay so.
+    ``quantization`` is of the matrices of layers, experts' included; with any, heads (and tables that are
+    heads as well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are published
+    quantized stay so.
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
@@ -308,7 +309,9 @@ def weight_bytes(
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
     table = -(-spec.vocab_size // layout.tensor) * spec.hidden
-    head = table * (size if quantization == "none" else 1)  # in 8 bits with --quantization; tied: the table, too
+    head = table * (
+        size if quantization == "none" else 1
+    )  # in 8 bits with --quantization; tied: the table, too
     embeddings = head if spec.tied else table * size + head
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
     bits = _BITS.get(quantization, 8.0 * size)

@@ -66,7 +66,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Literal["none", "int8", "int4", "fp8"],
         Meta(
             description="Round the matrices of linear layers and keep them so. int8: one scale an output "
-            "channel; int4: a scale and a zero point for 64 inputs; fp8 (E4M3): a scale for 128 inputs."
+            "channel; int4: a scale and a zero point for 64 inputs; fp8 (E4M3): a scale for 128 inputs. "
+            "With any of them the head, and a table that is the head as well, has 8 bits."
         ),
     ] = "none"
     language_model_only: Annotated[

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from torch import nn
 
 from weft.layers.build import Build, Packs
 from weft.layers.held import hold_codes, holds_codes, in_place, take_codes
@@ -98,9 +99,9 @@ class Embedding(Packs):
         return self._matrix is not None or self._coded
 
     def pack(self) -> None:
+        if self._rounds:
+            _round(self.weight)
         codes = take_codes(self.weight, self._codes_of is not None)
-        if codes is None and self._rounds:
-            codes = to_int8(in_place(self.weight).detach())
         if codes is not None and self._codes_of is not None:
             self.table = self._codes_of(codes)
             self._rows = self._coded_rows
@@ -120,11 +121,17 @@ class Embedding(Packs):
         return found.masked_fill_(others.unsqueeze(1), 0)
 
 
+def _round(head: nn.Parameter) -> None:
+    """Leaves codes of 8 bits on it, where it is: a head that waits on the host goes to a GPU as these."""
+    if not holds_codes(head):
+        hold_codes(head, 0, 0, to_int8(head.detach()))
+
+
 class LMHead(Packs):
     """Logits of hidden states [L, hidden], of the rows of the vocabulary that the embedding of this rank has.
 
-    A tied head uses the embedding's table and owns no weight. With ``quantization`` heads have 8 bits, whatever
-    other matrices have: a row is read for each token of the vocabulary, and rounding it changes that logit alone.
+    A tied head uses the embedding's table and owns no weight. With ``quantization`` heads have 8 bits,
+    whatever other matrices have.
     """
 
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
@@ -139,9 +146,10 @@ class LMHead(Packs):
 
     def pack(self) -> None:
         """After the embedding's."""
-        if self.weight is not None:
-            if self._rounds and not holds_codes(self.weight):
-                hold_codes(self.weight, 0, 0, to_int8(in_place(self.weight).detach()))
+        if not self._tied_to:
+            if self._rounds:
+                assert self.weight is not None
+                _round(self.weight)
             self._packed = self._give("weight", self._op)
             return
         table = self._tied_to[0].table

@@ -353,7 +353,8 @@ def to_int8(weight: Tensor) -> Codes:
     exact = weight.float()
     scales = quotient(exact.abs().amax(-1, keepdim=True), 127).clamp(min=torch.finfo(torch.float32).tiny)
     values = (exact / scales).round_().clamp_(-127, 127).add_(MIDDLE["int8"]).to(torch.uint8)
-    return Codes(numbers="int8", values=values, inputs=weight.shape[-1], group=weight.shape[-1], scales=scales)
+    inputs = weight.shape[-1]
+    return Codes(numbers="int8", values=values, inputs=inputs, group=inputs + inputs % 2, scales=scales)
 
 
 def to_int4(weight: Tensor) -> Codes:

@@ -69,7 +69,7 @@ def pack(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
     """``fixed_shapes.linear``; codes are dequantized each time."""
-    return fixed_shapes.linear(x, torch_ops.plain(weight, x.dtype), bias)
+    return torch_ops.linear(x, weight, bias, fixed_shapes.linear)
 
 
 def gated_linear(

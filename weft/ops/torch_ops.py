@@ -146,9 +146,23 @@ def plain(weight: Tensor | Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
     return weight if isinstance(weight, Tensor) else dequantize(weight, wide(dtype)).to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time."""
-    return F.linear(x, plain(weight, x.dtype), bias)
+#: Numbers of codes that are dequantized at a time: a head may have a hundred times as many.
+SLICE = 1 << 23
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor | Codes | MixedCodes,
+    bias: Tensor | None = None,
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
+) -> Tensor:
+    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time, in slices."""
+    rows = max(1, SLICE // max(1, x.shape[-1]))
+    if not isinstance(weight, Codes) or len(weight) <= rows:
+        return product(x, plain(weight, x.dtype), bias)
+    parts = [slice(at, at + rows) for at in range(0, len(weight), rows)]
+    made = [product(x, plain(weight[at], x.dtype), None if bias is None else bias[at]) for at in parts]
+    return torch.cat(made, dim=-1)
 
 
 def gated_linear(

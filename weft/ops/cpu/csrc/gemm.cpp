@@ -11,7 +11,7 @@
 //
 // With AMX, of a large K (`run_deep`):
 //
-//   for chunk of rows:  for part of K:  for block of columns:  for tile of rows in chunk:  the part
+//   for some blocks:  for chunk of rows:  for part of K:  for block:  for tile of rows in chunk:  the part
 //
 // Within a captured step products are left behind (crew.h).
 //
@@ -34,8 +34,11 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   const Layout& layout = product.layout;
 #if WEFT_AMX
   if constexpr (std::is_same_v<typename F::X, bf16>)
-    if (use_brgemm && amx_permitted() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows)
-      return run_deep<F>(product, row_begin, row_end, block_begin, block_end);
+    if (use_brgemm && amx_permitted() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows) {
+      for (int64_t block = block_begin; block < block_end; block += kDeepBlocks)
+        run_deep<F>(product, row_begin, row_end, block, std::min(block_end, block + kDeepBlocks));
+      return;
+    }
 #endif
   const int64_t bytes = block_bytes<F>(product.coding, layout.inputs);
   const int64_t chunk = chunk_of(row_end - row_begin, layout.inputs * int64_t(sizeof(typename F::X)));

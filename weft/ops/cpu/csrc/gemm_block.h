@@ -32,7 +32,7 @@ constexpr int64_t kChunkBytes = WEFT_AMX ? 1 << 20 : 384 * 1024;  // of x
 constexpr int64_t kBrgemmRows = 32;
 constexpr int64_t kMadeDepth = 64;   // k that are made bf16's steps at a time
 constexpr int64_t kDeep = 4096;      // k, of which products by AMX of more take kDeepPart at a time, for kDeepRows rows
-constexpr int64_t kDeepPart = 2048, kDeepRows = 256;
+constexpr int64_t kDeepPart = 2048, kDeepRows = 256, kDeepBlocks = 64;  // whose sums of so many rows take 2 MB
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
