@@ -289,8 +289,8 @@ def weight_bytes(
     ``redundant``: further copies of experts that ranks have between them.
 
     ``quantization`` is of the matrices of layers, experts' included; with any, heads (and tables that are
-    heads as well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are published
-    quantized stay so.
+    heads as well) have 8 bits; other tables and routers do not change. ``packed``: matrices that are
+    published quantized stay so.
     """
     size = DTYPE_BYTES[dtype]
     spec = local_spec(spec, layout)
