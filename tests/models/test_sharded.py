@@ -24,7 +24,8 @@ from weft.models.base import Model
 from weft.models.loader import load_model
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
-from weft.ops.coded import dequantize, to_int8
+from weft.ops.coded import dequantize
+from weft.ops.torch_ops import to_int8_codes
 from weft.overlap.drive import drive
 from weft.parallel.comm import reduced
 from weft.parallel.mesh import Mesh
@@ -234,7 +235,7 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtype: torch.dtype) -> None:
     """On any number of ranks; a table that is the head as well is rounded with it, no other."""
     table, x = torch.randn(37, 48, dtype=dtype), torch.randn(6, 48, dtype=dtype)
-    rounded = to_int8(table)
+    rounded = to_int8_codes(table)
     meant = dequantize(rounded, torch.float64)
     assert (meant - table.double()).abs().amax() <= 0.51 * rounded.scales.amax()
     ids = torch.arange(37)

@@ -249,10 +249,10 @@ def test_large_matrices_are_rounded_and_multiplied_in_parts(
     inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, x, bias = torch.randn(500, inputs), torch.randn(3, inputs), torch.randn(500)
-    whole = coded.to_int8(weight)
+    whole = torch_ops.to_int8_codes(weight)
     monkeypatch.setattr(coded, "ROUNDED_NUMBERS", 64 * inputs)
     monkeypatch.setattr(torch_ops, "SLICE", 128 * inputs)
-    codes = coded.to_int8(weight)
+    codes = torch_ops.to_int8_codes(weight)
     assert torch.equal(codes.values, whole.values)
     assert torch.equal(codes.scales, whole.scales)
     for linear in (torch_ops.linear, tiled.linear):

@@ -309,9 +309,7 @@ def weight_bytes(
         matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
         routers = routing * moe.experts * spec.hidden * max(4, size)
     table = -(-spec.vocab_size // layout.tensor) * spec.hidden
-    head = table * (
-        size if quantization == "none" else 1
-    )  # in 8 bits with --quantization; tied: the table, too
+    head = table * (size if quantization == "none" else 1)
     embeddings = head if spec.tied else table * size + head
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
     bits = _BITS.get(quantization, 8.0 * size)

@@ -13,7 +13,6 @@ from weft.layers.build import Build, Packs
 from weft.layers.held import hold_codes, holds_codes, in_place, take_codes
 from weft.layers.shard import Shard, whole
 from weft.ops import torch_ops
-from weft.ops.coded import to_int8
 from weft.parallel.comm import Pending, awaited
 
 Tensor = torch.Tensor
@@ -124,7 +123,7 @@ class Embedding(Packs):
 def _round(head: nn.Parameter) -> None:
     """Leaves codes of 8 bits on it, where it is: a head that waits on the host goes to a GPU as these."""
     if not holds_codes(head):
-        hold_codes(head, 0, 0, to_int8(head.detach()))
+        hold_codes(head, 0, 0, torch_ops.to_int8_codes(head.detach()))
 
 
 class LMHead(Packs):

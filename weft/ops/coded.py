@@ -346,17 +346,6 @@ def all_factors(parts: Sequence[Codes]) -> Tensor:
 # --- rounding plain weights ---
 
 
-def to_int8(weight: Tensor) -> Codes:
-    """weight [N, K] in 8 bits, with one scale a row: its largest magnitude is 127."""
-    if (rows := rows_at_once(weight)) < len(weight):
-        return _all_rows([to_int8(some) for some in weight.split(rows)])
-    exact = weight.float()
-    scales = quotient(exact.abs().amax(-1, keepdim=True), 127).clamp(min=torch.finfo(torch.float32).tiny)
-    values = (exact / scales).round_().clamp_(-127, 127).add_(MIDDLE["int8"]).to(torch.uint8)
-    inputs = weight.shape[-1]
-    return Codes(numbers="int8", values=values, inputs=inputs, group=inputs + inputs % 2, scales=scales)
-
-
 def to_int4(weight: Tensor) -> Codes:
     """weight [N, K] (or a stack) in groups of 64 inputs, each with a scale and a zero point.
 

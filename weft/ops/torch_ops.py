@@ -210,6 +210,18 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
 
 
+def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
+    """``to_int8`` of a matrix, as codes."""
+    made, inputs = to_int8(weight, largest), weight.shape[1]
+    return Codes(
+        numbers="int8",
+        values=made.values.view(torch.uint8) ^ 128,
+        inputs=inputs,
+        group=inputs + inputs % 2,
+        scales=made.scales.float(),
+    )
+
+
 def linear_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, product: Product = F.linear
 ) -> Tensor:

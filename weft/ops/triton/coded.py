@@ -225,21 +225,9 @@ def pack(codes: Codes | MixedCodes) -> Codes | MixedCodes:
     return _packed(codes)
 
 
-def to_int8(weight: Tensor, largest: Tensor | None = None) -> Codes:
-    """``torch_ops.to_int8`` of a matrix, as codes."""
-    made = torch_ops.to_int8(weight, largest)
-    return Codes(
-        numbers="int8",
-        values=made.values.view(torch.uint8) ^ 128,
-        inputs=weight.shape[1],
-        group=max(weight.shape[1], 2),
-        scales=made.scales.float(),
-    )
-
-
 def pack_int8(weight: Tensor, largest: Tensor | None = None) -> Codes:
     """For ``linear``: weight [N, K], rounded as ``torch_ops.to_int8`` does."""
-    return _packed(to_int8(weight.detach(), largest))
+    return _packed(torch_ops.to_int8_codes(weight.detach(), largest))
 
 
 def pack_int4(weight: Tensor) -> Codes:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from weft.ops import moe as torch_moe
+from weft.ops import torch_ops
 from weft.ops.coded import Codes, to_fp8, to_int4
 from weft.ops.moe import Pieces, Routed, activate, choose_experts, has_codes, rounded
 from weft.ops.stacks import stacked
@@ -413,7 +414,7 @@ def pack_int8(weights: Routed) -> Routed:
     def made(matrices: Tensor | None, largest: Tensor | None = None) -> Codes | None:
         if matrices is None:
             return None
-        return _each(matrices, coded.to_int8, *([] if largest is None else [largest]))
+        return _each(matrices, torch_ops.to_int8_codes, *([] if largest is None else [largest]))
 
     return pack_codes(
         replace(

@@ -467,13 +467,6 @@ void unpack(const Range& range, uint8_t* made) {
   });
 }
 
-// Begins a line of the cache: registers of 64 bytes do not cross one.
-uint8_t* memory_of(int64_t bytes) {
-  static thread_local std::vector<uint8_t> memory;
-  if (memory.size() < size_t(bytes) + 64) memory.resize(size_t(bytes) + 64);
-  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-}
-
 // `run(range, what was unpacked of it)` of some groups after others.
 template <class Run>
 void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) {

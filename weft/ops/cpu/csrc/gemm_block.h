@@ -49,6 +49,13 @@ inline int64_t chunk_of(int64_t rows, int64_t row_bytes) {
   return WEFT_AMX ? divide_up(part, kBrgemmRows) * kBrgemmRows : part;
 }
 
+// Memory of this thread until its next call. Begins a line of the cache: registers of 64 bytes do not cross one.
+inline uint8_t* memory_of(int64_t bytes) {
+  static thread_local std::vector<uint8_t> memory;
+  if (memory.size() < size_t(bytes) + 64) memory.resize(size_t(bytes) + 64);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+}
+
 // --- layout ---------------------------------------------------------------------------------------------------
 
 struct Layout {
@@ -416,6 +423,13 @@ inline void ask_ahead(const uint8_t* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + kAhead + line);
 }
 
+// Steps of bf16 of k [begin, end), made some at a time: lines are asked for that much ahead.
+template <class Make>
+void make_all(const Make& make, int64_t begin, int64_t end, uint8_t* to) {
+  for (int64_t k = begin; k < end; k += kMadeDepth, to += kMadeDepth / Bf16::depth * Bf16::bytes)
+    make(k, std::min(end, k + kMadeDepth), to);
+}
+
 // A block's steps of bf16 made of what `make(begin, end, to)` reads, k [begin, end) at a time, both even but for the last
 // end. For more rows than the tiles take at a time a block is made once a chunk of rows. (Our own tiles make the numbers
 // as they go: that hides behind the products.)
@@ -427,12 +441,8 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
   if (end - begin <= kBrgemmRows && amx_permitted())
     return run_amx(product, Made<Make>(make, inputs), scales, finish, begin, end, column, next, next_bytes);
 #endif
-  static thread_local std::vector<uint8_t> memory;
-  const size_t bytes = size_t(divide_up(inputs, Bf16::depth) * Bf16::bytes);
-  if (memory.size() < bytes + 64) memory.resize(bytes + 64);
-  uint8_t* whole = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
-  for (int64_t k = 0; k < inputs; k += kMadeDepth)  // as lines are asked for that much ahead
-    make(k, std::min(inputs, k + kMadeDepth), whole + k / Bf16::depth * Bf16::bytes);
+  uint8_t* const whole = memory_of(divide_up(inputs, Bf16::depth) * Bf16::bytes);
+  make_all(make, 0, inputs, whole);
   run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
@@ -534,10 +544,9 @@ void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, 
   const int64_t depth = sum_scales ? std::max<int64_t>(1, kDeepPart / coding.group) * coding.group : kDeepPart;
   const int64_t chunk = divide_up(like_parts(row_end - row_begin, kDeepRows), kBrgemmRows) * kBrgemmRows;
   static thread_local std::vector<float> kept;
-  static thread_local std::vector<__m512i> made;
+  uint8_t* const made = memory_of(divide_up(depth, Bf16::depth) * Bf16::bytes);
   if (kept.size() < size_t((block_end - block_begin) * chunk * kBlock))
     kept.resize(size_t((block_end - block_begin) * chunk * kBlock));
-  if (made.size() < size_t(depth)) made.resize(size_t(divide_up(depth, amx::kTileDepth) * amx::kTileDepth));
   Finish finish;
   for (int64_t row = row_begin; row < row_end; row += chunk) {
     const int64_t end = std::min(row + chunk, row_end);
@@ -557,18 +566,13 @@ void run_deep(const Product<bf16>& product, int64_t row_begin, int64_t row_end, 
         const int64_t ahead = coding ? coding.offset(inputs) * k / inputs : k / F::depth * F::bytes;
         const int64_t next_bytes = coding ? bytes * (until - k) / inputs : divide_up(until - k, F::depth) * F::bytes;
         const uint8_t* const next = block + 1 < block_end ? w + bytes + ahead : nullptr;
-        const uint8_t* steps = reinterpret_cast<const uint8_t*>(made.data());
-        const auto make = [&](const auto& steps_of) {
-          uint8_t* to = reinterpret_cast<uint8_t*>(made.data());
-          for (int64_t at = k; at < until; at += kMadeDepth, to += kMadeDepth / Bf16::depth * Bf16::bytes)
-            steps_of(at, std::min(until, at + kMadeDepth), to);
-        };
+        const uint8_t* steps = made;
         if (coding)
-          make(makes_codes(coding, w, inputs, !sum_scales));
+          make_all(makes_codes(coding, w, inputs, !sum_scales), k, until, made);
         else if constexpr (std::is_same_v<F, Bf16>)
           steps = w + ahead;
         else
-          make(makes_steps<F>(w));
+          make_all(makes_steps<F>(w), k, until, made);
         run_amx(part, Stored(steps, until - k), scales, finish, row, end, block * layout.width(), next, next_bytes, &of);
       }
     }
