@@ -40,6 +40,8 @@ BYTES = {
     "torch bf16": 2,
     "bf16": 2,
     "int8": 1,
+    "w8a8": 1,
+    "w4a8": 0.5 + 5 / 64,
     "int4": 0.5 + 5 / 64,
     "fp8": 1 + 4 / 128,
     "mxfp4": 0.5 + 1 / 32,
@@ -50,6 +52,11 @@ BYTES = {
     "q6_k": 210 / 256,
     "torch f32": 4,
     "f32": 4,
+}
+PACKS = {
+    "int8": (ops.pack_int8, ops.pack_gated_int8),
+    "w8a8": (ops.pack_w8a8, ops.pack_gated_w8a8),
+    "w4a8": (ops.pack_w4a8, ops.pack_gated_w4a8),
 }
 CODED = ("int4", "fp8", "mxfp4", "nvfp4", "q8_0", "q4_0", "q4_k", "q6_k")
 
@@ -107,10 +114,11 @@ def _packed(weight: Tensor, gated: bool, name: str) -> Callable[[Tensor], Tensor
             return lambda x: ops.gated_linear(x, packed, None, "silu")
         packed = ops.pack_codes(codes)
         return lambda x: ops.linear(x, packed)
+    pack, pack_gated = PACKS.get(name, (ops.pack, ops.pack_gated))
     if gated:
-        packed = ops.pack_gated_int8(weight) if name == "int8" else ops.pack_gated(weight)
+        packed = pack_gated(weight)
         return lambda x: ops.gated_linear(x, packed, None, "silu")
-    packed = ops.pack_int8(weight) if name == "int8" else ops.pack(weight)
+    packed = pack(weight)
     return lambda x: ops.linear(x, packed)
 
 

@@ -28,6 +28,9 @@ ENVIRONMENTS = {
 }
 #: Weights in fewer bits: a row's name with one of these behind it, as ``weft-int8``.
 BITS = ("int8", "int4")
+ROUNDED = {"int8": "w8a8", "int4": "w4a8"}
+"""Weft with activations in 8 bits as well, beside peers with as many bits: llama.cpp, OpenVINO and vLLM's
+int8 round activations by default."""
 #: Who has such rows.
 QUANTIZED = ("weft", "vllm", "vllm-zen", "llamacpp", "openvino")
 
@@ -41,7 +44,8 @@ def default(cpuinfo: str) -> tuple[str, ...]:
 def parted(name: str) -> tuple[str, str]:
     """``llamacpp-int8`` is ``("llamacpp", "int8")``; a row in the model's own dtype has an empty second."""
     base, _, bits = name.rpartition("-")
-    return (base, bits) if bits in BITS and base in QUANTIZED else (name, "")
+    known = (bits in BITS and base in QUANTIZED) or (base == "weft" and bits in ROUNDED.values())
+    return (base, bits) if known else (name, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 python -m bench.summary --machine zen5          # reads bench/results/*-zen5.json of bench.compare
 
-Weft in the model's dtype stands beside peers in it, Weft with int8 weights beside peers with 8 bits, and int4
-likewise. Where several results hold the same pair, the newest counts.
+Weft in the model's dtype stands beside peers in it, Weft with int8 weights, and with w8a8, beside peers with
+8 bits, and int4 and w4a8 beside peers with 4. Where several results hold the same pair, the newest counts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Pair:
 
     model: str
     bits: str
-    """``16 bits``, ``int8`` or ``int4``."""
+    """Of Weft: ``16 bits``, ``int8``, ``w8a8``, ``int4`` or ``w4a8``."""
     peer: str
     workload: str
     ratio: tables.Spread
@@ -53,16 +54,20 @@ def pairs(result: Mapping[str, Any]) -> list[Pair]:
     """Weft against each peer of the same number of bits."""
     found = []
     for peer, record in result["engines"].items():
-        base, bits = rows.parted(peer)
-        mine = f"weft-{bits}" if bits else "weft"
-        own = result["engines"].get(mine)
-        if record.get("weft") or own is None or not _as_named(own.get("flags", ""), bits):
+        base, of_peer = rows.parted(peer)
+        if record.get("weft"):
             continue
-        for workload in WORKLOADS:
-            better = tables.TITLES.get(workload, ("", True))[1]
-            ratio = tables.ratios(*(tables.samples(result, name, workload) for name in (mine, peer)), better)
-            if ratio is not None:
-                found.append(Pair(result["model"], bits or PLAIN, base, workload, ratio, result["name"]))
+        for bits in (of_peer, rows.ROUNDED[of_peer]) if of_peer else ("",):
+            mine = f"weft-{bits}" if bits else "weft"
+            own = result["engines"].get(mine)
+            if own is None or not _as_named(own.get("flags", ""), bits):
+                continue
+            for workload in WORKLOADS:
+                better = tables.TITLES.get(workload, ("", True))[1]
+                both = (tables.samples(result, name, workload) for name in (mine, peer))
+                ratio = tables.ratios(*both, better)
+                if ratio is not None:
+                    found.append(Pair(result["model"], bits or PLAIN, base, workload, ratio, result["name"]))
     return found
 
 
@@ -81,7 +86,7 @@ def newest(results: Iterable[Mapping[str, Any]]) -> list[Pair]:
 
 
 def _width(bits: str) -> int:
-    return int("".join(filter(str.isdigit, bits)))
+    return int(re.findall(r"\d+", bits)[0])  # of weights
 
 
 def middle(found: Sequence[Pair]) -> float:

@@ -74,8 +74,11 @@ def test_a_name_says_the_bits() -> None:
     assert rows.parted("vllm-zen-int4") == ("vllm-zen", "int4")
     assert rows.parted("vllm-zen") == ("vllm-zen", "")
     assert rows.parted("transformers-int8") == ("transformers-int8", "")
+    assert rows.parted("weft-w8a8") == ("weft", "w8a8")
+    assert rows.parted("vllm-w8a8") == ("vllm-w8a8", "")
     given = {"weft-int8": "--quantization int8 --deterministic"}
-    assert rows.own(["weft", "weft-int8", "weft-int4", "vllm-int8"], given) == {
+    assert rows.own(["weft", "weft-int8", "weft-w8a8", "weft-int4", "vllm-int8"], given) == {
+        "weft-w8a8": "--quantization w8a8",
         "weft-int4": "--quantization int4",
         **given,
     }

@@ -61,6 +61,20 @@ def test_equal_bits_are_compared_and_every_ratio_points_the_same_way() -> None:
     }
 
 
+def test_rows_of_8_bits_stand_beside_peers_with_8_bits() -> None:
+    rounded = engine(0.5, weft=True, flags="--quantization w8a8")
+    one = result("a", "1", {"weft-int8": INT8, "weft-w8a8": rounded, "vllm-int8": engine(1.0)})
+    assert {key: ratio for key, ratio in found(one).items() if key[2] == "W1"} == {
+        ("int8", "vllm", "W1"): 1.0,
+        ("w8a8", "vllm", "W1"): 2.0,
+    }
+    four = result(
+        "b", "1", {"weft-w4a8": {**rounded, "flags": "--quantization w4a8"}, "vllm-int4": engine(1.0)}
+    )
+    lines = summary.headline(summary.newest([one, four]))
+    assert [line.split(":")[0] for line in lines] == ["* int8", "* w8a8", "* w4a8"]
+
+
 def test_a_weft_row_that_does_more_than_its_name_says_is_left_out() -> None:
     other = engine(1.0, weft=True, flags="--speculative-method ngram")
     assert found(result("a", "1", {"weft": other, "vllm": engine(2.0)})) == {}

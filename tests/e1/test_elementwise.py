@@ -135,7 +135,10 @@ def implementations(op: str, dtype: torch.dtype) -> list[registry.Implementation
 
 MATRICES = [("linear", shape) for shape in ((48, 67), (131, 517), (320, 8))]
 MATRICES += [(op, (131, 518)) for op in ("gated_linear", "linear_int8", "gated_linear_int8")]
-MATRICES += [(f"{op}{form}", (131, 518)) for op in ("linear", "gated_linear") for form in ("_int4", "_fp8")]
+MATRICES += [(op, (131, 518)) for op in ("linear_w8a8", "gated_linear_w8a8")]
+MATRICES += [
+    (f"{op}{form}", (131, 518)) for op in ("linear", "gated_linear") for form in ("_int4", "_w4a8", "_fp8")
+]
 
 
 @sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS})
@@ -153,7 +156,7 @@ def test_matrices(matrix: tuple[str, tuple[int, int]], dtype: torch.dtype, threa
 @sampled(
     {
         "kind": ["corrected", "hashed", "biased", "gated_shared"],
-        "op": ["moe", "moe_int8", "moe_int4", "moe_fp8"],
+        "op": ["moe", "moe_int8", "moe_w8a8", "moe_int4", "moe_w4a8", "moe_fp8"],
         "dtype": ALL,
         "threads": THREADS,
     }

@@ -15,7 +15,9 @@ from weft.models.loader import build_model
 from weft.ops.registry import choose
 
 MATRICES = tuple(
-    f"{op}{form}" for op in ("linear", "gated_linear", "moe") for form in ("", "_int8", "_int4", "_fp8")
+    f"{op}{form}"
+    for op in ("linear", "gated_linear", "moe")
+    for form in ("", "_int8", "_w8a8", "_int4", "_w4a8", "_fp8")
 )
 OTHERS = (
     "embedding",

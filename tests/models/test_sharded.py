@@ -178,14 +178,17 @@ def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
         assert (found[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_weights_in_8_bits(checkpoints: Any, paged: Any) -> None:
-    """Ranks round to the same 8 bits as one does."""
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_weights_in_8_bits(quantization: str, checkpoints: Any, paged: Any) -> None:
+    """Ranks round to the same 8 bits as one does, rows of w8a8 included."""
     for name in ("llama-tied-mha", "qwen3-5-moe", "deepseek-v4"):
         checkpoint = checkpoints(name)
-        expected = _run(checkpoint.load(torch.float64, quantization="int8"), paged)
+        expected = _run(checkpoint.load(torch.float64, quantization=quantization), paged)
         found = on_ranks(
             Layout(tensor=2),
-            lambda mesh, c=checkpoint: _run(c.load(torch.float64, mesh=mesh, quantization="int8"), paged),
+            lambda mesh, c=checkpoint: _run(
+                c.load(torch.float64, mesh=mesh, quantization=quantization), paged
+            ),
         )
         assert torch.equal(*found)
         _assert_close(found[0], expected)
@@ -231,7 +234,7 @@ def test_a_vocabulary_smaller_than_its_shares() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"])
 def test_heads_of_rounded_models_have_8_bits(quantization: str, tied: bool, dtype: torch.dtype) -> None:
     """On any number of ranks; a table that is the head as well is rounded with it, no other."""
     table, x = torch.randn(37, 48, dtype=dtype), torch.randn(6, 48, dtype=dtype)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from tests.support.pairwise import sampled
-from weft.ops import torch_ops
+from weft.ops import coded, torch_ops
 from weft.ops.cpu import linear as ops
 
 Tensor = torch.Tensor
@@ -40,15 +43,21 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tenso
     return product, (x.shape[1] + 3) * 2.0**-23 * magnitude
 
 
-def assert_linear(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    product, slack = exact(x, weight, bias)
+def assert_linear(
+    made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, meant: Tensor | None = None
+) -> None:
+    """``meant``: what x stands for, in float64; itself by default."""
+    product, slack = exact(x if meant is None else meant, weight, bias)
     assert made.dtype == x.dtype
     assert made.shape == product.shape
     assert ((made.double() - product).abs() <= slack + 1.01 * HALF_ULP[x.dtype] * product.abs()).all()
 
 
-def assert_gated(made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> None:
-    product, slack = exact(x, weight, bias)
+def assert_gated(
+    made: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, meant: Tensor | None = None
+) -> None:
+    """``meant``: as of ``assert_linear``."""
+    product, slack = exact(x if meant is None else meant, weight, bias)
     gate, up = product.chunk(2, dim=1)
     gate_slack, up_slack = slack.chunk(2, dim=1)
     wanted = torch_ops.gated(product, activation)
@@ -106,11 +115,83 @@ def test_every_int8_value_is_exact(kernel: str) -> None:
         assert torch.equal(ops.linear(x, ops.pack_int8(weight))[0].float(), values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_8_bits_are_their_codes(dtype: torch.dtype, shape: tuple[int, int], kernel: str) -> None:
+    """Sums of integers: the very numbers of the reference, and within half a step of x and of the weights."""
+    x, weight, bias = case(45, shape, dtype)
+    made = torch_ops.to_w8a8(weight)
+    codes, steps = torch_ops.rounded_rows(x)
+    assert codes.abs().max() == 127
+    sums = (codes.double() @ made.values.double().T).float()
+    assert sums.abs().max() < 2**24
+    plain = sums * made.scales.float().view(1, -1) * steps + bias.float()
+    assert torch.equal(ops.linear(x, ops.pack_w8a8(weight), bias), plain.to(dtype))
+    assert torch.equal(torch_ops.linear_int8(x, made, bias), plain.to(dtype))
+    assert (codes.double() * steps - x.double()).abs().le(0.501 * steps).all()
+    found = ops.gated_linear(x, ops.pack_gated_w8a8(weight), bias, "silu")
+    wanted = torch_ops.gated(plain.double(), "silu")
+    assert ((found.double() - wanted).abs() <= 1e-6 + 1.01 * HALF_ULP[dtype] * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_8_bits_in_groups(dtype: torch.dtype, shape: tuple[int, int], kernel: str) -> None:
+    """Against int4: within rounding of the reference in float64, whose steps are those of 64 inputs each."""
+    x, weight, bias = case(45, shape, dtype)
+    x[:, 1::2] *= 100  # steps differ between groups where there are some
+    x[:, 64:128] *= 1e-3
+    codes = coded.to_w4a8(weight)
+    rounded, steps = torch_ops.rounded_rows(x, 64)
+    rows = (rounded.double() * steps.double())[:, : x.shape[1]]
+    meant = coded.dequantize(replace(codes, rounds_rows=False), torch.float64)
+    assert_linear(ops.linear(x, ops.pack_w4a8(weight), bias), rows.to(dtype), meant, bias, rows)
+    wanted = torch_ops.linear(x, codes, bias).double()
+    assert (wanted - (rows @ meant.T + bias.double())).abs().max() <= 0.01 * wanted.abs().max()
+    made = ops.gated_linear(x, ops.pack_gated_w4a8(weight), bias, "silu")
+    assert_gated(made, rows.to(dtype), meant, bias, "silu", rows)
+
+
+def test_largest_codes_and_many_inputs(kernel: str) -> None:
+    """The largest sums of integers that there are, of either sign; more inputs are refused."""
+    x = torch.ones(3, 65_000)
+    x[1] = -1
+    x[2, ::2] = -1
+    weight = torch.ones(2, 65_000)
+    weight[1] = -1
+    made = ops.linear(x, ops.pack_w8a8(weight))
+    assert torch.allclose(made, torch.tensor([[65e3, -65e3], [-65e3, 65e3], [0.0, 0.0]]), rtol=1e-6)
+    with pytest.raises(RuntimeError, match="65000 inputs"):
+        ops.pack_w8a8(torch.ones(1, 65_001))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pack", [ops.pack_w8a8, ops.pack_w4a8])
+def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) -> None:
+    """Zeros are zeros; what is not finite spoils its row alone; very small and large numbers are rounded."""
+    x, weight, bias = case(8, (70, 130), dtype)
+    whole = ops.linear(x, pack(weight), bias)
+    x[0] = 0
+    x[1, 3] = float("nan")
+    x[2, 5] = float("inf")
+    x[3, 129] = -float("inf")
+    x[4] *= 1e-38
+    x[5] *= 1e37
+    x[6] = torch.finfo(dtype).smallest_normal / 128
+    made = ops.linear(x, pack(weight), bias)
+    assert torch.equal(made[0], bias)
+    assert made[1:4].isnan().all()
+    assert (made[4] - bias).abs().max() <= 1e-6 + 2 * HALF_ULP[dtype] * bias.abs().max()
+    assert made[5].isfinite().all()
+    assert made[6].isfinite().all()
+    assert torch.equal(made[7], whole[7])
+
+
 @sampled(
     {
         "dtype": list(DTYPES),
         "shape": [(1280, 768), (768, 2304), (70, 33), (70, 4650), (70, 6176)],
-        "form": ["linear", "gated", "int8", "gated_int8"],
+        "form": ["linear", "gated", "int8", "gated_int8", "w8a8", "gated_w8a8", "w4a8", "gated_w4a8"],
     }
 )
 def test_bits_of_a_row_are_its_own(
@@ -118,7 +199,16 @@ def test_bits_of_a_row_are_its_own(
 ) -> None:
     """Whatever the number of rows, its place, the other rows, and the number of threads."""
     x, weight, bias = case(1024, shape, dtype)
-    pack = {"linear": ops.pack, "gated": ops.pack_gated, "int8": ops.pack_int8}.get(form, ops.pack_gated_int8)
+    pack = {
+        "linear": ops.pack,
+        "gated": ops.pack_gated,
+        "int8": ops.pack_int8,
+        "gated_int8": ops.pack_gated_int8,
+        "w8a8": ops.pack_w8a8,
+        "gated_w8a8": ops.pack_gated_w8a8,
+        "w4a8": ops.pack_w4a8,
+        "gated_w4a8": ops.pack_gated_w4a8,
+    }[form]
     packed = pack(weight)
 
     def run(rows: Tensor) -> Tensor:

@@ -43,15 +43,21 @@ def placed(chosen: Tensor, experts: list[int]) -> Tensor:
     return places[chosen]
 
 
+PACKS: dict[str, tuple[Any, Any]] = {
+    "int8": (ops.pack_int8, ops.pack_part_int8),
+    "w8a8": (ops.pack_w8a8, ops.pack_part_w8a8),
+    "w4a8": (ops.pack_w4a8, ops.pack_part_w4a8),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", [*KINDS, "int8"])
+@pytest.mark.parametrize("kind", [*KINDS, "int8", "w8a8", "w4a8"])
 def test_parts_make_the_whole(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:
     """Experts one by one give the block's bits, summed or not by ranks in any order; sums are close to it."""
-    weights, pack = routed("corrected" if kind == "int8" else kind, dtype), ops.pack_part
-    if kind == "int8":
-        pack = ops.pack_part_int8
-    block = (ops.pack_int8 if kind == "int8" else ops.pack)(weights)
-    parts = [(experts, pack(mine)) for experts, mine in shares(weights, 3)]
+    weights = routed("corrected" if kind in PACKS else kind, dtype)
+    pack, pack_part = PACKS.get(kind, (ops.pack, ops.pack_part))
+    block = pack(weights)
+    parts = [(experts, pack_part(mine)) for experts, mine in shares(weights, 3)]
     router = parts[-1][1]
     for count, number in ((0, 1), (1, 1), (5, 2), (70, 2)):
         torch.set_num_threads(number)

@@ -78,8 +78,10 @@ def test_published_formats_stay_packed(
         ("qwen3_moe", {"quantization": "int4", "deterministic": True}),
         ("llama", {"quantization": "fp8"}),
         ("qwen3_moe", {"quantization": "int8"}),
+        ("qwen3_moe", {"quantization": "w8a8"}),
+        ("qwen3_moe", {"quantization": "w4a8"}),
     ],
-    ids=["int4", "fp8", "int8"],
+    ids=["int4", "fp8", "int8", "w8a8", "w4a8"],
 )
 def test_checkpoints_of_16_bits_are_rounded(
     name: str, settings: dict[str, Any], folder_of: Any, monkeypatch: pytest.MonkeyPatch

@@ -319,7 +319,7 @@ def weight_bytes(
 
 
 #: Of an element, with its share of scales.
-_BITS = {"int8": 8.0, "int4": 4 + 40 / 64, "fp8": 8 + 32 / 128}
+_BITS = {"int8": 8.0, "w8a8": 8.0, "int4": 4 + 40 / 64, "w4a8": 4 + 40 / 64, "fp8": 8 + 32 / 128}
 
 
 def tower_bytes(vision: VisionSpec, dtype: str) -> int:

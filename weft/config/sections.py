@@ -63,11 +63,12 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Meta(description="Keep only the first N layers (for tests and benchmarks)."),
     ] = None
     quantization: Annotated[
-        Literal["none", "int8", "int4", "fp8"],
+        Literal["none", "int8", "w8a8", "int4", "w4a8", "fp8"],
         Meta(
             description="Round the matrices of linear layers and keep them so. int8: one scale an output "
             "channel; int4: a scale and a zero point for 64 inputs; fp8 (E4M3): a scale for 128 inputs. "
-            "With any of them the head, and a table that is the head as well, has 8 bits."
+            "w8a8, w4a8: int8 and int4, and on a CPU what is multiplied by them is rounded to 8 bits too, "
+            "which is faster. With any of them the head, and a table that is the head as well, has 8 bits."
         ),
     ] = "none"
     language_model_only: Annotated[

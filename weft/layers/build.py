@@ -74,10 +74,14 @@ class Build:
         result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
         return result
 
-    def matrix_op(self, name: str, *, wide: bool = False) -> Implementation:
-        """``op`` for a matrix that quantization applies to (wide ones are never quantized)."""
-        quantized = self.quantization != "none" and not wide
-        return self.op(f"{name}_{self.quantization}" if quantized else name, wide=wide)
+    def matrix_op(self, name: str, *, wide: bool = False, whole_rows: bool = True) -> Implementation:
+        """``op`` for a matrix that quantization applies to (wide ones are never quantized).
+
+        ``whole_rows``: whether its inputs are what every rank has. The step of a whole row in 8 bits may not
+        depend on how many ranks there are, so others are not rounded.
+        """
+        quantized = "int8" if self.quantization == "w8a8" and not whole_rows else self.quantization
+        return self.op(name if quantized == "none" or wide else f"{name}_{quantized}", wide=wide)
 
     @property
     def wide(self) -> torch.dtype:
@@ -113,7 +117,7 @@ class Build:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
             mark(parameter, shard)
-            if self.quantization == "int8" and not wide and 0 < shard.dim == len(shape) - 1:
+            if self.quantization in ("int8", "w8a8") and not wide and 0 < shard.dim == len(shape) - 1:
                 keep_largest(parameter, self.wide)
         return parameter
 

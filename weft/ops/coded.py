@@ -26,6 +26,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 MIDDLE = {"int4": 8, "int8": 128}
 #: As csrc/coded.h numbers them.
 NUMBERS = ("none", "int4", "int8", "e2m1", "e4m3")
+NIBBLES = 7
+"""Likewise: int4 against rows of 8 bits."""
 SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 LARGEST_GROUP = 256
 """Inputs. Scales of more are repeated."""
@@ -52,6 +54,8 @@ class Codes:
     """float64 [N]; float32 as a GPU's kernels read them."""
     order: Tensor | None = None
     """int64 [K]: column i here is input ``order[i]``; None: in order."""
+    rounds_rows: bool = False
+    """Whether rows that are multiplied are rounded to 8 bits, ``group`` inputs at a time; of ``to_int4``."""
     mapped: Mapped | None = None
     """The mapped file that ``values``, and perhaps scales, lie in: who has read them drops its pages."""
 
@@ -79,6 +83,8 @@ class Codes:
         """What csrc/coded.h wants to know."""
         if self.block is not None:
             return list(self.block.coding)
+        if self.rounds_rows:
+            return [NIBBLES, 0, 1, self.group]
         numbers = NUMBERS.index(self.numbers)
         return [numbers, SCALES.index(self.scales.dtype), int(self.zeros is not None), self.group]
 
@@ -313,7 +319,7 @@ def as_bytes(scales: Tensor) -> Tensor:
 
 
 def _kind(codes: Codes) -> tuple[object, ...]:
-    return codes.numbers, codes.inputs, codes.scales.dtype
+    return codes.numbers, codes.inputs, codes.scales.dtype, codes.rounds_rows
 
 
 def _same_order(a: Tensor | None, b: Tensor | None) -> bool:
@@ -367,6 +373,11 @@ def to_int4(weight: Tensor) -> Codes:
         scales=scales,
         zeros=zeros.to(torch.uint8),
     )
+
+
+def to_w4a8(weight: Tensor) -> Codes:
+    """``to_int4``, for rows that are rounded to 8 bits as well, 64 inputs at a time."""
+    return replace(to_int4(weight), rounds_rows=True)
 
 
 def to_fp8(weight: Tensor) -> Codes:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from weft.ops import moe_table, tiled, torch_ops
-from weft.ops.coded import Codes, to_fp8, to_int4
+from weft.ops.coded import Codes, to_fp8, to_int4, to_w4a8
 from weft.ops.registry import Implementation, register
 from weft.ops.routing import Rule, route
 from weft.ops.stacks import Unstacked
@@ -217,7 +217,7 @@ def _at(weight: Any, expert: int) -> Any:
     if weight is None:
         return None
     if isinstance(weight, Int8Weight):
-        return Int8Weight(weight.values[expert], weight.scales[expert])
+        return weight._replace(values=weight.values[expert], scales=weight.scales[expert])
     return weight[expert]
 
 
@@ -317,6 +317,11 @@ def in_int4(weights: Routed) -> Routed:
     return rounded(weights, to_int4)
 
 
+def in_w4a8(weights: Routed) -> Routed:
+    """As ``coded.to_w4a8`` rounds, rows of both halves of an expert included."""
+    return rounded(weights, to_w4a8)
+
+
 def in_fp8(weights: Routed) -> Routed:
     """As ``coded.to_fp8`` rounds."""
     return rounded(weights, to_fp8)
@@ -345,6 +350,19 @@ def quantized(weights: Routed) -> Routed:
         shared_down=None
         if weights.shared_down is None
         else to_int8(weights.shared_down, weights.shared_down_largest),
+    )
+
+
+def with_rounded_rows(weights: Routed) -> Routed:
+    """``quantized``, and rows of tokens are rounded as well; those between an expert's halves are not: ranks
+    may have parts of them.
+    """
+    made = quantized(weights)
+    shared = made.shared_gate_up
+    return replace(
+        made,
+        gate_up=made.gate_up._replace(rounds_rows=True),
+        shared_gate_up=None if shared is None else shared._replace(rounds_rows=True),
     )
 
 
@@ -403,7 +421,7 @@ for _name, _pieces, _whole, _more in (
     _facts: dict[str, Any] = {"pack_codes": as_they_are, "asks": True, **_more}
     register_pieces("moe_pieces", _name, _pieces, **_facts)
     register("moe", Implementation(name=_name, run=_whole, **_facts))
-    for _form, _to in (("int4", in_int4), ("fp8", in_fp8)):
+    for _form, _to in (("int4", in_int4), ("w4a8", in_w4a8), ("fp8", in_fp8)):
         _facts = {"pack": _to, "asks": True, **_more}
         register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
         register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))
@@ -411,6 +429,7 @@ for _name, _pieces, _whole, _more in (
     ("torch", INT8, moe_int8, {}),
     ("torch_tiled", TILED_INT8, moe_tiled_int8, _invariant),
 ):
-    _facts = {"pack": quantized, "asks": True, **_more}
-    register_pieces("moe_pieces_int8", _name, _pieces, **_facts)
-    register("moe_int8", Implementation(name=_name, run=_whole, **_facts))
+    for _form, _to in (("int8", quantized), ("w8a8", with_rounded_rows)):
+        _facts = {"pack": _to, "asks": True, **_more}
+        register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
+        register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 
 from weft.ops import fixed_shapes, torch_ops
-from weft.ops.coded import Codes, MixedCodes, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, to_fp8, to_int4, to_w4a8
 from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
-from weft.ops.torch_ops import Int8Weight, to_int8, wide
+from weft.ops.torch_ops import Int8Weight, to_int8, to_w8a8, wide
 
 Tensor = torch.Tensor
 
@@ -94,8 +94,12 @@ for _name, _op, _pack in (
     ("gated_linear", gated_linear, pack),
     ("linear_int8", linear_int8, to_int8),
     ("gated_linear_int8", gated_linear_int8, to_int8),
+    ("linear_w8a8", linear_int8, to_w8a8),
+    ("gated_linear_w8a8", gated_linear_int8, to_w8a8),
     ("linear_int4", linear, to_int4),
     ("gated_linear_int4", gated_linear, to_int4),
+    ("linear_w4a8", linear, to_w4a8),
+    ("gated_linear_w4a8", gated_linear, to_w4a8),
     ("linear_fp8", linear, to_fp8),
     ("gated_linear_fp8", gated_linear, to_fp8),
     ("gated", gated, None),

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from weft.ops.coded import Codes, MixedCodes, dequantize, quotient, rows_at_once, to_fp8, to_int4
+from weft.ops.coded import Codes, MixedCodes, dequantize, quotient, rows_at_once, to_fp8, to_int4, to_w4a8
 from weft.ops.registry import Implementation, register
 
 Tensor = torch.Tensor
@@ -157,6 +157,11 @@ def linear(
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
     """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time, in slices."""
+    if isinstance(weight, Codes) and weight.rounds_rows:
+        codes, steps = rounded_rows(x, weight.group)
+        added = None if bias is None else bias.to(codes.dtype)
+        plain_rows = replace(weight, rounds_rows=False)
+        return linear((codes * steps)[:, : x.shape[1]], plain_rows, added, product).to(x.dtype)
     rows = max(1, SLICE // max(1, x.shape[-1]))
     if not isinstance(weight, Codes) or len(weight) <= rows:
         return product(x, plain(weight, x.dtype), bias)
@@ -193,6 +198,8 @@ class Int8Weight(NamedTuple):
     """int8 [N, K]."""
     scales: Tensor
     """Wide [N, 1]."""
+    rounds_rows: bool = False
+    """Whether rows of x are rounded to 8 bits as well."""
 
 
 def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
@@ -203,11 +210,33 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
     if (rows := rows_at_once(weight)) < len(weight):
         of_rows = [None] * len(weight) if largest is None else largest.split(rows)
         parts = [to_int8(some, most) for some, most in zip(weight.split(rows), of_rows, strict=False)]
-        return Int8Weight(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        return Int8Weight(torch.cat([p.values for p in parts]), torch.cat([p.scales for p in parts]))
     exact = weight.to(wide(weight.dtype))
     largest = exact.abs().amax(dim=1, keepdim=True) if largest is None else largest
     scales = quotient(largest, 127).clamp(min=torch.finfo(exact.dtype).tiny)
     return Int8Weight((exact / scales).round().to(torch.int8), scales)
+
+
+def to_w8a8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
+    """``to_int8``, for rows of x that are rounded as well."""
+    return to_int8(weight, largest)._replace(rounds_rows=True)
+
+
+def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    """(codes -127 to 127, steps), both wide: x [T, K] is nearly their product.
+
+    A step is a 127th of its row's largest magnitude, NaN where that is not finite: [T, 1]. With ``group`` it
+    is so of each ``group`` inputs; codes and steps are [T, groups * group] then, with zeros behind x.
+    """
+    exact = x.to(wide(x.dtype))
+    if group:
+        parts = F.pad(exact, (0, -x.shape[1] % group)).view(-1, group)
+        codes, steps = rounded_rows(parts)
+        return codes.view(len(x), -1), steps.expand(-1, group).reshape(len(x), -1)
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    inverse = (exact.new_full((), 127) / largest).clamp(max=torch.finfo(exact.dtype).max)
+    codes = (exact * inverse.masked_fill(largest == 0, 0)).round()
+    return codes, quotient(largest, 127).masked_fill(~largest.isfinite(), torch.nan)
 
 
 def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
@@ -225,11 +254,16 @@ def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
 def linear_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, product: Product = F.linear
 ) -> Tensor:
-    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. The scale is applied to the sum.
+    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. Scales are applied to the sum.
 
-    product: of x and the values.
+    product: of x, or of codes of its rows, and the values.
     """
-    made = product(x, weight.values.to(x.dtype)).to(weight.scales.dtype) * weight.scales.view(1, -1)
+    scales = weight.scales.view(1, -1)
+    if weight.rounds_rows:
+        codes, steps = rounded_rows(x)
+        made = product(codes, weight.values.to(codes.dtype)) * scales * steps
+    else:
+        made = product(x, weight.values.to(x.dtype)).to(scales.dtype) * scales
     if bias is not None:
         made = made + bias
     return made.to(x.dtype)
@@ -247,12 +281,13 @@ def as_they_are(codes: Codes) -> Codes:
 
 register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are, mixes=True))
 register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are, mixes=True))
-for _name, _pack in (("int4", to_int4), ("fp8", to_fp8)):
+for _name, _pack in (("int4", to_int4), ("w4a8", to_w4a8), ("fp8", to_fp8)):
     _rounds = Implementation(name="torch", run=linear, pack=_pack)
     register(f"linear_{_name}", _rounds)
     register(f"gated_linear_{_name}", replace(_rounds, run=gated_linear))
-register("linear_int8", Implementation(name="torch", run=linear_int8, pack=to_int8))
-register("gated_linear_int8", Implementation(name="torch", run=gated_linear_int8, pack=to_int8))
+for _name, _rounding in (("int8", to_int8), ("w8a8", to_w8a8)):
+    register(f"linear_{_name}", Implementation(name="torch", run=linear_int8, pack=_rounding))
+    register(f"gated_linear_{_name}", Implementation(name="torch", run=gated_linear_int8, pack=_rounding))
 register("gated", Implementation(name="torch", run=gated))
 # Every output element is a function of its own row alone, computed in one fixed order.
 for _op in (embedding, coded_embedding, sigmoid_gate):

@@ -17,6 +17,9 @@ from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
+#: The coding of int8 against rows that are rounded to 8 bits (csrc/rounded.h).
+BYTES = [6, 0, 0, 4]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedMatrix:
@@ -67,6 +70,16 @@ def pack_gated_int8(weight: Tensor) -> PackedMatrix:
     return _packed_int8(weight, gated=True)
 
 
+def pack_w8a8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
+    """For ``linear_w8a8``: weight [N, K] quantized as ``pack_int8`` does; rows of x will be, too."""
+    return _packed_bytes(weight, gated=False, largest=largest)
+
+
+def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear_w8a8``: likewise, [2 n, K]."""
+    return _packed_bytes(weight, gated=True)
+
+
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
     """For ``linear``: a matrix [N, K]."""
     if isinstance(codes, Codes):
@@ -98,6 +111,16 @@ def pack_gated_int4(weight: Tensor) -> PackedMatrix:
     return pack_gated_codes(coded.to_int4(weight.detach()))
 
 
+def pack_w4a8(weight: Tensor) -> PackedMatrix | PackedRows:
+    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_w4a8`` does, as rows will be."""
+    return pack_codes(coded.to_w4a8(weight.detach()))
+
+
+def pack_gated_w4a8(weight: Tensor) -> PackedMatrix:
+    """For ``gated_linear``: likewise, [2 n, K]."""
+    return pack_gated_codes(coded.to_w4a8(weight.detach()))
+
+
 def pack_fp8(weight: Tensor) -> PackedMatrix | PackedRows:
     """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_fp8`` does."""
     return pack_codes(coded.to_fp8(weight.detach()))
@@ -116,6 +139,11 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
         blocks = pack_ggml(codes.values, codes.inputs, gated, number, codes.mapped is not None)
         codes.drop_pages()
         return blocks, codes.coding
+    if codes.rounds_rows:
+        assert codes.group == coded.INT4_GROUP
+        pack_nibbles = torch.ops.weft_cpu.pack_nibbles.default
+        parts = (codes.values, codes.scales, coded.all_zeros([codes]))
+        return pack_nibbles(*(part.contiguous() for part in parts), codes.inputs, gated), codes.coding
     codes = coded.storable(codes)
     scales = codes.scales.contiguous()
     if scales.dtype != torch.float32:
@@ -150,6 +178,18 @@ def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) 
     data = torch.ops.weft_cpu.pack_int8.default(quantized.values, gated, weight.dtype == torch.bfloat16)
     scales = quantized.scales.float().flatten().contiguous()
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales)
+
+
+def _packed_bytes(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> PackedMatrix:
+    data, scales = byte_blocks(weight.detach(), gated=gated, largest=largest)
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=BYTES)
+
+
+def byte_blocks(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(bytes [blocks, bytes of a block] for rows of 8 bits, scales float32 [N]) of weight [N, K]."""
+    made = to_int8(weight, largest)
+    data = torch.ops.weft_cpu.pack_bytes.default(made.values.contiguous(), gated)
+    return data, made.scales.float().flatten().contiguous()
 
 
 def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = None) -> Tensor:
@@ -211,8 +251,12 @@ for _op, _product, _pack, _pack_codes in (
     ("gated_linear", gated_linear, pack_gated, pack_gated_codes),
     ("linear_int8", linear, pack_int8, None),
     ("gated_linear_int8", gated_linear, pack_gated_int8, None),
+    ("linear_w8a8", linear, pack_w8a8, None),
+    ("gated_linear_w8a8", gated_linear, pack_gated_w8a8, None),
     ("linear_int4", linear, pack_int4, None),
     ("gated_linear_int4", gated_linear, pack_gated_int4, None),
+    ("linear_w4a8", linear, pack_w4a8, None),
+    ("gated_linear_w4a8", gated_linear, pack_gated_w4a8, None),
     ("linear_fp8", linear, pack_fp8, None),
     ("gated_linear_fp8", gated_linear, pack_gated_fp8, None),
     ("embedding", embedding, pack, None),

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear
 from weft.ops.cpu.served import ACTIVATIONS, serve
-from weft.ops.moe import Routed, in_fp8, in_int4
+from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
 from weft.ops.routing import SCORINGS
 from weft.ops.stacks import Unstacked
 from weft.ops.torch_ops import to_int8
@@ -29,6 +29,8 @@ SWIGLU = 5
 
 _PLAIN = [0, 0, 0, 0]
 """The coding of what is not coded."""
+_Bits: TypeAlias = Literal["plain", "int8", "w8a8"]
+"""What becomes of plain matrices."""
 _BLOCK = 32
 """Columns of a packed block (csrc/gemm_block.h)."""
 
@@ -50,17 +52,27 @@ class Packed:
 
 def pack(weights: Routed) -> Any:
     """The weights in the extension's layout: an object that ``moe`` takes. bf16 or float32, or codes."""
-    return _packed(weights, quantize=False).block
+    return _packed(weights).block
 
 
 def pack_int8(weights: Routed) -> Any:
     """Likewise, with the experts' matrices quantized as ``torch_ops.to_int8`` does."""
-    return _packed(weights, quantize=True).block
+    return _packed(weights, "int8").block
+
+
+def pack_w8a8(weights: Routed) -> Any:
+    """Likewise; rows of tokens are rounded as well, those between an expert's halves are not."""
+    return _packed(weights, "w8a8").block
 
 
 def pack_int4(weights: Routed) -> Any:
     """Likewise, rounded as ``coded.to_int4`` does."""
     return pack(in_int4(weights))
+
+
+def pack_w4a8(weights: Routed) -> Any:
+    """Likewise, rounded as ``coded.to_w4a8`` does."""
+    return pack(in_w4a8(weights))
 
 
 def pack_fp8(weights: Routed) -> Any:
@@ -70,12 +82,17 @@ def pack_fp8(weights: Routed) -> Any:
 
 def pack_part(weights: Routed) -> Packed:
     """For ``Parts``: the matrices may be of fewer experts than the router knows, or of none."""
-    return _packed(weights, quantize=False)
+    return _packed(weights)
 
 
 def pack_part_int8(weights: Routed) -> Packed:
     """Likewise, quantized."""
-    return _packed(weights, quantize=True)
+    return _packed(weights, "int8")
+
+
+def pack_part_w8a8(weights: Routed) -> Packed:
+    """Likewise; rows of tokens are rounded as well."""
+    return _packed(weights, "w8a8")
 
 
 def pack_part_int4(weights: Routed) -> Packed:
@@ -83,22 +100,28 @@ def pack_part_int4(weights: Routed) -> Packed:
     return pack_part(in_int4(weights))
 
 
+def pack_part_w4a8(weights: Routed) -> Packed:
+    """Likewise, rounded as ``coded.to_w4a8`` does."""
+    return pack_part(in_w4a8(weights))
+
+
 def pack_part_fp8(weights: Routed) -> Packed:
     """Likewise, rounded as ``coded.to_fp8`` does."""
     return pack_part(in_fp8(weights))
 
 
-def _packed(weights: Routed, *, quantize: bool) -> Packed:
+def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     rule = weights.rule
     gate = weights.gate
     router, bias = _router(weights)
     shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
     down = weights.down.shape[1:]
+    inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of its rows
     matrices = {
-        "up": _matrix(weights.gate_up, True, quantize),
-        "down": _matrix(weights.down, False, quantize, weights.down_largest),
-        "shared_up": _matrix(weights.shared_gate_up, True, quantize),
-        "shared_down": _matrix(weights.shared_down, False, quantize, weights.shared_down_largest),
+        "up": _matrix(weights.gate_up, True, bits),
+        "down": _matrix(weights.down, False, inner, weights.down_largest),
+        "shared_up": _matrix(weights.shared_gate_up, True, bits),
+        "shared_down": _matrix(weights.shared_down, False, inner, weights.shared_down_largest),
     }
     sizes = [
         down[0],
@@ -147,7 +170,7 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 
 
 def _matrix(
-    weight: Tensor | Codes | Unstacked | None, gated: bool, quantize: bool, largest: Tensor | None = None
+    weight: Tensor | Codes | Unstacked | None, gated: bool, bits: _Bits, largest: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, list[int]]:
     """(packed, scales or factors, coding) of [rows, inputs], or of as many as there are experts.
 
@@ -157,9 +180,11 @@ def _matrix(
         return None, None, _PLAIN
     if isinstance(weight, Codes | Unstacked):
         return _coded(weight, gated)
-    if not quantize:
+    if bits == "plain":
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
+    if bits == "w8a8":
+        return _bytes(each, gated)
     bf16 = weight.dtype == torch.bfloat16
     pack_int8 = torch.ops.weft_cpu.pack_int8.default
     scales = torch.zeros(each.shape[:2])
@@ -171,6 +196,16 @@ def _matrix(
         scales[place] = made.scales.float().flatten()
         packed[place] = pack_int8(made.values, gated, bf16)
     return packed, scales, _PLAIN
+
+
+def _bytes(each: Tensor, gated: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """Likewise of [E, rows, inputs], for rows that are rounded to 8 bits."""
+    none, _ = linear.byte_blocks(each.new_zeros(0, each.shape[2]), gated=gated)
+    packed = _of_blocks(len(each), each.shape[1], none.shape[1:], gated)
+    scales = torch.zeros(each.shape[:2])
+    for place, matrix in enumerate(each):
+        packed[place], scales[place] = linear.byte_blocks(matrix, gated=gated)
+    return packed, scales, linear.BYTES
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
@@ -275,9 +310,13 @@ class Parts:
 PARTS = Parts()
 
 serve("moe_pieces", lambda: PARTS, pack_part, linear.available, pack_part, apart=True)
-serve("moe_pieces_int8", lambda: PARTS, pack_part_int8, linear.available)
 serve("moe", moe, pack, linear.available, pack, apart=True)
-for _name, _whole, _part in (("int4", pack_int4, pack_part_int4), ("fp8", pack_fp8, pack_part_fp8)):
+for _name, _whole, _part in (
+    ("int8", pack_int8, pack_part_int8),
+    ("w8a8", pack_w8a8, pack_part_w8a8),
+    ("int4", pack_int4, pack_part_int4),
+    ("w4a8", pack_w4a8, pack_part_w4a8),
+    ("fp8", pack_fp8, pack_part_fp8),
+):
     serve(f"moe_{_name}", moe, _whole, linear.available)
     serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)
-serve("moe_int8", moe, pack_int8, linear.available)

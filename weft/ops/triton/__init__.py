@@ -80,9 +80,10 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
     _offer("moe", "moe", "moe" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
     _offer("moe_pieces", "moe", "pieces" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
-    # Weights that are rounded when they are loaded.
-    for _form in ("int8", "int4", "fp8"):
+    # Weights that are rounded when they are loaded. Rows are not: w8a8 is int8 here, w4a8 int4.
+    for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
+        _as = {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
         for _op in ("linear", "gated_linear"):
-            _offer(f"{_op}_{_form}", "coded", _op + _suffix, pack=_Later("coded", f"pack_{_form}"), **_facts)
+            _offer(f"{_op}_{_form}", "coded", _op + _suffix, pack=_Later("coded", f"pack_{_as}"), **_facts)
         for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
-            _offer(f"{_op}_{_form}", "moe", _run + _suffix, pack=_Later("moe", f"pack_{_form}"), **_facts)
+            _offer(f"{_op}_{_form}", "moe", _run + _suffix, pack=_Later("moe", f"pack_{_as}"), **_facts)

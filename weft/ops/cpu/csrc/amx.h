@@ -1,4 +1,4 @@
-// AMX tiles: products of bf16 in float32, 16 x 16 sums by one instruction for 32 k.
+// AMX tiles: products of bf16 in float32, 16 x 16 sums by one instruction for 32 k; of bytes in 32-bit integers, for 64 k.
 //
 //   tiles 0 .. 3   sums: rows x 16, float32           tiles 4, 5   rows of the left operand: rows x 32 k
 //   tiles 6, 7     the right operand: 16 pairs of k x 16 columns, as vdpbf16ps takes them too
@@ -16,7 +16,7 @@
 
 #include "common.h"
 
-#if WEFT_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#if WEFT_AVX512_BF16 && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define WEFT_AMX 1
 #else
 #define WEFT_AMX 0
@@ -91,13 +91,32 @@ inline __attribute__((always_inline)) void put(float* to, int64_t row) {
   if constexpr (R == 2 && C == 2) _tile_stored(3, to + 16 * row + 16, row * 4);
 }
 
-// The next 32 k, of R x C tiles of sums.
-template <int R, int C>
+// What is multiplied: bf16, 32 k a tile, or 64 k of bytes, those of the left operand with a sign, or both.
+enum class Kind { bf16, bytes, signed_bytes };
+
+// The next k, of R x C tiles of sums.
+template <int R, int C, Kind kind = Kind::bf16>
 inline __attribute__((always_inline)) void step(const Left& left, const Right& right) {
   const char *a = static_cast<const char*>(left.at), *b = static_cast<const char*>(right.at);
   _tile_loadd(4, a, left.row);
   _tile_loadd(6, b, right.pair);
   if constexpr (R == 2) _tile_loadd(5, a + left.down, left.row);
+  if constexpr (kind == Kind::bytes) {
+    _tile_dpbsud(0, 4, 6);
+    if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
+    if constexpr (R == 2) _tile_dpbsud(2, 5, 6);
+    if constexpr (C == 2) _tile_dpbsud(1, 4, 7);
+    if constexpr (R == 2 && C == 2) _tile_dpbsud(3, 5, 7);
+    return;
+  }
+  if constexpr (kind == Kind::signed_bytes) {
+    _tile_dpbssd(0, 4, 6);
+    if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
+    if constexpr (R == 2) _tile_dpbssd(2, 5, 6);
+    if constexpr (C == 2) _tile_dpbssd(1, 4, 7);
+    if constexpr (R == 2 && C == 2) _tile_dpbssd(3, 5, 7);
+    return;
+  }
   _tile_dpbf16ps(0, 4, 6);
   if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
   if constexpr (R == 2) _tile_dpbf16ps(2, 5, 6);

@@ -9,7 +9,7 @@
 //   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
 //   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of what is in the low
 //              and the high half of byte i, and likewise of byte 16 + i
-//   8 bits     `eight_slot`
+//   8 bits     `eight_slot`; against rows that are rounded to 8 bits: rounded.h, without groups
 //
 // Of scales in two levels (GGML's K-quants) groups have signed bytes, with minimums two of them, and in front of 256 k
 // there is a float16 for each column that multiplies its scales, and one that multiplies its minimums. With minimums
@@ -28,7 +28,7 @@
 
 namespace weft {
 
-enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5 };
+enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5, bytes = 6, nibbles = 7 };  // the last: rounded.h
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
@@ -42,6 +42,7 @@ struct Coding {
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
+  bool rounds_rows() const { return numbers == Numbers::bytes || numbers == Numbers::nibbles; }
   bool minimums() const { return zeros == Zeros::minimums; }
   int64_t scale_bytes() const { return scales == Scales::floats ? 128 : scales == Scales::halves ? 64 : 32; }
   int64_t head() const { return scale_bytes() + (zeros == Zeros::middle ? 0 : 32); }
@@ -50,6 +51,7 @@ struct Coding {
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from a block's beginning to that of `k`, which begins a group or is the end.
   int64_t offset(int64_t k) const {
+    if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? 2048 : 1184);
     return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
   }
   // To the head of the group at `k`: behind the upper level that may begin there.
@@ -59,7 +61,7 @@ struct Coding {
 
   static Coding of(const std::vector<int64_t>& given) {
     if (given.empty()) return {};
-    TORCH_CHECK(given.size() == 4 && given[0] >= 1 && given[0] <= 5 && given[1] >= 0 && given[1] <= 4 &&
+    TORCH_CHECK(given.size() == 4 && given[0] >= 1 && given[0] <= 7 && given[1] >= 0 && given[1] <= 4 &&
                     given[2] >= 0 && given[2] <= 2 && given[3] >= 2 && given[3] % 2 == 0,
                 "a coding is numbers, scales, zeros, group");
     const Coding made{Numbers(given[0]), Scales(given[1]), Zeros(given[2]), given[3]};

@@ -80,7 +80,7 @@ void pack_block(const Coding& coding, const Published& from, const Layout& layou
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, std::vector<int64_t> given) {
   const Coding coding = Coding::of(given);
-  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 &&
+  TORCH_CHECK(bool(coding) && (coding.zeros == Zeros::points) == zeros.has_value() && coding.numbers != Numbers::int6 && !coding.rounds_rows() &&
                   coding.scales != Scales::halves && coding.scales != Scales::levels,
               "pack_coded: numbers, scales and zero points as the coding says");
   TORCH_CHECK(values.scalar_type() == at::kByte && values.dim() == 2 && values.is_contiguous(), "pack_coded: values");
@@ -101,6 +101,68 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
   uint8_t* to = packed.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) pack_block(coding, from, layout, block, to + block * block_bytes);
+  });
+  return packed;
+}
+
+// values: int8 [rows, inputs], -127 to 127 -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
+Tensor pack_bytes(const Tensor& values, bool gated) {
+  TORCH_CHECK(values.scalar_type() == at::kChar && values.dim() == 2 && values.is_contiguous(), "pack_bytes: values");
+  TORCH_CHECK(!gated || values.size(0) % 2 == 0, "a gated weight must have an even number of rows");
+  TORCH_CHECK(values.size(1) <= kByteInputs, "rows of more than ", kByteInputs, " inputs are not rounded to 8 bits");
+  const Layout layout{values.size(1), values.size(0), gated};
+  const int64_t block_bytes = Coding{Numbers::bytes}.offset(layout.inputs);
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options().dtype(at::kByte));
+  const int8_t* from = values.const_data_ptr<int8_t>();
+  uint8_t* made = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      uint8_t* to = made + block * block_bytes;
+      std::memset(to, 128, size_t(block_bytes));
+      for (int column = 0; column < kBlock; ++column) {
+        const int64_t row = layout.row(block, column);
+        for (int64_t k = 0; row >= 0 && k < layout.inputs; ++k)
+          to[(k / kByteDepth * kBlock + column) * kByteDepth + k % kByteDepth] = uint8_t(from[row * layout.inputs + k] + 128);
+      }
+    }
+  });
+  return packed;
+}
+
+// values: bytes [rows, inputs / 2 rounded up], the first of a pair in the low half; scales float32 and zeros bytes
+// [rows, groups of 64] -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
+Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated) {
+  const int64_t rows = values.size(0), groups = divide_up(inputs, kByteTileDepth);
+  const auto fits = [&](const Tensor& part, at::ScalarType type, int64_t width) {
+    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
+           part.size(1) == width;
+  };
+  TORCH_CHECK(fits(values, at::kByte, divide_up(inputs, 2)) && fits(scales, at::kFloat, groups) &&
+                  fits(zeros, at::kByte, groups), "pack_nibbles: values, scales and zeros");
+  TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
+  const Layout layout{inputs, rows, gated};
+  const int64_t block_bytes = Coding{Numbers::nibbles}.offset(inputs), line = values.size(1);
+  Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options());
+  const uint8_t *from = values.const_data_ptr<uint8_t>(), *zero = zeros.const_data_ptr<uint8_t>();
+  const float* scale = scales.const_data_ptr<float>();
+  uint8_t* made = packed.mutable_data_ptr<uint8_t>();
+  at::parallel_for(0, layout.blocks(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      uint8_t* to = made + block * block_bytes;
+      std::memset(to, 0, size_t(block_bytes));
+      for (int column = 0; column < kBlock; ++column) {
+        const int64_t row = layout.row(block, column);
+        for (int64_t k = 0; row >= 0 && k < inputs; ++k) {
+          const int64_t group = k / kByteTileDepth, within = k % kByteTileDepth;
+          uint8_t* head = to + group * kNibbleGroup;
+          std::memcpy(head + 4 * column, scale + row * groups + group, 4);
+          head[4 * kBlock + column] = zero[row * groups + group];
+          const int code = from[row * line + k / 2] >> (k % 2 * 4) & 15;
+          uint8_t& byte = head[kNibbleHead + (within / kByteDepth * kLanes + column % kLanes) * kByteDepth + within % kByteDepth];
+          byte = uint8_t(byte | code << (column / kLanes * 4));
+        }
+      }
+    }
   });
   return packed;
 }
@@ -237,8 +299,8 @@ Tensor embedding_coded(const Tensor& ids, const Tensor& packed, int64_t rows, in
   const Coding coding = Coding::of(given);
   TORCH_CHECK(ids.scalar_type() == at::kLong && ids.dim() == 1, "ids must be int64 [T]");
   TORCH_CHECK(type == at::kBFloat16 || type == at::kFloat, "rows are bfloat16 or float32");
-  TORCH_CHECK(coding && packed.scalar_type() == at::kByte && packed.is_contiguous() && packed.dim() == 2 &&
-                  packed.size(0) == divide_up(rows, kBlock) && packed.size(1) == coding.offset(inputs),
+  TORCH_CHECK(coding && !coding.rounds_rows() && packed.scalar_type() == at::kByte && packed.is_contiguous() &&
+                  packed.dim() == 2 && packed.size(0) == divide_up(rows, kBlock) && packed.size(1) == coding.offset(inputs),
               "the packed table is of another shape");
   TORCH_CHECK(!factors || (factors->scalar_type() == at::kFloat && factors->numel() == rows), "factors");
   const Tensor list = ids.contiguous();

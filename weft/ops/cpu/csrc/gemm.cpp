@@ -34,7 +34,7 @@ void run_part(const Product<typename F::X>& product, int64_t row_begin, int64_t 
   const Layout& layout = product.layout;
 #if WEFT_AMX
   if constexpr (std::is_same_v<typename F::X, bf16>)
-    if (use_brgemm && amx_permitted() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows) {
+    if (use_brgemm && amx_permitted() && !product.coding.rounds_rows() && layout.inputs > kDeep && row_end - row_begin > kBrgemmRows) {
       for (int64_t block = block_begin; block < block_end; block += kDeepBlocks)
         run_deep<F>(product, row_begin, row_end, block, std::min(block_end, block + kDeepBlocks));
       return;

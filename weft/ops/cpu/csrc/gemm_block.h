@@ -20,6 +20,7 @@
 #include "coded.h"
 #include "crew.h"
 #include "gemm_tile.h"
+#include "rounded.h"
 
 namespace weft {
 
@@ -92,6 +93,7 @@ struct Product {
   const float* x_sums = nullptr;     // [rows, groups] where the coding has minimums: `for_rows`
   const bf16* x_tiles = nullptr;     // for AMX, rows from `tiled` on: `for_rows`
   int64_t tiled = 0;
+  ByteRows bytes = {};  // where the coding rounds rows: `for_rows`
 };
 
 // Bytes of a block of weights in F's format, or coded.
@@ -446,10 +448,22 @@ void run_made(const Product<bf16, Out>& product, const Make& make, const SumScal
   run_brgemm(product, whole, scales, finish, begin, end, column, next, next_bytes);
 }
 
-// `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX.
+// Whether rows in 8 bits are multiplied by AMX. Few against nibbles are not: these would go through memory.
+inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
+  return WEFT_AMX && use_brgemm && amx_permitted() && (coding.numbers == Numbers::bytes || rows > kNibbleTile);
+}
+
+// `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX, rows
+// in 8 bits.
 // Until this thread's next call.
 template <class X, class Out>
 Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
+  if (product.coding.rounds_rows()) {
+    product.bytes = byte_rows(product.x + begin * product.x_stride, product.x_stride, begin, end - begin,
+                              product.layout.inputs, product.coding.numbers == Numbers::nibbles,
+                              bytes_by_amx(product.coding, end - begin));
+    return product;
+  }
 #if WEFT_AMX
   if constexpr (std::is_same_v<X, bf16>)
     if (use_brgemm && amx_permitted() && (end - begin > amx::kTileRows || product.layout.inputs % amx::kTileDepth)) {
@@ -488,10 +502,41 @@ auto makes_steps(const uint8_t* w) {
   };
 }
 
+// Rows that were rounded to 8 bits, against a block.
+template <class X, class Out>
+void run_bytes(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
+               int64_t column, const uint8_t* next) {
+  const ByteRows& x = product.bytes;
+  const bool nibbles = product.coding.numbers == Numbers::nibbles;
+  Out* out = product.out + begin * product.out_stride + column;
+#if WEFT_AMX
+  if (x.tiles && nibbles)
+    return run_nibble_tiles(x, w, finish, begin, end, out, product.out_stride, next, memory_of(x.depth * kBlock));
+  if (x.tiles) return run_byte_tiles(x, w, finish, begin, end, out, product.out_stride, next);
+#endif
+  if (nibbles) {
+    for (int64_t row = begin; row < end;) {
+      const int64_t left = end - row, rows = divide_up(left, divide_up(left, kNibbleTile)), at = row - x.first;
+      nibble_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, x.rows, w,
+                                  x.depth / kByteTileDepth, finish, out, product.out_stride);
+      row += rows, out += rows * product.out_stride;
+    }
+    return;
+  }
+  NextBlock<ByteSteps> ahead(next, product.layout.inputs, divide_up(end - begin, kByteTile));
+  for (int64_t row = begin; row < end;) {
+    const int64_t left = end - row, rows = divide_up(left, divide_up(left, kByteTile)), at = row - x.first;
+    byte_tiles<Out>[rows - 1](x.codes + x.at(at, 0), x.depth, x.steps + at, x.sums + at, w, product.layout.inputs, finish,
+                              out, product.out_stride, ahead.take(w));
+    row += rows, out += rows * product.out_stride;
+  }
+}
+
 template <class X, class Out>
 void run_coded(const Product<X, Out>& product, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end,
                int64_t column, const uint8_t* next) {
   const int64_t inputs = product.layout.inputs;
+  if (product.coding.rounds_rows()) return run_bytes(product, w, finish, begin, end, column, next);
   if constexpr (std::is_same_v<X, bf16>) {
     const SumScales scales = SumScales::of(product.coding, w, inputs);
     if (use_brgemm)

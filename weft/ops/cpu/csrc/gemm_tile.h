@@ -219,12 +219,9 @@ inline vf gate_up(vf gate, vf up, const Finish& finish) {
   return activate(gate, finish.activation) * up;
 }
 
+// Sums that have their scales.
 template <class X>
-inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
-  if (finish.scaled) {
-    first = first * load(finish.scale);
-    second = second * load(finish.scale + kLanes);
-  }
+inline void finish_scaled(vf first, vf second, const Finish& finish, X* out) {
   if (finish.biased) {
     first = first + load(finish.bias);
     second = second + load(finish.bias + kLanes);
@@ -235,6 +232,12 @@ inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
   }
   store_n(out, first, std::min(finish.columns, kLanes));
   if (finish.columns > kLanes) store_n(out + kLanes, second, finish.columns - kLanes);
+}
+
+template <class X>
+inline void finish_row(vf first, vf second, const Finish& finish, X* out) {
+  if (finish.scaled) first = first * load(finish.scale), second = second * load(finish.scale + kLanes);
+  finish_scaled(first, second, finish, out);
 }
 
 // --- a tile ---------------------------------------------------------------------------------------------------

@@ -83,6 +83,10 @@ void describe_products(torch::Library& m) {
   m.impl("pack", kCpu, TORCH_FN(pack));
   m.impl("pack_int8", kCpu, TORCH_FN(pack_int8));
   m.impl("embedding", kCpu, TORCH_FN(embedding));
+  m.def("pack_bytes(Tensor values, bool gated) -> Tensor");
+  m.impl("pack_bytes", kCpu, TORCH_FN(pack_bytes));
+  m.def("pack_nibbles(Tensor values, Tensor scales, Tensor zeros, int inputs, bool gated) -> Tensor");
+  m.impl("pack_nibbles", kCpu, TORCH_FN(pack_nibbles));
   m.def("pack_coded(Tensor values, Tensor scales, Tensor? zeros, int inputs, bool gated, int[] coding) -> Tensor");
   m.def("pack_ggml(Tensor blocks, int inputs, bool gated, int kind, bool mapped) -> Tensor");
   m.def("embedding_coded(Tensor ids, Tensor packed, int rows, int inputs, Tensor? factors, int[] coding,"

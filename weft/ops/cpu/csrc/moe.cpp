@@ -580,7 +580,7 @@ void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X
 // `run` as above, of x in the format of the experts' weights.
 template <class Run>
 void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out, Run run) {
-  const bool int8 = moe.up.int8();
+  const bool int8 = moe.up.int8() || moe.down.int8();  // coded matrices are no format's
   const auto as = [&]<class F>(F) {
     in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
   };

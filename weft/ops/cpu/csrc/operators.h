@@ -103,6 +103,8 @@ bool set_brgemm(bool value);
 
 // --- coded_pack.cpp ---
 
+Tensor pack_bytes(const Tensor& values, bool gated);
+Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated);
 Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optional<Tensor>& zeros, int64_t inputs,
                   bool gated, std::vector<int64_t> given);
 Tensor pack_ggml(const Tensor& blocks, int64_t inputs, bool gated, int64_t given, bool mapped);

@@ -1,0 +1,434 @@
+// Rows rounded to 8 bits against weights of 8 and of 4 bits: sums of integers, so that one kernel's are every kernel's.
+//
+//   bytes      x[m, k] is nearly step[m] * code[m, k], code -127 to 127, step = largest of the row / 127
+//              w[n, k] = factor[n] * (byte[n, k] - 128)
+//              out[m, n] = (sum of code * byte - 128 * sum of codes) * factor[n] * step[m], in this order: it does not
+//              overflow
+//   nibbles    in groups of 64 k: x has a step for each, w a scale and a zero point
+//              out[m, n] = sum over groups of (sum of code * nibble - zero[n] * sum of codes) * (step[m] * scale[n])
+//
+//   packed     whole 64 k of a block. A step is 4 k of 32 columns: of bytes [column 0: k .. k + 3] .. [column 31: ..], of
+//              nibbles columns 0 to 15 in the low halves and 16 to 31 in the high ones. In front of 64 k of nibbles are
+//              32 scales, float32, and 32 zero points, bytes
+//   rows       codes, zeros behind the last k, one row after another; for AMX tiles: [16 rows][64 k][row of them][64]
+//
+// Bytes of weights have no sign, as vpdpbusd wants one operand without; the rows' sum makes up for it. Sums are 32 bits
+// wide and exact up to 65,000 inputs: |sum of code * byte| is at most 127 * 255 an input. Of 64 k of nibbles all is exact
+// in float32 up to its scaling.
+#pragma once
+
+#include "amx.h"
+#include "coded.h"
+#include "crew.h"
+#include "gemm_tile.h"
+
+#include <vector>
+
+namespace weft {
+namespace {
+
+constexpr int kByteDepth = 4;  // k of a step
+constexpr int64_t kByteStep = kBlock * kByteDepth;
+constexpr int64_t kByteInputs = 65'000;  // whose sums are exact
+constexpr int64_t kByteTileRows = 16, kByteTileDepth = 64;
+constexpr int64_t kNibbleHead = kBlock * 5, kNibbleGroup = kNibbleHead + kByteTileDepth / kByteDepth * kByteStep / 2;
+
+struct ByteSteps {
+  static constexpr int depth = kByteDepth;
+  static constexpr int64_t bytes = kByteStep;
+};
+
+// Rows in 8 bits, from `first` on.
+struct ByteRows {
+  const int8_t* codes = nullptr;
+  int64_t first = 0, depth = 0;   // depth: k of a row here, 64 divides it
+  bool tiles = false;             // for AMX
+  int64_t rows = 0;               // 16 divides it
+  const float* steps = nullptr;   // [groups, rows]
+  const int32_t* sums = nullptr;  // [groups, rows], of codes
+
+  // Where row `row` here has its k `k`, which 64 divides.
+  int64_t at(int64_t row, int64_t k) const {
+    if (!tiles) return row * depth + k;
+    return row / kByteTileRows * kByteTileRows * depth + k * kByteTileRows + row % kByteTileRows * kByteTileDepth;
+  }
+};
+
+// The bits of the largest magnitude. As integers, so that infinities and NaN are the largest.
+inline uint32_t largest_bits(const float* x, int64_t count) {
+  uint32_t most = 0;
+  for (int64_t k = 0; k < count; ++k) most = std::max(most, float_to_bits(x[k]) & 0x7fffffffu);
+  return most;
+}
+inline uint32_t largest_bits(const bf16* x, int64_t count) {
+  uint16_t most = 0;
+  for (int64_t k = 0; k < count; ++k) most = std::max(most, uint16_t(x[k].x & 0x7fffu));
+  return uint32_t(most) << 16;
+}
+
+// 64 codes of `left` numbers, zeros behind them; returns their sum. Halves round to even.
+template <class X>
+int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
+#if WEFT_AVX512
+  __m512i total = _mm512_setzero_si512();
+  for (int part = 0; part < 4; ++part) {
+    const int count = int(std::clamp<int64_t>(left - 16 * part, 0, 16));
+    const vf value = count == 16 ? load(x + 16 * part) : count ? load_n(x + 16 * part, count) : splat(0.0f);
+    const __m512i code = _mm512_cvtps_epi32(value * splat(inverse));
+    total = _mm512_add_epi32(total, code);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * part), _mm512_cvtsepi32_epi8(code));
+  }
+  return _mm512_reduce_add_epi32(total);
+#else
+  int32_t total = 0;
+  for (int64_t k = 0; k < kByteTileDepth; ++k) {
+    const int32_t code = k < left ? int32_t(std::nearbyintf(widen(x[k]) * inverse)) : 0;
+    to[k] = int8_t(code), total += code;
+  }
+  return total;
+#endif
+}
+
+// `rows` rows of x in 8 bits, of which `first` is the number of the first one; until this thread's next call.
+// grouped: each 64 k have a step of their own.
+template <class X>
+ByteRows byte_rows(const X* x, int64_t x_stride, int64_t first, int64_t rows, int64_t inputs, bool grouped, bool tiles) {
+  static thread_local std::vector<uint8_t> memory;
+  const auto up = [](int64_t count, int64_t by) { return (count + by - 1) / by * by; };
+  const int64_t depth = up(inputs, kByteTileDepth), all = up(rows, kByteTileRows);
+  const int64_t group = grouped ? kByteTileDepth : depth, groups = depth / group;
+  if (memory.size() < size_t(all * (depth + 8 * groups) + 64)) memory.resize(size_t(all * (depth + 8 * groups) + 64));
+  int8_t* const codes = reinterpret_cast<int8_t*>(up(reinterpret_cast<int64_t>(memory.data()), 64));
+  float* const steps = reinterpret_cast<float*>(codes + all * depth);
+  int32_t* const sums = reinterpret_cast<int32_t*>(steps + all * groups);
+  const ByteRows made{codes, first, depth, tiles, all, steps, sums};
+  for (int64_t row = 0; row < all; ++row, x += x_stride) {
+    if (row >= rows && !tiles) break;
+    for (int64_t number = 0; number < groups; ++number) {
+      const int64_t begin = number * group, end = std::min(inputs, begin + group);
+      const float largest = row < rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
+      // What is not finite makes all results of a row NaN, whatever its codes are.
+      const bool finite = largest <= std::numeric_limits<float>::max();
+      const float inverse = finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
+      int32_t sum = 0;
+      for (int64_t k = begin; k < begin + group; k += kByteTileDepth) {
+        int8_t* const to = codes + made.at(row, k);
+        if (inverse > 0.0f)
+          sum += round_bytes(x + k, inputs - k, inverse, to);
+        else
+          std::memset(to, 0, kByteTileDepth);
+      }
+      steps[number * all + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+      sums[number * all + row] = sum;
+    }
+  }
+  return made;
+}
+
+// --- sums of a tile of rows -----------------------------------------------------------------------------------------
+
+// 16 sums += the products of 4 k: x has the 4 codes of a row, w the bytes of 16 columns.
+#if WEFT_AVX512
+using ByteSums = __m512i;
+inline ByteSums no_sums() { return _mm512_setzero_si512(); }
+inline __m512i four_bytes(const int8_t* x) { return _mm512_set1_epi32(load_as<int32_t>(x)); }
+inline vf as_floats(ByteSums x, int32_t less) { return _mm512_cvtepi32_ps(_mm512_sub_epi32(x, _mm512_set1_epi32(less))); }
+inline ByteSums dot_bytes(ByteSums sum, __m512i x, __m512i w) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sum, w, x);
+#else
+  const __m512i low = _mm512_set1_epi32(0x00ff00ff);
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(w, low), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w, 8), _mm512_srai_epi16(x, 8));
+  return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
+#endif
+}
+inline __m512i load_bytes(const uint8_t* w) { return _mm512_loadu_si512(w); }
+inline __m512i low_halves(__m512i w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+inline __m512i high_halves(__m512i w) { return low_halves(_mm512_srli_epi16(w, 4)); }
+#elif WEFT_AVX2
+struct ByteSums {
+  __m256i a, b;
+};
+inline ByteSums no_sums() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline __m256i four_bytes(const int8_t* x) { return _mm256_set1_epi32(load_as<int32_t>(x)); }
+inline vf as_floats(ByteSums x, int32_t less) {
+  const __m256i by = _mm256_set1_epi32(less);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(x.a, by)), _mm256_cvtepi32_ps(_mm256_sub_epi32(x.b, by))};
+}
+inline __m256i dot_eight(__m256i sum, __m256i x, __m256i w) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sum, w, x);
+#else
+  const __m256i low = _mm256_set1_epi32(0x00ff00ff);
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, low), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#endif
+}
+inline ByteSums dot_bytes(ByteSums sum, __m256i x, ByteSums w) { return {dot_eight(sum.a, x, w.a), dot_eight(sum.b, x, w.b)}; }
+inline ByteSums load_bytes(const uint8_t* w) { return {eight(w), eight(w + 32)}; }
+inline __m256i low_eight(__m256i w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+inline ByteSums low_halves(ByteSums w) { return {low_eight(w.a), low_eight(w.b)}; }
+inline ByteSums high_halves(ByteSums w) { return low_halves({_mm256_srli_epi16(w.a, 4), _mm256_srli_epi16(w.b, 4)}); }
+#else
+typedef int32_t ByteSums __attribute__((vector_size(64)));
+typedef uint32_t ByteWords __attribute__((vector_size(64)));
+inline ByteSums no_sums() { return ByteSums{}; }
+inline int32_t four_bytes(const int8_t* x) { return load_as<int32_t>(x); }
+inline vf as_floats(ByteSums x, int32_t less) {
+  vf made;
+  for (int lane = 0; lane < kLanes; ++lane) made[lane] = float(x[lane] - less);
+  return made;
+}
+inline ByteSums dot_bytes(ByteSums sum, int32_t x, ByteWords w) {
+  for (int k = 0; k < kByteDepth; ++k)
+    sum += recast<ByteSums>(w >> (8 * k) & 255u) * int32_t(int8_t(uint32_t(x) >> (8 * k)));
+  return sum;
+}
+inline ByteWords load_bytes(const uint8_t* w) { return load_as<ByteWords>(w); }
+inline ByteWords low_halves(ByteWords w) { return w & 0x0f0f0f0fu; }
+inline ByteWords high_halves(ByteWords w) { return low_halves(w >> 4); }
+#endif
+
+// What a row's sums mean; codes: the sum of its codes.
+template <class Out>
+inline void finish_bytes(ByteSums first, ByteSums second, int32_t codes, float step, const Finish& finish, Out* out) {
+  vf a = as_floats(first, 128 * codes), b = as_floats(second, 128 * codes);
+  if (finish.scaled) a = a * load(finish.scale), b = b * load(finish.scale + kLanes);
+  finish_scaled(a * splat(step), b * splat(step), finish, out);
+}
+
+constexpr int kByteTile = WEFT_AVX512 ? kRows : 2;
+
+// Rows of `codes`, `stride` apart, against a block.
+template <class Out, int rows>
+void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, const uint8_t* w,
+               int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
+  ByteSums total[rows][2];
+  for (auto& row : total) row[0] = row[1] = no_sums();
+  const int64_t count = (inputs + kByteDepth - 1) / kByteDepth;
+  for (int64_t step = 0; step < count; ++step, w += kByteStep) {
+    if (step % (kPage / kByteStep) == 0) __builtin_prefetch(w + kPagesAhead);
+    if ((step & ahead.mask) == 0) {
+      __builtin_prefetch(ahead.at, 0, 2);
+      ahead.at += ahead.line;
+    }
+    const auto first = load_bytes(w), second = load_bytes(w + kByteStep / 2);
+#pragma GCC unroll 16
+    for (int row = 0; row < rows; ++row) {
+      const auto x = four_bytes(codes + row * stride + step * kByteDepth);
+      total[row][0] = dot_bytes(total[row][0], x, first);
+      total[row][1] = dot_bytes(total[row][1], x, second);
+    }
+  }
+#pragma GCC unroll 16
+  for (int row = 0; row < rows; ++row)
+    finish_bytes(total[row][0], total[row][1], sums[row], steps[row], finish, out + row * out_stride);
+}
+
+template <class Out>
+using ByteTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, const uint8_t*, int64_t, const Finish&, Out*,
+                          int64_t, Ahead);
+template <class Out, int... rows>
+constexpr std::array<ByteTile<Out>, sizeof...(rows)> make_byte_tiles(std::integer_sequence<int, rows...>) {
+  return {byte_tile<Out, rows + 1>...};
+}
+template <class Out>
+constexpr auto byte_tiles = make_byte_tiles<Out>(std::make_integer_sequence<int, kByteTile>{});
+
+// --- nibbles --------------------------------------------------------------------------------------------------------
+
+// Scales and zero points of 32 columns.
+struct NibbleHead {
+  vf scale[2], zero[2];
+  explicit NibbleHead(const uint8_t* at) {
+    for (int half = 0; half < 2; ++half)
+      scale[half] = load_as<vf>(at + 64 * half), zero[half] = int8_floats(at + 4 * kBlock + half * kLanes);
+  }
+  // total + what the sums of one group mean. codes: the row's sum; the inner fma is exact.
+  vf add(vf total, ByteSums sums, int half, int32_t codes, float step) const {
+    return fma(fma(splat(float(-codes)), zero[half], as_floats(sums, 0)), scale[half] * splat(step), total);
+  }
+};
+
+constexpr int kNibbleTile = WEFT_AVX512 ? 6 : 1;
+
+// Rows of `codes`, `stride` apart, against a block of `groups`; steps and sums: as ByteRows has them.
+template <class Out, int rows>
+void nibble_tile(const int8_t* codes, int64_t stride, const float* steps, const int32_t* sums, int64_t next_group,
+                 const uint8_t* w, int64_t groups, const Finish& finish, Out* out, int64_t out_stride) {
+  vf total[rows][2];
+  for (auto& row : total) row[0] = row[1] = splat(0.0f);
+  for (int64_t group = 0; group < groups; ++group, codes += kByteTileDepth, steps += next_group, sums += next_group) {
+    const NibbleHead head(w);
+    ByteSums part[rows][2];
+    for (auto& row : part) row[0] = row[1] = no_sums();
+    for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(w + kAhead + line);
+    w += kNibbleHead;
+#pragma GCC unroll 4
+    for (int64_t step = 0; step < kByteTileDepth / kByteDepth; ++step, w += kByteStep / 2) {
+      const auto both = load_bytes(w);
+      const auto first = low_halves(both), second = high_halves(both);
+#pragma GCC unroll 8
+      for (int row = 0; row < rows; ++row) {
+        const auto x = four_bytes(codes + row * stride + step * kByteDepth);
+        part[row][0] = dot_bytes(part[row][0], x, first);
+        part[row][1] = dot_bytes(part[row][1], x, second);
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; ++row)
+      for (int half = 0; half < 2; ++half)
+        total[row][half] = head.add(total[row][half], part[row][half], half, sums[row], steps[row]);
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < rows; ++row) finish_row(total[row][0], total[row][1], finish, out + row * out_stride);
+}
+
+template <class Out>
+using NibbleTile = void (*)(const int8_t*, int64_t, const float*, const int32_t*, int64_t, const uint8_t*, int64_t,
+                            const Finish&, Out*, int64_t);
+template <class Out, int... rows>
+constexpr std::array<NibbleTile<Out>, sizeof...(rows)> make_nibble_tiles(std::integer_sequence<int, rows...>) {
+  return {nibble_tile<Out, rows + 1>...};
+}
+template <class Out>
+constexpr auto nibble_tiles = make_nibble_tiles<Out>(std::make_integer_sequence<int, kNibbleTile>{});
+
+// --- AMX ------------------------------------------------------------------------------------------------------------
+
+#if WEFT_AMX
+
+// Lines of the next block, of which each step asks for some.
+struct NextLines {
+  const uint8_t *at, *end;
+  int64_t each;
+  NextLines(const uint8_t* next, int64_t bytes, int64_t steps, bool many)
+      : at(next), end(next ? next + bytes : nullptr), each(many && next ? (bytes / 64 + steps - 1) / steps : 0) {}
+  void ask() {
+    for (int64_t i = 0; i < each && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+constexpr int64_t kTogether = 2;  // groups of nibbles that are scaled together, while those behind them are computed
+constexpr int64_t kBytePair = 2 * kByteTileRows, kByteTileBytes = kByteTileRows * kByteTileDepth;
+
+// Sums of 64 k and those behind them, `steps` times, of R tiles of 16 rows.
+template <int R, amx::Kind kind>
+inline __attribute__((always_inline)) void byte_sums(amx::Left& left, amx::Right& right, int64_t steps, NextLines& next,
+                                                     int32_t* to) {
+  amx::clear<R, 2>();
+  for (int64_t step = 0; step < steps; ++step) {
+    next.ask();
+    amx::step<R, 2, kind>(left, right);
+    left.at = static_cast<const char*>(left.at) + left.deep;
+    right.at = static_cast<const char*>(right.at) + 2 * kByteTileBytes;
+  }
+  amx::put<R, 2>(reinterpret_cast<float*>(to), kBlock);
+}
+
+template <class F>
+inline __attribute__((always_inline)) void by_tiles(int64_t rows, F f) {
+  rows > kByteTileRows ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 1>());
+}
+
+// Rows [begin, end) against a block.
+template <class Out>
+void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
+                    int64_t out_stride, const uint8_t* following) {
+  const int64_t steps = x.depth / kByteTileDepth, pairs = (end - begin + kBytePair - 1) / kBytePair;
+  NextLines next(following, steps * 2 * kByteTileBytes, pairs * steps, pairs > 1);
+  amx::configure(int(std::min<int64_t>(end - begin, kByteTileRows)));
+  amx::settle();
+  alignas(64) int32_t sums[kBytePair * kBlock];
+  for (int64_t row = begin; row < end; row += kBytePair) {
+    const int64_t rows = std::min(kBytePair, end - row), first = row - x.first;
+    by_tiles(rows, [&]<int R>(std::integral_constant<int, R>) {
+      amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
+      amx::Right right{w, kByteStep};
+      byte_sums<R, amx::Kind::bytes>(left, right, steps, next, sums);
+    });
+    amx::settle();
+    for (int64_t r = 0; r < rows; ++r) {
+      const int32_t* from = sums + r * kBlock;
+      finish_bytes(_mm512_load_si512(from), _mm512_load_si512(from + kLanes), x.sums[first + r], x.steps[first + r], finish,
+                   out + (row - begin + r) * out_stride);
+    }
+  }
+}
+
+// The same of nibbles; `made` has room for the block in bytes, less their zero points. A group's sums are scaled while
+// the next group's are computed.
+template <class Out>
+void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
+                      int64_t out_stride, const uint8_t* following, uint8_t* made) {
+  const int64_t groups = x.depth / kByteTileDepth, pairs = (end - begin + kBytePair - 1) / kBytePair;
+  const auto make = [&](int64_t group, uint8_t* to) __attribute__((always_inline)) {
+    const uint8_t* from = w + group * kNibbleGroup + kNibbleHead;
+    const auto four_times = [&](int half) {  // the zero point of each column
+      return _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(load_as<__m128i>(from - kBlock + half * kLanes)),
+                                 _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0));
+    };
+    const __m512i zero[2] = {four_times(0), four_times(1)};
+    for (int64_t line = 0; line < kNibbleGroup; line += 64) __builtin_prefetch(from + kAhead + line);
+    for (int64_t step = 0; step < kByteTileDepth / kByteDepth; ++step, from += kByteStep / 2, to += kByteStep) {
+      const __m512i both = load_bytes(from);
+      _mm512_storeu_si512(to, _mm512_sub_epi8(low_halves(both), zero[0]));
+      _mm512_storeu_si512(to + kByteStep / 2, _mm512_sub_epi8(high_halves(both), zero[1]));
+    }
+  };
+  const int64_t ready = pairs > 1 ? groups : 1;  // groups that are made first; with one pair each is made ahead of its use
+  for (int64_t group = 0; group < ready; ++group) make(group, made + group * 2 * kByteTileBytes);
+  NextLines next(following, groups * kNibbleGroup, pairs * groups, pairs > 1);
+  amx::configure(int(std::min<int64_t>(end - begin, kByteTileRows)));
+  amx::settle();
+  alignas(64) int32_t sums[2][kTogether][kBytePair * kBlock];
+  alignas(64) float totals[kBytePair * kBlock];
+  for (int64_t row = begin; row < end; row += kBytePair) {
+    const int64_t rows = std::min(kBytePair, end - row), first = row - x.first;
+    // Adds what groups from `from` on, up to `until`, have made.
+    const auto add = [&](int64_t from, int64_t until) __attribute__((always_inline)) {
+      for (int half = 0; half < 2; ++half) {
+        vf scale[kTogether];
+        for (int64_t group = from; group < until; ++group)
+          scale[group - from] = load_as<vf>(w + group * kNibbleGroup + 64 * half);
+        const auto part = &sums[from / kTogether % 2];
+        const float* steps = x.steps + from * x.rows + first;
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t at = r * kBlock + half * kLanes;
+          vf total = from ? load(totals + at) : splat(0.0f);
+          for (int64_t i = 0; i < until - from; ++i)
+            total = fma(as_floats(_mm512_load_si512((*part)[i] + at), 0), scale[i] * splat(steps[i * x.rows + r]), total);
+          store(totals + at, total);
+        }
+      }
+    };
+    const auto add_all = [&](int64_t from, int64_t until) __attribute__((always_inline)) {
+      until - from == kTogether ? add(from, from + kTogether) : add(from, until);
+    };
+    by_tiles(rows, [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
+      amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
+      amx::Right right{made, kByteStep};
+      for (int64_t group = 0; group < groups; ++group) {
+        if (pairs == 1) {
+          right.at = made + group % 2 * 2 * kByteTileBytes;
+          if (group + 1 < groups) make(group + 1, made + (group + 1) % 2 * 2 * kByteTileBytes);
+          amx::settle();
+        }
+        byte_sums<R, amx::Kind::signed_bytes>(left, right, 1, next, sums[group / kTogether % 2][group % kTogether]);
+        if (group % kTogether == 0 && group > 0) amx::settle(), add(group - kTogether, group);
+      }
+    });
+    amx::settle();
+    add_all((groups - 1) / kTogether * kTogether, groups);
+    for (int64_t r = 0; r < rows; ++r)
+      finish_row(load(totals + r * kBlock), load(totals + r * kBlock + kLanes), finish,
+                 out + (row - begin + r) * out_stride);
+  }
+}
+
+#endif
+
+}  // namespace
+}  // namespace weft
