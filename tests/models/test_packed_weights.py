@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from weft.config.families import load_spec
 from weft.models.loader import load_model
+from weft.ops import coded
 from weft.ops.coded import Codes
 from weft.ops.cpu.linear import PackedMatrix
+from weft.parallel.mesh import make_mesh
 from weft.types.layout import Layout
 
 __all__ = ["plain"]
@@ -139,7 +142,7 @@ def test_memory_is_that_of_the_file(name: str, large: Path, tmp_path: Path, exte
 def test_ranks_have_their_columns(
     name: str, plain: Path, tmp_path: Path, paged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ranks: groups that are whole stay packed, those that are cut are dequantized, and said so."""
+    """Two ranks: groups that are cut become smaller ones."""
     packed, _ = _folders(plain, tmp_path, *FORMATS[name])
     wanted = logits(load(packed, torch.float64, packed=False), paged)
     found = on_ranks(Layout(tensor=2), lambda mesh: logits(load(packed, torch.float64, mesh=mesh), paged))
@@ -147,25 +150,24 @@ def test_ranks_have_their_columns(
         assert (one - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
-def test_a_cut_group_is_named(
+def test_a_cut_group_becomes_smaller_ones(
     plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """48 of 96 inputs, in groups of 32."""
-    import logging
-
-    from weft.parallel.mesh import make_mesh
-
+    """48 of 96 inputs, in groups of 32: all stays packed. Where that would be groups of 2, it does not."""
     monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
     packed, _ = _folders(plain, tmp_path, *FORMATS["awq"])
     mesh = make_mesh(Layout(tensor=2), 1)  # not connected: loading needs no other rank
     with caplog.at_level(logging.INFO, "weft"):
-        model = load(packed, torch.bfloat16, mesh=mesh)
-    (text,) = {record.getMessage() for record in caplog.records if "--tp" in record.getMessage()}
-    assert "cuts groups" in text
+        model = load(packed, torch.float64, mesh=mesh)
+    assert not [record for record in caplog.records if "cuts groups" in record.getMessage()]
     down = model.blocks[1].feed_forward.down._packed
-    assert getattr(down, "coding", None) is None
-    out = model.blocks[1].attention.out._packed
-    assert isinstance(out, Codes) or out.coding is not None
+    assert isinstance(down, Codes)
+    assert (down.inputs, down.group) == (48, 16)
+    monkeypatch.setattr(coded, "LEAST_GROUP", 32)
+    with caplog.at_level(logging.INFO, "weft"):
+        model = load(packed, torch.float64, mesh=mesh)
+    assert [record for record in caplog.records if "cuts groups" in record.getMessage()]
+    assert not isinstance(model.blocks[1].feed_forward.down._packed, Codes)
 
 
 def test_experts_divided_whole(plain: Path, tmp_path: Path, paged: Any) -> None:

@@ -178,9 +178,9 @@ def test_float32_as_it_is_served(checkpoints: Any, paged: Any) -> None:
         assert (found[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
-def test_weights_in_8_bits(quantization: str, checkpoints: Any, paged: Any) -> None:
-    """Ranks round to the same 8 bits as one does, rows of w8a8 included."""
+@pytest.mark.parametrize("quantization", ["int8", "w8a8", "int4", "w4a8", "fp8"])
+def test_ranks_round_as_one_does(quantization: str, checkpoints: Any, paged: Any) -> None:
+    """Weights, whose groups they cut, and what is multiplied by them."""
     for name in ("llama-tied-mha", "qwen3-5-moe", "deepseek-v4"):
         checkpoint = checkpoints(name)
         expected = _run(checkpoint.load(torch.float64, quantization=quantization), paged)

@@ -232,8 +232,12 @@ def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
     part = codes.columns(begin, 384)
     assert part is not None
     assert torch.equal(meaning(part), whole[:, begin:])
-    cut = codes.columns(8, 384)
-    assert (cut is None) == (codes.group < 384)
+    for ends in ((8, 384), (0, 200), (40, 344)):
+        cut = codes.columns(*ends)
+        assert cut is not None
+        assert torch.equal(meaning(cut), whole[:, slice(*ends)])
+        assert cut.group <= max(codes.group, 8) or codes.group >= 384
+    assert (codes.columns(6, 384) is None) == (codes.group < 384)
     assert torch.equal(meaning(coded.storable(codes)), whole)
     again = coded.joined([codes[:5], codes[5:]])
     assert again is not None
@@ -242,6 +246,15 @@ def test_parts_of_codes_are_parts_of_what_they_mean(form: str) -> None:
     assert stack is not None
     assert stack.shape == (2, 6, 384)
     assert torch.equal(meaning(stack).flatten(0, 1), whole)
+
+
+def test_rows_are_rounded_where_groups_are_whole() -> None:
+    codes = coded.to_w4a8(torch.randn(6, 256))
+    for ends, rounds in (((64, 256), True), ((0, 128), True), ((32, 256), False), ((0, 96), False)):
+        part = codes.columns(*ends)
+        assert part is not None
+        assert part.rounds_rows == rounds
+    assert coded.joined([codes, coded.to_int4(torch.randn(6, 256))]) is None
 
 
 @pytest.mark.parametrize("inputs", [96, 33])

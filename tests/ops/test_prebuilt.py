@@ -33,8 +33,10 @@ def cpu_of(monkeypatch: pytest.MonkeyPatch, name: str, without: str = "") -> Non
 
 
 def test_levels_go_from_the_best_to_the_oldest() -> None:
-    for better, older in zip(prebuilt.LEVELS, prebuilt.LEVELS[1:], strict=False):
-        assert older.needs < better.needs
+    """What a CPU can run of several is the one that asks for most, or is better for it."""
+    for number, level in enumerate(prebuilt.LEVELS):
+        assert not any(level.needs <= later.needs for later in prebuilt.LEVELS[number + 1 :])
+        assert prebuilt.LEVELS[-1].needs <= level.needs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,6 +49,8 @@ def test_a_cpu_takes_the_best_library_that_it_can_run(
 
 def test_a_cpu_that_lacks_one_feature_takes_the_next(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_of(monkeypatch, "avx512", without="avx512dq")
+    assert build.find() == wheel / "avx2" / build.LIBRARY
+    cpu_of(monkeypatch, "avx2_vnni", without="avx_vnni")
     assert build.find() == wheel / "avx2" / build.LIBRARY
     cpu_of(monkeypatch, "avx2", without="fma")
     assert build.find() is None

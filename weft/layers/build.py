@@ -14,8 +14,9 @@ from weft.common.allocator import trim_heap
 from weft.config import sharding
 from weft.config.spec import ModelSpec
 from weft.layers.held import allow_codes, in_place, largest_in_place, take_mixed
-from weft.layers.shard import Shard, keep_largest, mark
+from weft.layers.shard import Shard, keep_largest, mark, round_whole
 from weft.ops import (
+    coded,
     implementations,  # noqa: F401 (registers every implementation)
     torch_ops,
 )
@@ -74,14 +75,14 @@ class Build:
         result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
         return result
 
-    def matrix_op(self, name: str, *, wide: bool = False, whole_rows: bool = True) -> Implementation:
+    def matrix_op(self, name: str, *, wide: bool = False, divided: int = 0) -> Implementation:
         """``op`` for a matrix that quantization applies to (wide ones are never quantized).
 
-        ``whole_rows``: whether its inputs are what every rank has. The step of a whole row in 8 bits may not
-        depend on how many ranks there are, so others are not rounded.
+        ``divided``: of one whose inputs ranks divide, how many all have. What is rounded to 8 bits may not
+        depend on how many ranks there are: so whole rows of these are not, nor parts that ranks may cut.
         """
-        quantized = "int8" if self.quantization == "w8a8" and not whole_rows else self.quantization
-        return self.op(name if quantized == "none" or wide else f"{name}_{quantized}", wide=wide)
+        kind = self._kind(divided)
+        return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
 
     @property
     def wide(self) -> torch.dtype:
@@ -128,7 +129,18 @@ class Build:
         if wide:
             return self.weight(*shape, shard=shard, wide=wide)
         where = torch.device("cpu") if self.staged else self.device
-        return allow_codes(self.weight(*shape, shard=shard, device=where), self.device)
+        made = allow_codes(self.weight(*shape, shard=shard, device=where), self.device)
+        if shard is not None and not shard.whole and shard.dim == len(shape) - 1:
+            rounds = coded.GROUPED.get(self._kind(shard.size))
+            if rounds is not None:
+                round_whole(made, rounds)
+        return made
+
+    def _kind(self, divided: int) -> str:
+        """The kind of quantization of a matrix; ``divided``: see ``matrix_op``."""
+        if self.quantization == "w8a8" and divided:
+            return "int8"
+        return "int4" if self.quantization == "w4a8" and divided % coded.UNCUT else self.quantization
 
 
 class Layer(nn.Module):

@@ -53,7 +53,7 @@ class RowLinear(Packs):
         super().__init__()
         self.weight = build.matrix(outputs, inputs.count, shard=inputs.at(1))
         self.bias = build.weight(outputs) if bias else None
-        self._op = build.matrix_op("linear", whole_rows=False)
+        self._op = build.matrix_op("linear", divided=inputs.size)
         self._packed: object = None
         self._adds_bias = build.comm.rank == 0
 

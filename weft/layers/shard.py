@@ -9,10 +9,12 @@ loader reads no more than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from weft.ops.coded import Codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,20 @@ def keep_largest(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
     """
     shape = (*parameter.shape[:-1], 1)
     parameter.largest = torch.zeros(shape, dtype=dtype, device=parameter.device)  # type: ignore[attr-defined]
+
+
+def round_whole(parameter: torch.nn.Parameter, rounds: Callable[[torch.Tensor], Codes]) -> None:
+    """Has the loader round whole rows of ``parameter``, before it takes what this rank has of them.
+
+    For weights whose rows are cut and then rounded to scales of groups: all ranks have the same groups.
+    """
+    parameter.rounds = rounds  # type: ignore[attr-defined]
+
+
+def rounding_of(parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], Codes] | None:
+    """What ``round_whole`` was given; None where rows need not be whole."""
+    result: Callable[[torch.Tensor], Codes] | None = getattr(parameter, "rounds", None)
+    return result
 
 
 def largest_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:

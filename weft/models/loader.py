@@ -29,7 +29,7 @@ from weft.layers.shard import cut, global_shape, shard_of
 from weft.models.base import Model
 from weft.models.decoder import Decoder
 from weft.models.files import WeightFile, weight_files
-from weft.models.quantized.filling import Target, is_zero_bias
+from weft.models.quantized.filling import Target, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, Source, part_of, without_effect
 from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
 from weft.models.slices import note_largest, part_shape, windows
@@ -346,3 +346,4 @@ def fill_randomly(model: Loadable, seed: int) -> None:
         if shard is not None:
             parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))
             note_largest(parameter, (), whole)
+            hold_rounded(parameter, (), whole)

@@ -10,7 +10,8 @@ Importing registers nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +32,8 @@ NIBBLES = 7
 SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 LARGEST_GROUP = 256
 """Inputs. Scales of more are repeated."""
+LEAST_GROUP = 8
+"""Inputs of groups that are made smaller because ranks cut them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,16 +137,21 @@ class Codes:
         )
 
     def columns(self, begin: int, end: int) -> Codes | None:
-        """Inputs begin .. end of a matrix; None where that cuts a group, or they are in another order."""
+        """Inputs begin .. end of a matrix; None where they are in another order, or no groups of
+        ``LEAST_GROUP`` inputs fit. Groups that are cut become smaller ones, and rows are not rounded then.
+        """
         if (begin, end) == (0, self.inputs):
             return self
         if self.block is not None:
             return self._blocks(begin, end, self.block)
         whole = self.group >= self.inputs
-        if self.order is not None or begin % 2 or (not whole and begin % self.group):
+        if self.order is not None or begin % 2:
             return None
-        if not whole and end % self.group and end != self.inputs:
-            return None
+        fitting = math.gcd(self.group, begin, 0 if end == self.inputs else end)
+        if not whole and fitting < self.group:
+            if fitting < LEAST_GROUP or fitting % 2:
+                return None
+            return replace(self.regrouped(fitting), rounds_rows=False).columns(begin, end)
         per_byte = 2 if self.four else 1
         groups = slice(None) if whole else slice(begin // self.group, -(-end // self.group))
         return replace(
@@ -412,10 +420,14 @@ def _all_rows(parts: list[Codes]) -> Codes:
     return whole
 
 
+GROUPED: dict[str, Callable[[Tensor], Codes]] = {"int4": to_int4, "w4a8": to_w4a8, "fp8": to_fp8}
+"""By name of ``--quantization``: those whose scales are of some inputs."""
 ROUNDED_NUMBERS = 1 << 20
 DEQUANTIZED = 1 << 26
 """Numbers that a GPU dequantizes at a time, so that cuBLAS can multiply many rows."""
 INT4_GROUP = 64
+UNCUT = 256
+"""Inputs whose groups of 64 are whole on each of two or four ranks."""
 FP8_GROUP = 128
 
 

@@ -75,6 +75,8 @@ class Routed:
     them; for rounding to 8 bits."""
     shared_down_largest: Tensor | None = None
     """Wide [hidden, 1]: likewise."""
+    inner_rows: bool = True
+    """Whether rows between an expert's halves may be rounded in parts: ranks do not cut these."""
     dtype: torch.dtype | None = None
     """Of the activations, where the matrices don't say (codes)."""
 
@@ -296,19 +298,21 @@ def has_codes(weights: Routed) -> bool:
     return any(isinstance(matrices, Codes | Unstacked) for matrices in each)
 
 
-def rounded(weights: Routed, to: Callable[[Tensor], Codes]) -> Routed:
-    """Its plain matrices as codes: ``to`` of one, or of all of a stack."""
+def rounded(
+    weights: Routed, to: Callable[[Tensor], Codes], inner: Callable[[Tensor], Codes] | None = None
+) -> Routed:
+    """Its plain matrices as codes: ``to`` of one, or of all of a stack. ``inner``: of the second halves."""
 
-    def made(matrices: Any) -> Any:
+    def made(matrices: Any, to: Callable[[Tensor], Codes] = to) -> Any:
         return to(matrices) if isinstance(matrices, Tensor) else matrices
 
     return replace(
         weights,
         dtype=weights.dtype or weights.down.dtype,
         gate_up=made(weights.gate_up),
-        down=made(weights.down),
+        down=made(weights.down, inner or to),
         shared_gate_up=made(weights.shared_gate_up),
-        shared_down=made(weights.shared_down),
+        shared_down=made(weights.shared_down, inner or to),
     )
 
 
@@ -318,8 +322,8 @@ def in_int4(weights: Routed) -> Routed:
 
 
 def in_w4a8(weights: Routed) -> Routed:
-    """As ``coded.to_w4a8`` rounds, rows of both halves of an expert included."""
-    return rounded(weights, to_w4a8)
+    """As ``coded.to_w4a8`` rounds; rows between an expert's halves where ``inner_rows`` says so."""
+    return rounded(weights, to_w4a8, to_w4a8 if weights.inner_rows else to_int4)
 
 
 def in_fp8(weights: Routed) -> Routed:
@@ -422,7 +426,7 @@ for _name, _pieces, _whole, _more in (
     register_pieces("moe_pieces", _name, _pieces, **_facts)
     register("moe", Implementation(name=_name, run=_whole, **_facts))
     for _form, _to in (("int4", in_int4), ("w4a8", in_w4a8), ("fp8", in_fp8)):
-        _facts = {"pack": _to, "asks": True, **_more}
+        _facts = {"pack": _to, "pack_codes": _to, "asks": True, **_more}  # codes stay as they are
         register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
         register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))
 for _name, _pieces, _whole, _more in (

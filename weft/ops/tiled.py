@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from weft.ops import fixed_shapes, torch_ops
-from weft.ops.coded import Codes, MixedCodes, to_fp8, to_int4, to_w4a8
+from weft.ops.coded import GROUPED, Codes, MixedCodes, to_fp8, to_int4, to_w4a8
 from weft.ops.fixed_shapes import aligned, row_tiles
 from weft.ops.registry import Implementation, register
 from weft.ops.torch_ops import Int8Weight, to_int8, to_w8a8, wide
@@ -113,7 +113,7 @@ for _name, _op, _pack in (
             devices=("cpu",),
             invariant=True,
             priority=-1,
-            pack_codes=torch_ops.as_they_are if _pack is pack else None,
+            pack_codes=torch_ops.as_they_are if _pack in (pack, *GROUPED.values()) else None,
             mixes=_pack is pack,
         ),
     )

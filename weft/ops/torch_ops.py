@@ -282,7 +282,7 @@ def as_they_are(codes: Codes) -> Codes:
 register("linear", Implementation(name="torch", run=linear, pack_codes=as_they_are, mixes=True))
 register("gated_linear", Implementation(name="torch", run=gated_linear, pack_codes=as_they_are, mixes=True))
 for _name, _pack in (("int4", to_int4), ("w4a8", to_w4a8), ("fp8", to_fp8)):
-    _rounds = Implementation(name="torch", run=linear, pack=_pack)
+    _rounds = Implementation(name="torch", run=linear, pack=_pack, pack_codes=as_they_are)
     register(f"linear_{_name}", _rounds)
     register(f"gated_linear_{_name}", replace(_rounds, run=gated_linear))
 for _name, _rounding in (("int8", to_int8), ("w8a8", to_w8a8)):

@@ -16,7 +16,7 @@ from weft.common.errors import ConfigError
 from weft.common.log import get_logger
 from weft.config.spec import QuantizedSpec
 from weft.layers.held import Held, held_on, hold_codes
-from weft.layers.shard import largest_of
+from weft.layers.shard import largest_of, rounding_of
 from weft.models.files import WeightFile
 from weft.models.quantized.coding import CodedPiece, arranged, read_codes
 from weft.models.quantized.cuts import cut
@@ -309,6 +309,27 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
     return matrix, rows.indices(parameter.shape[-2])[0]
 
 
+def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> None:
+    """Leaves on ``parameter``, if it wants whole rows rounded, its part of ``values`` [.., N, K] as codes."""
+    rounds = rounding_of(parameter)
+    if rounds is None:
+        return
+    if values.dim() == 3:
+        for place, matrix in enumerate(values):
+            hold_rounded(parameter, inside(index, place), matrix)
+        return
+    taken = windows(parameter, index)
+    if not taken:
+        return
+    codes = rounds(values.to(parameter.dtype))
+    for window in taken:
+        rows, columns = (*window.source, slice(None), slice(None))[:2]
+        part = codes[rows].columns(*columns.indices(codes.inputs)[:2])
+        place_of = _place(parameter, window)
+        if part is not None and place_of is not None:
+            hold_codes(parameter, *place_of, part)
+
+
 def _read(part: Part, source: Source, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:
     return _of_part(part, source, file, lambda of, name: of.part(name, place))
 
@@ -344,7 +365,7 @@ def _wanted(placement: Placement, parameter: nn.Parameter) -> Callable[[int], bo
 
 def _sliceable(placement: Placement, parameter: nn.Parameter) -> bool:
     """Whether a slice of the published tensor says all that there is to know for a slice of the parameter."""
-    return placement.read is None and largest_of(parameter) is None
+    return placement.read is None and largest_of(parameter) is None and rounding_of(parameter) is None
 
 
 def copy(
@@ -373,6 +394,7 @@ def copy(
     size = 0
     where = inside(placement.index, *index) if index else placement.index
     note_largest(parameter, where, values)
+    hold_rounded(parameter, where, values)
     for window in windows(parameter, where):
         target = parameter.data[window.target]
         target.copy_(values[window.source])

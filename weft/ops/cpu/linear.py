@@ -253,13 +253,13 @@ for _op, _product, _pack, _pack_codes in (
     ("gated_linear_int8", gated_linear, pack_gated_int8, None),
     ("linear_w8a8", linear, pack_w8a8, None),
     ("gated_linear_w8a8", gated_linear, pack_gated_w8a8, None),
-    ("linear_int4", linear, pack_int4, None),
-    ("gated_linear_int4", gated_linear, pack_gated_int4, None),
-    ("linear_w4a8", linear, pack_w4a8, None),
-    ("gated_linear_w4a8", gated_linear, pack_gated_w4a8, None),
-    ("linear_fp8", linear, pack_fp8, None),
-    ("gated_linear_fp8", gated_linear, pack_gated_fp8, None),
+    ("linear_int4", linear, pack_int4, pack_codes),
+    ("gated_linear_int4", gated_linear, pack_gated_int4, pack_gated_codes),
+    ("linear_w4a8", linear, pack_w4a8, pack_codes),
+    ("gated_linear_w4a8", gated_linear, pack_gated_w4a8, pack_gated_codes),
+    ("linear_fp8", linear, pack_fp8, pack_codes),
+    ("gated_linear_fp8", gated_linear, pack_gated_fp8, pack_gated_codes),
     ("embedding", embedding, pack, None),
     ("coded_embedding", coded_embedding, None, None),
 ):
-    serve(_op, _product, _pack, available, _pack_codes, mixes=_pack_codes is pack_codes)
+    serve(_op, _product, _pack, available, _pack_codes, mixes=_op == "linear")

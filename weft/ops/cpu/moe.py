@@ -314,9 +314,13 @@ serve("moe", moe, pack, linear.available, pack, apart=True)
 for _name, _whole, _part in (
     ("int8", pack_int8, pack_part_int8),
     ("w8a8", pack_w8a8, pack_part_w8a8),
-    ("int4", pack_int4, pack_part_int4),
-    ("w4a8", pack_w4a8, pack_part_w4a8),
-    ("fp8", pack_fp8, pack_part_fp8),
 ):
     serve(f"moe_{_name}", moe, _whole, linear.available)
     serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available)
+for _name, _whole, _part in (
+    ("int4", pack_int4, pack_part_int4),
+    ("w4a8", pack_w4a8, pack_part_w4a8),
+    ("fp8", pack_fp8, pack_part_fp8),
+):  # codes stay as they are
+    serve(f"moe_{_name}", moe, _whole, linear.available, _whole)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part)

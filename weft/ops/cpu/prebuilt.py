@@ -37,6 +37,7 @@ class Level:
 _AVX2 = Level(
     "avx2", ("-march=x86-64-v3",), frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
 )
+_AVX2_VNNI = Level("avx2_vnni", (*_AVX2.flags, "-mavxvnni"), _AVX2.needs | frozenset(["avx_vnni"]))
 _AVX512 = Level(
     "avx512",
     ("-march=x86-64-v4", "-mprefer-vector-width=512"),
@@ -52,7 +53,7 @@ _AMX = Level(
     (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
 )
-LEVELS = (_AMX, _AVX512_BF16, _AVX512, _AVX2)
+LEVELS = (_AMX, _AVX512_BF16, _AVX512, _AVX2_VNNI, _AVX2)
 """What ``csrc`` has forms for, the best first."""
 
 

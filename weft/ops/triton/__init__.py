@@ -82,8 +82,10 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
     _offer("moe_pieces", "moe", "pieces" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
     # Weights that are rounded when they are loaded. Rows are not: w8a8 is int8 here, w4a8 int4.
     for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
-        _as = {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
+        _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
+        _packs: dict[str, Any] = {"pack": _Later("coded", _pack), "pack_codes": _Later("coded", "pack")}
         for _op in ("linear", "gated_linear"):
-            _offer(f"{_op}_{_form}", "coded", _op + _suffix, pack=_Later("coded", f"pack_{_as}"), **_facts)
+            _offer(f"{_op}_{_form}", "coded", _op + _suffix, **_packs, **_facts)
+        _packs = dict.fromkeys(_packs, _Later("moe", _pack))
         for _op, _run in (("moe", "moe"), ("moe_pieces", "pieces")):
-            _offer(f"{_op}_{_form}", "moe", _run + _suffix, pack=_Later("moe", f"pack_{_as}"), **_facts)
+            _offer(f"{_op}_{_form}", "moe", _run + _suffix, **_packs, **_facts)
