@@ -152,6 +152,14 @@ def test_rows_of_8_bits_in_groups(dtype: torch.dtype, shape: tuple[int, int], ke
     assert_gated(made, rows.to(dtype), meant, bias, "silu", rows)
 
 
+@pytest.mark.parametrize("pack", [ops.pack_w8a8, ops.pack_w4a8])
+def test_no_rows_have_no_8_bits(pack: Any) -> None:
+    x, weight, bias = case(0, (70, 130), torch.float32)
+    assert ops.linear(x, pack(weight), bias).shape == (0, 70)
+    assert torch_ops.linear(x, coded.to_w4a8(weight), bias).shape == (0, 70)
+    assert torch_ops.linear_int8(x, torch_ops.to_w8a8(weight), bias).shape == (0, 70)
+
+
 def test_largest_codes_and_many_inputs(kernel: str) -> None:
     """The largest sums of integers that there are, of either sign; more inputs are refused."""
     x = torch.ones(3, 65_000)

@@ -230,9 +230,9 @@ def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
     """
     exact = x.to(wide(x.dtype))
     if group:
-        parts = F.pad(exact, (0, -x.shape[1] % group)).view(-1, group)
-        codes, steps = rounded_rows(parts)
-        return codes.view(len(x), -1), steps.expand(-1, group).reshape(len(x), -1)
+        filled = F.pad(exact, (0, -x.shape[1] % group))
+        codes, steps = rounded_rows(filled.view(-1, group))
+        return codes.view(filled.shape), steps.expand(-1, group).reshape(filled.shape)
     largest = exact.abs().amax(dim=1, keepdim=True)
     inverse = (exact.new_full((), 127) / largest).clamp(max=torch.finfo(exact.dtype).max)
     codes = (exact * inverse.masked_fill(largest == 0, 0)).round()
