@@ -138,7 +138,7 @@ MATRICES += [(op, (131, 518)) for op in ("gated_linear", "linear_int8", "gated_l
 MATRICES += [(f"{op}{form}", (131, 518)) for op in ("linear", "gated_linear") for form in ("_int4", "_fp8")]
 
 
-@sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS})
+@sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS}, slow=True)
 def test_matrices(matrix: tuple[str, tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
     op, (inputs, outputs) = matrix
     x, weight = noise(170, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)

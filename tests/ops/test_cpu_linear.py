@@ -111,7 +111,8 @@ def test_every_int8_value_is_exact(kernel: str) -> None:
         "dtype": list(DTYPES),
         "shape": [(1280, 768), (768, 2304), (70, 33), (70, 4650), (70, 6176)],
         "form": ["linear", "gated", "int8", "gated_int8"],
-    }
+    },
+    slow=True,
 )
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None
