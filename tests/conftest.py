@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import forked, order
+from tests.support.slow import ELSEWHERE
 from tests.support.slowness import deadline
 from weft.common import env
 
@@ -57,6 +58,12 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """A case that a slow value and one of the grid meet in is the grid's alone."""
+    if any(mark.name == "slow" for mark in item.own_markers) and any(map(item.get_closest_marker, ELSEWHERE)):
+        item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "slow"]
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.pairwise import sampled
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import SegmentInput
 from weft.attention.cpu_backend import CpuAttention
@@ -102,7 +103,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
-@pytest.mark.parametrize("window", [0, 1, 50, 64, 600])
+@mostly_slow("window", [0, 1, 50, 64, 600], [0, 50])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])
 def test_close_to_float64_and_nothing_foreign_enters(

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.latent import NAN, SMALL, WIDE, Scene, Shape, bits
 from tests.support.pairwise import sampled
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.latent import Form
 from weft.attention.latent_cpu import CpuLatent
@@ -73,7 +74,7 @@ def run(
     return out
 
 
-@pytest.mark.parametrize("window", [0, 50, 600])
+@mostly_slow("window", [0, 50, 600], [50])
 @pytest.mark.parametrize("shape", [SMALL, WIDE, Shape(heads=1, nope=16, rope=16, v=16, lora=16, block=1)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "engine"), [(torch.float32, 0), *((torch.bfloat16, e) for e in ENGINES)])

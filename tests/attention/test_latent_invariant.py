@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.latent import Scene, Shape, bits
+from tests.support.slow import mostly_slow
 from weft.attention.latent_invariant import InvariantLatent
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 8e-3}
@@ -22,7 +23,7 @@ def test_equals_attention_written_out(block: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("window", [0, 40])
+@mostly_slow("window", [0, 40], [40])
 @pytest.mark.parametrize("shape", [Shape(), Shape(heads=9, nope=16, rope=16, v=16, lora=48, block=16)])
 def test_bits_do_not_depend_on_company_or_chunks(shape: Shape, window: int, dtype: torch.dtype) -> None:
     scene = Scene(ROWS, shape, window, dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.attention.test_torch_backend import Scene
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention.base import AttentionBackend
 from weft.attention.cpu_backend import CpuAttention
@@ -70,7 +71,7 @@ def _runs(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f"{f[0].__name__}-{f[1]}")
-@pytest.mark.parametrize("window", [0, 6])
+@mostly_slow("window", [0, 6], [6])
 @pytest.mark.parametrize("rows", ROWS[:3])
 def test_equals_attention_written_out(rows: Any, window: int, form: Any) -> None:
     backend, dtype, tolerance = form

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.attention.test_torch_backend import Scene
+from tests.support.slow import mostly_slow
 from tests.support.specs import model_spec
 from weft.attention import triton_backend
 from weft.attention.registry import choose
@@ -71,7 +72,7 @@ def check(backend: TritonAttention, scene: Scene, tolerance: float) -> None:
 @runs
 @pytest.mark.parametrize("backend", BOTH)
 @pytest.mark.parametrize("window", [0, 7, 100])
-@pytest.mark.parametrize("block", [4, 64])
+@mostly_slow("block", [4, 64], [4])
 @pytest.mark.parametrize("rows", ROWS)
 def test_equals_attention_written_out(rows: Any, block: int, window: int, backend: Any) -> None:
     """Over a cache that holds NaN wherever no position of the row is: it must not reach an output."""
@@ -100,7 +101,7 @@ def test_narrow_types(dtype: torch.dtype, tolerance: float, backend: Any) -> Non
 
 @runs
 @pytest.mark.parametrize("rows", [[(300, 1), (2, 1)], [(100, 17), (0, 5), (40, 3)]])
-@pytest.mark.parametrize("window", [0, 80])
+@mostly_slow("window", [0, 80], [80])
 def test_splits_of_every_kind_give_the_same(rows: Any, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Short splits, many groups of them in the merge, and launches in parts."""
     for name in ("SHORT_SPLIT", "LONG_SPLIT"):

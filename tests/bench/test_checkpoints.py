@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft.bench import checkpoints
 from weft.bench.tokenizer import SPECIAL, write_tokenizer
 from weft.common.errors import ConfigError
@@ -105,7 +106,7 @@ def test_the_one_that_sees(small: None, tmp_path: Path) -> None:
     assert red.outputs[0].token_ids != white.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name", list(MILLIONS))
+@mostly_slow("name", list(MILLIONS), 2)
 def test_transformers_runs_them_and_tokens_vary(name: str, small: None, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config

@@ -110,6 +110,7 @@ def test_a_configuration_becomes_the_flags_that_give_it() -> None:
     assert pairs == {"--threads": "2", "--max-num-seqs": "7", "--step-policy": "exclusive"}
 
 
+@pytest.mark.slow
 def test_a_sweep_starts_and_ends_its_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "sweep.json"
     points = ("--concurrency", "1,2", "--context", "64,100000", "--input-len", "16", "--output-len", "4")

@@ -40,6 +40,7 @@ def test_a_gap_is_the_longest_silence_around_a_kill_of_each_client() -> None:
     assert run.gaps() == pytest.approx([2.5, 1.0, 0.2])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_killed_head_costs_a_gap_and_nothing_else(tmp_path: Path) -> None:
     row, reasons = drill.drill("head", arguments(requests=12), tmp_path / "log")

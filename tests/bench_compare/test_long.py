@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import long, long_work
+from tests.support.slow import mostly_slow
 from weft.bench.process_memory import own_peak
 from weft.config.families import load_spec
 from weft.config.memory import activation_bytes
@@ -37,7 +38,7 @@ def tiny(folder: Path, family: str, **more: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@mostly_slow("family", FAMILIES, 2)
 def test_a_step_at_128k_takes_what_planning_set_aside(family: str, tmp_path: Path, extension: None) -> None:
     folder = tiny(tmp_path, family, **FAMILIES[family])
     made = long.Engine(folder, 1, DEPTH + long.CHUNK + 8, attention_backend="cpu")

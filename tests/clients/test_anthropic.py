@@ -11,6 +11,7 @@ import pytest
 from tests.clients.conftest import MODEL, Play
 from tests.clients.outputs import WEATHER_SCHEMA, entries
 from tests.support.servers import Running
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 
 TOOL: Any = {"name": "get_weather", "description": "Weather of a city.", "input_schema": WEATHER_SCHEMA}
@@ -146,7 +147,7 @@ def test_the_asynchronous_client(server: Running) -> None:
     assert asyncio.run(talk()) == ["1 2 3 4 5"] * 8
 
 
-@pytest.mark.parametrize("error", ["overloaded", "unavailable"])
+@mostly_slow("error", ["overloaded", "unavailable"], ["overloaded"])
 def test_a_client_tries_again(play: Play, error: str) -> None:
     client = client_of(play([{"error": error}, {"text": "now"}]), max_retries=1)
     assert client.messages.create(model=MODEL, max_tokens=9, messages=user("x")).content[0].text == "now"

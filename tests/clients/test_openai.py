@@ -14,6 +14,7 @@ import pytest
 from tests.clients.conftest import MODEL, Play
 from tests.clients.outputs import WEATHER, WEATHER_SCHEMA, entries
 from tests.support.servers import Running
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 
 
@@ -193,7 +194,7 @@ def test_streamed_responses(client: openai.OpenAI) -> None:
     assert "".join(one.delta for one in text if one.type == "response.output_text.delta") == "Four."
 
 
-@pytest.mark.parametrize("error", ["overloaded", "unavailable"])
+@mostly_slow("error", ["overloaded", "unavailable"], ["overloaded"])
 def test_a_client_tries_again_after_what_the_server_says(play: Play, error: str) -> None:
     client = client_of(play([{"error": error}, {"text": "now"}]), max_retries=1)
     began = time.monotonic()

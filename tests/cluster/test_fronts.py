@@ -22,6 +22,7 @@ import pytest
 
 from tests.front.conftest import Running
 from tests.support.processes import is_alive, serving_process, with_role
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.cluster.process_registry import ProcessRecord, RegistryReader
 
@@ -170,7 +171,7 @@ def test_a_second_signal_cuts(start_fake: Any, script: Any) -> None:
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda d: d.name)
+@mostly_slow("death", [signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL], ids=lambda d: d.name)
 def test_a_head_dies_once_for_all_fronts(start_fake: Any, death: signal.Signals) -> None:
     """Both fronts' streams go on. One that is stopped is noticed by fronts only, and replaced once."""
     server = start_fake(fronts=2, restarts=3, engine_timeout=deadline(5.0))

@@ -14,6 +14,7 @@ from tests.composition import seeing
 from tests.e1.rig import force_preemptions
 from tests.support.checkpoints import SHAPES, spread
 from tests.support.mtp_models import make_mtp_checkpoint
+from tests.support.pairwise import Row, few_of
 from weft import LLM, SamplingParams
 from weft.bench.tokenizer import write_tokenizer
 from weft.config.families import load_spec
@@ -113,6 +114,15 @@ def _transformers() -> Any:
     import transformers
 
     return transformers
+
+
+def few_by_default(sample: list[Row]) -> list[Row]:
+    """As few of ``sample`` as have each form of attention and each value of each feature, and one
+    with images."""
+    text = [one for one in sample if one[0] not in SEEING]
+    few = few_of([(family, {"family": family, **case}) for family, case in text])
+    images = next(one for one in sample if one[0] in SEEING)
+    return [one for one in text if (one[0], {"family": one[0], **one[1]}) in few] + [images]
 
 
 def make_checkpoint(root: Path, family: str) -> Path:

@@ -13,6 +13,7 @@ from tests.composition import groups, rig
 from tests.composition.references import PLAIN, References
 from tests.composition.rig import FAMILIES, OTHERS, make_checkpoint
 from tests.support.pairwise import covering, name
+from tests.support.slow import mostly_slow
 from weft.types.grammar import Regex
 
 PATTERN = "(?:[a-z]{2}[0-9]){1,4}!"
@@ -36,7 +37,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
+@mostly_slow(("family", "case"), CASES, [CASES[0], CASES[3]])
 def test_outputs_under_a_grammar_are_those_of_each_sequence_alone(
     family: str, case: dict[str, Any], references: References
 ) -> None:

@@ -1,8 +1,9 @@
 """Every feature with prefill and decode in groups of their own, for every form of attention, in float64: the
 tokens, text and logprobs of each sequence alone.
 
-By default the forms of attention are one more feature, and the cases cover every pair; ``-m grid`` covers the
-pairs for each form, also with two ranks on one side. Of models that see images there are fewer by default.
+The forms of attention are one more feature: by default each value of each feature is in a case, with
+``-m slow`` every pair, and ``-m grid`` has the pairs for each form, also with two ranks on one side. Of
+models that see images there are fewer.
 ``docs/composition.md`` has what a run of all found.
 """
 
@@ -14,7 +15,15 @@ import pytest
 
 from tests.composition.groups import Seen, run
 from tests.composition.references import References
-from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint
+from tests.composition.rig import (
+    FAMILIES,
+    OTHERS,
+    SEEING,
+    Answer,
+    distinct_images,
+    few_by_default,
+    make_checkpoint,
+)
 from tests.composition.table import GroupTable
 from tests.composition.test_pairs import NAMES, OWN, ROOM
 from tests.support.pairwise import covering, few_of, name
@@ -80,7 +89,17 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
     return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING and one[1]["ranks"] == (1, 1)])
 
 
-CASES = [pytest.param(*case, id=f"{case[0]}-{name(case[1])}") for case in by_default()]
+SAMPLE = by_default()
+FEW = few_by_default(SAMPLE)
+CASES = [
+    pytest.param(
+        family,
+        case,
+        marks=[] if (family, case) in FEW else [pytest.mark.slow],
+        id=f"{family}-{name(case)}",
+    )
+    for family, case in SAMPLE
+]
 CASES += [
     pytest.param(family, case, marks=pytest.mark.grid, id=f"{family}-{name(case)}")
     for family, case in OF_FAMILIES

@@ -1,9 +1,9 @@
 """Every two features together, for every form of attention: the tokens of each sequence alone, in float64.
 
-A case sets every feature to one of its values, and asserts that its features engaged. By default the forms of
-attention are one more feature, and the cases cover every pair of values of every two; ``-m grid`` covers the
-pairs for each form. Of models that see images there are fewer by default. ``docs/composition.md`` is what a
-run of all of that found.
+A case sets every feature to one of its values, and asserts that its features engaged. The forms of attention
+are one more feature: by default each value of each feature is in a case, with ``-m slow`` every pair of
+values of every two, and ``-m grid`` has the pairs for each form. Of models that see images there are fewer.
+``docs/composition.md`` is what a run of all of that found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from tests.composition.references import References
-from tests.composition.rig import FAMILIES, OTHERS, SEEING, Answer, distinct_images, make_checkpoint, run
+from tests.composition.rig import (
+    FAMILIES,
+    OTHERS,
+    SEEING,
+    Answer,
+    distinct_images,
+    few_by_default,
+    make_checkpoint,
+    run,
+)
 from tests.composition.table import Table
 from tests.support.pairwise import covering, few_of, name
 
@@ -67,7 +76,17 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
     return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING])
 
 
-CASES = [pytest.param(*one, id=f"{one[0]}-{name(one[1])}") for one in by_default()]
+SAMPLE = by_default()
+FEW = few_by_default(SAMPLE)
+CASES = [
+    pytest.param(
+        family,
+        case,
+        marks=[] if (family, case) in FEW else [pytest.mark.slow],
+        id=f"{family}-{name(case)}",
+    )
+    for family, case in SAMPLE
+]
 CASES += [
     pytest.param(*one, marks=pytest.mark.grid, id=f"{one[0]}-{name(one[1])}-of its form")
     for one in OF_FAMILIES

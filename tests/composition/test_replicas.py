@@ -2,9 +2,9 @@
 each sequence alone.
 
 Each form of attention whose models see images, with routed experts. The cases cover every pair of values of
-every two features; by default there are as few as have each value once. ``docs/composition.md`` is what a
-run of all of that found. Embeddings that other groups encode come to such replicas in
-``tests/launch/test_encode.py``.
+every two features; with ``-m slow`` there are as few as have each value once, two of them by default.
+``docs/composition.md`` is what a run of all of that found. Embeddings that other groups encode come to such
+replicas in ``tests/launch/test_encode.py``.
 """
 
 from __future__ import annotations
@@ -158,8 +158,13 @@ def arrivals(images: Images, family: str, case: dict[str, Any]) -> list[list[lis
 OF_FAMILIES = [(family, case) for family in FAMILIES for case in covering(FEATURES)]
 FEW = few_of([(family, {"family": family, **case}) for family, case in OF_FAMILIES])
 CASES = [
-    pytest.param(family, {feature: case[feature] for feature in FEATURES}, id=f"{family}-{name(case)}")
-    for family, case in FEW
+    pytest.param(
+        family,
+        {feature: case[feature] for feature in FEATURES},
+        marks=[] if number < 2 else [pytest.mark.slow],
+        id=f"{family}-{name(case)}",
+    )
+    for number, (family, case) in enumerate(FEW)
 ]
 CASES += [
     pytest.param(*one, marks=pytest.mark.grid, id=f"{one[0]}-{name(one[1])}-of its form")

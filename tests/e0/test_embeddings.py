@@ -17,6 +17,7 @@ from tests.support.checkpoints import SHAPES, make_checkpoint, spread
 from tests.support.domains import on_layout
 from tests.support.gpt_oss_models import CASES as GPT_OSS
 from tests.support.mtp_models import make_mtp_checkpoint
+from tests.support.slow import mostly_slow
 from weft.config.sections import SpeculationSection
 from weft.types.layout import Layout
 from weft.types.messages import Submit
@@ -99,7 +100,7 @@ def check_all(models: Models, shape: str, answers: dict[int, Answer], first: int
             models.check(shape, PROMPTS[n], pooling, answers[first + 10 * n + place])
 
 
-@pytest.mark.parametrize(("depth", "chunk"), [(1, 0), (2, 7)])
+@mostly_slow(("depth", "chunk"), [(1, 0), (2, 7)], [(2, 7)])
 @pytest.mark.parametrize("shape", [*(s for s in SHAPES if s != "qwen3_next_wide"), "gpt_oss"])
 def test_they_are_the_reference_s_hidden_states(shape: str, depth: int, chunk: int, models: Models) -> None:
     """In two rounds: in the second one prefixes are cached."""
@@ -142,7 +143,7 @@ def test_the_preempted_begin_again(shape: str, models: Models) -> None:
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("overlap", ["off", "all"])
+@mostly_slow("overlap", ["off", "all"], ["all"])
 @pytest.mark.parametrize(("name", "shape"), [("tp2", "qwen3_moe"), ("dp2ep2", "deepseek_v4")])
 def test_over_ranks(name: str, shape: str, overlap: str, models: Models) -> None:
     layout = {"tp2": Layout(tensor=2), "dp2ep2": Layout(data=2, expert=True)}[name]

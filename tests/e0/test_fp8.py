@@ -15,6 +15,7 @@ import torch
 
 from tests.e0.rig import Answer, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.slow import mostly_slow
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -59,7 +60,7 @@ def _answers(folder: Path, **settings: object) -> tuple[list[Answer], object]:
     return [found[i + 1] for i in range(len(PROMPTS))], engine
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@mostly_slow("shape", SHAPES, 1)
 def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
     folder = folders[shape]
     expected = _alone(folder, "fp8")
@@ -77,7 +78,7 @@ def test_same_tokens(shape: str, folders: dict[str, Path]) -> None:
             assert any(answer.num_cached for answer in answers) == caching
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@mostly_slow("shape", SHAPES, 2)
 def test_same_tokens_after_preemption(shape: str, folders: dict[str, Path]) -> None:
     """Lines that are computed again, in other chunks, are the same lines."""
     folder = folders[shape]

@@ -19,7 +19,8 @@ from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.domains import on_layout
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, each_value, name
+from tests.support.slow import mostly_slow
 from weft.config.sections import SpeculationSection
 from weft.runner import graphs
 from weft.types.layout import Layout
@@ -220,7 +221,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert method == "mtp" or sum(answers[sequence].accepted for sequence in who) > 0
 
 
-@pytest.mark.parametrize("case", COVER, ids=name)
+@pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
@@ -268,7 +269,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("which", LAYOUTS)
+@mostly_slow("which", LAYOUTS, [*LAYOUTS][:3])
 def test_over_layouts(which: str, reference: Reference) -> None:
     case = LAYOUTS[which]
     model, sampling, layout = case.get("model", "qwen3_moe"), case["sampling"], case["layout"]

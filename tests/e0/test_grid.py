@@ -2,7 +2,8 @@
 
 The reference of every sequence is that sequence alone, in one step, without a cache: each of its tokens is
 what the rule gives for the tokens before it (``margins``), whoever guessed it.
-The default run covers every pair of features; ``-m grid`` runs every combination.
+The default run has every value of each feature, with ``-m slow`` every pair, with ``-m grid`` every
+combination.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from tests.e0.margins import MARGIN, guesses, smallest_margin
 from tests.e0.rig import Answer, make_engine, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
-from tests.support.pairwise import covering, everything, name
+from tests.support.pairwise import covering, each_value, everything, name
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -163,7 +164,7 @@ def check(case: dict[str, Any], reference: Reference) -> None:
         assert stats.mixed_steps > 0
 
 
-@pytest.mark.parametrize("case", COVER, ids=name)
+@pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 

@@ -14,6 +14,7 @@ from tests.e0.rig import MAX_LEN, Answer, make_engine, replaying, run, spec_of, 
 from tests.support.domains import on_layout
 from tests.support.pairwise import sampled
 from tests.support.seen import SeeingModels, Seen
+from tests.support.slow import mostly_slow
 from tests.support.vision_models import PLACEHOLDER
 from weft.config.media_limits import media_limits, most_tokens
 from weft.config.sections import MediaSection, SpeculationSection
@@ -90,7 +91,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Images:
     return Images(tmp_path_factory.mktemp("images"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, NAMES[:1])
 def test_tokens_are_the_reference_s(name: str, images: Images) -> None:
     for number, seen in enumerate(images.prompts(name)):
         expected = images.models.greedy(name, seen, GREEDY.max_tokens)
@@ -102,7 +103,8 @@ def test_tokens_are_the_reference_s(name: str, images: Images) -> None:
         "sampling": ["greedy", "seeded"],
         "how": [(1, 0, False), (1, 1, True), (2, 5, False), (2, 7, True)],
         "name": NAMES,
-    }
+    },
+    slow=True,
 )
 def test_chunks_and_hits(name: str, how: tuple[int, int, bool], sampling: str, images: Images) -> None:
     """In two rounds: in the second one prefixes are cached, and embeddings.
@@ -150,7 +152,7 @@ def test_the_same_tokens_with_other_images_share_what_is_before_them(images: Ima
     assert first.tokens == again.tokens != second.tokens
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, NAMES[:1])
 def test_the_preempted_begin_again(name: str, images: Images) -> None:
     engine, _ = make_engine(
         images.models.folder(name), depth=2, chunk=5, blocks=16, max_num_seqs=4, media=images.tight(name)
@@ -257,7 +259,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_own_request(name: str, images
     assert stats.images_encoded == 4
 
 
-@pytest.mark.parametrize("overlap", ["off", "all"])
+@mostly_slow("overlap", ["off", "all"], ["all"])
 @pytest.mark.parametrize(
     ("layout", "name"),
     [

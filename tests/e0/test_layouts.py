@@ -16,7 +16,7 @@ from tests.e0.rig import submit
 from tests.e0.test_grid import FILLER, PROMPTS
 from tests.e0.test_speculation import SAMPLING, Reference
 from tests.support.domains import on_layout
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, name, numbers_of
 from weft.config.sections import SpeculationSection
 from weft.types.layout import Layout
 from weft.types.messages import Submit
@@ -115,7 +115,7 @@ def engaged(case: dict[str, Any], layout: Layout, replicas: list[Any]) -> None:
         assert sum(one.preemptions for one in stats)
 
 
-@pytest.mark.parametrize("number", range(len(DEFAULT)))
+@pytest.mark.parametrize("number", numbers_of(DEFAULT))
 def test_cover_of_small_layouts(reference: Reference, number: int) -> None:
     check(reference, DEFAULT[number])
 

@@ -20,6 +20,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.domains import Leading
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.config.sections import SpeculationSection
 from weft.engine.balance import Balance
@@ -140,7 +141,7 @@ def _check(case: dict[str, Any], folder: Path, layout: Layout) -> EngineCore:
     return engine
 
 
-@pytest.mark.parametrize("name", CASES)
+@mostly_slow("name", CASES, [*CASES][:5])
 def test_tokens_on_two_ranks(name: str, folder: Any) -> None:
     _check(CASES[name], folder(CASES[name]["shape"]), Layout(tensor=2))
 
@@ -186,7 +187,7 @@ EXPERT_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERT_CASES)
+@mostly_slow("name", EXPERT_CASES, [*EXPERT_CASES][:3])
 def test_tokens_with_divided_experts(name: str, folder: Any) -> None:
     case = EXPERT_CASES[name]
     engine = _check(case, folder(case["shape"]), Layout(tensor=2, expert=True))

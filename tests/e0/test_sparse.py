@@ -13,7 +13,7 @@ import pytest
 from tests.e0 import test_grid as grid
 from tests.e0 import test_speculation as speculation
 from tests.e0.margins import MARGIN
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, each_value, name
 from tests.support.sparse_models import watch_cuts
 
 FEATURES: dict[str, list[Any]] = {
@@ -54,7 +54,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> speculation.Reference:
     return speculation.Reference(tmp_path_factory.mktemp("e0-sparse-drafts"))
 
 
-@pytest.mark.parametrize("case", covering(FEATURES, cheap=grid.CHEAP), ids=name)
+@pytest.mark.parametrize("case", each_value(covering(FEATURES, cheap=grid.CHEAP)), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: grid.Reference, cuts: list[float]) -> None:
     grid.check(case, reference)
     assert min(cuts) > MARGIN, "the fixture has a tie among groups"
@@ -66,6 +66,6 @@ def test_larger_batches(case: dict[str, Any], reference: grid.Reference, cuts: l
     test_pairwise_cover(case, reference, cuts)
 
 
-@pytest.mark.parametrize("case", covering(DRAFTS), ids=name)
+@pytest.mark.parametrize("case", each_value(covering(DRAFTS)), ids=name)
 def test_drafts(case: dict[str, Any], answers: speculation.Reference) -> None:
     speculation.test_pairwise_cover(case, answers)

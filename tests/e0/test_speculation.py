@@ -18,7 +18,7 @@ from tests.e0.test_grid import FILLER, PROMPTS, small
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
 from tests.support.oracle import Oracle
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, each_value, name
 from weft.config.sections import SpeculationSection
 from weft.runner import drafting, graphs
 from weft.scheduler.draft_policy import DraftPolicy
@@ -181,12 +181,12 @@ def check_same(answer: Answer, expected: Answer, what: str) -> None:
         np.testing.assert_allclose([v for _, v, _ in got], [v for _, v, _ in wanted], rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", COVER, ids=name)
+@pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
 
-@pytest.mark.parametrize("case", covering(MTP_FEATURES, cheap=CHEAP), ids=name)
+@pytest.mark.parametrize("case", each_value(covering(MTP_FEATURES, cheap=CHEAP)), ids=name)
 def test_pairwise_cover_of_the_models_own_drafts(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 

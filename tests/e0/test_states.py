@@ -14,6 +14,7 @@ from tests.e0.rig import Recorder, make_engine, run, submit
 from tests.e0.test_grid import FILLER, PROMPTS, SAMPLING
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.oracle import Oracle
+from tests.support.slow import mostly_slow
 from weft.config.sections import SpeculationSection
 from weft.engine.core import EngineCore
 from weft.types.plan import LoadState, SaveState
@@ -79,7 +80,7 @@ def count(runner: Recorder) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize(("depth", "chunk"), [(1, 0), (2, 7), (1, 16)])
+@mostly_slow(("depth", "chunk"), [(1, 0), (2, 7), (1, 16)], [(2, 7)])
 def test_turns_of_chats_go_on_from_snapshots(depth: int, chunk: int, drafts: int, alone: Alone) -> None:
     engine, runner = engine_of(alone, depth, chunk, drafts)
     first = {number: PROMPTS[number] for number in range(BATCH)}
@@ -107,7 +108,7 @@ def test_turns_of_chats_go_on_from_snapshots(depth: int, chunk: int, drafts: int
 
 
 @pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_siblings_share_their_leaders_state(depth: int, caching: bool, alone: Alone) -> None:
     engine, runner = engine_of(alone, depth, 0, 0, caching=caching)
     try:
@@ -124,7 +125,7 @@ def test_siblings_share_their_leaders_state(depth: int, caching: bool, alone: Al
     assert count(runner)[2] == 6
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@mostly_slow("drafts", [0, 3], [3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_preempted_come_back_to_snapshots(depth: int, drafts: int, alone: Alone) -> None:
     engine, runner = engine_of(alone, depth, 0, drafts, blocks=16)

@@ -10,6 +10,7 @@ import pytest
 from tests.e0.rig import make_engine, run, submit
 from tests.e0.test_images import SEEDED, Images
 from tests.support.seen import Seen
+from tests.support.slow import mostly_slow
 from tests.support.vision_models import PLACEHOLDER, VIDEO, Clip
 from weft.config.sections import MediaSection
 from weft.types.sampling import TokenParams
@@ -44,7 +45,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Videos:
     return Videos(tmp_path_factory.mktemp("videos"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, NAMES[:1])
 def test_tokens_are_the_reference_s(name: str, videos: Videos) -> None:
     for number, seen in enumerate(videos.prompts(name)):
         expected = videos.models.greedy(name, seen, GREEDY.max_tokens, (PLACEHOLDER, VIDEO))
@@ -52,7 +53,7 @@ def test_tokens_are_the_reference_s(name: str, videos: Videos) -> None:
     assert videos.answer(name, 0, 0, GREEDY).tokens != videos.answer(name, 1, 0, GREEDY).tokens
 
 
-@pytest.mark.parametrize(("depth", "chunk", "tight"), [(1, 1, True), (2, 5, False), (2, 7, True)])
+@mostly_slow(("depth", "chunk", "tight"), [(1, 1, True), (2, 5, False), (2, 7, True)], [(2, 7, True)])
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_and_hits(name: str, depth: int, chunk: int, tight: bool, videos: Videos) -> None:
     """In two rounds: in the second one prefixes are cached, and embeddings."""
@@ -83,7 +84,7 @@ def test_a_video_that_begins_alike_shares_what_is_alike(videos: Videos) -> None:
     assert found.tokens == videos.models.greedy(name, longer, GREEDY.max_tokens, (PLACEHOLDER, VIDEO))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, NAMES[:1])
 def test_the_preempted_begin_again(name: str, videos: Videos) -> None:
     engine, _ = make_engine(
         videos.models.folder(name), depth=2, chunk=5, blocks=20, max_num_seqs=4, media=videos.tight(name)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.e1.rig import attention_backends
+from tests.support.slow import mostly_slow
 from weft.attention.base import AttentionBackend, SegmentInput
 from weft.attention.torch_backend import TorchAttention
 from weft.config.spec import CacheSpec
@@ -89,7 +90,7 @@ FORMS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "heads", "window"), FORMS)
+@mostly_slow(("name", "dtype", "heads", "window"), FORMS, [form for form in FORMS if form[3] == 70])
 def test_bits_of_a_query_are_its_own(name: str, dtype: torch.dtype, heads: str, window: int) -> None:
     backend = attention_backends(name, dtype)
     one, others = Sequence(0, HEADS[heads], dtype), [Sequence(s, HEADS[heads], dtype) for s in range(1, 9)]

@@ -141,7 +141,7 @@ MATRICES += [
 ]
 
 
-@sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS})
+@sampled({"matrix": MATRICES, "dtype": ALL, "threads": THREADS}, slow=True)
 def test_matrices(matrix: tuple[str, tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
     op, (inputs, outputs) = matrix
     x, weight = noise(170, inputs, dtype=dtype, scale=1), noise(outputs, inputs, dtype=dtype, scale=0.1)

@@ -1,7 +1,8 @@
 """E1: the logits of every sampled position are bitwise equal, whatever is computed beside a sequence.
 
 The reference of every sequence is that sequence alone: its whole prompt in one step, one step in flight, no
-cache, one thread. The default run covers every pair of features; ``-m grid`` runs every combination.
+cache, one thread. The default run has every value of each feature, with ``-m slow`` every pair, with
+``-m grid`` every combination.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import VOCAB, force_preemptions, make_checkpoint, make_engine
-from tests.support.pairwise import covering, everything, name
+from tests.support.pairwise import covering, each_value, everything, name
+from tests.support.slow import mostly_slow
 from weft.types.messages import Submit
 from weft.types.sampling import TokenParams
 
@@ -162,7 +164,7 @@ def compare(case: dict[str, Any], reference: Reference, bits: dict[Any, list[tor
     return compared
 
 
-@pytest.mark.parametrize("case", COVER, ids=name)
+@pytest.mark.parametrize("case", each_value(COVER), ids=name)
 def test_pairwise_cover(case: dict[str, Any], reference: Reference) -> None:
     check(case, reference)
 
@@ -209,10 +211,12 @@ OTHERS += [
         ("float32", 256, {"preempt": True, "depth": 1}),
     )
 ]
+FIRST = {case["model"]: case for case in reversed(OTHERS)}
+"""Model -> the first of its cases, which runs by default."""
 OTHERS.append({"model": "qwen3_moe", "form": "fallback", "dtype": "float64", "batch": 16, "chunk": 16})
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=name)
+@mostly_slow("case", OTHERS, [*FIRST.values(), OTHERS[-1]], ids=name)
 def test_windows_everywhere_and_float64(case: dict[str, Any], reference: Reference) -> None:
     rest = {"prefix": "miss", "preempt": False, "depth": 2, "threads": 1, "sampling": "greedy"}
     check({**rest, **case}, reference)

@@ -12,6 +12,7 @@ import pytest
 from tests.e0.rig import submit
 from tests.e1.rig import MAX_LEN, VOCAB, make_checkpoint
 from tests.support.fleet_engine import FleetEngine
+from tests.support.slow import mostly_slow
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
@@ -73,7 +74,7 @@ def bits(engine: EngineCore | FleetEngine, asked: list[Submit]) -> Bits:
     return made
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@mostly_slow("shape", SHAPES, ["llama", "qwen3_next", "deepseek_v3"])
 @pytest.mark.usefixtures("extension")
 def test_logprobs_have_the_bits_of_one_engine(tmp_path: Path, shape: str) -> None:
     """Alone in one engine; together, in chunks, in blocks of other sizes, over two groups."""

@@ -17,6 +17,7 @@ from tests.e0.rig import submit
 from tests.e1.rig import Witness, force_preemptions, make_checkpoint, make_engine
 from tests.e1.test_grid import PROMPTS, SAMPLING
 from tests.support.domains import Leads, Replica, run_layout
+from tests.support.slow import mostly_slow
 from weft.parallel.mesh import Mesh
 from weft.types.layout import Layout
 from weft.types.messages import Submit
@@ -31,19 +32,20 @@ MODELS = ["qwen3_moe", "deepseek_v3", "qwen3_next"]
 OVERLAPS = ["off", "prefill", "all"]
 SEQUENCES = [1, 2, 3, 4]
 """Numbers of prompts."""
-#: By default every layout, model and overlap once; the rest under ``-m grid``.
-DEFAULT = {
-    ("tp2", "qwen3_next", "all"),
-    ("ep2", "deepseek_v3", "prefill"),
-    ("dp2ep2", "qwen3_moe", "all"),
-    ("tp2dp2", "qwen3_moe", "off"),
+#: By default replicas that share experts; with the slow ones every layout, model and overlap once; the rest
+#: under ``-m grid``.
+MARKS: dict[tuple[str, str, str], list[pytest.MarkDecorator]] = {
+    ("tp2", "qwen3_next", "all"): [pytest.mark.slow],
+    ("ep2", "deepseek_v3", "prefill"): [pytest.mark.slow],
+    ("dp2ep2", "qwen3_moe", "all"): [],
+    ("tp2dp2", "qwen3_moe", "off"): [pytest.mark.slow],
 }
 CASES = [
     pytest.param(
         layout,
         model,
         overlap,
-        marks=[] if (layout, model, overlap) in DEFAULT else [pytest.mark.grid],
+        marks=MARKS.get((layout, model, overlap), [pytest.mark.grid]),
         id=f"{layout}-{model}-{overlap}",
     )
     for layout in LAYOUTS
@@ -86,7 +88,7 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
     _check(folder(model), LAYOUTS[layout], overlap, "fallback")
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("layout", "model"),
     [
         ("ep2", "qwen3_moe"),
@@ -98,6 +100,7 @@ def test_bits_do_not_depend_on_company(folder: Any, layout: str, model: str, ove
         pytest.param("tp2dp2", "deepseek_v3", marks=pytest.mark.grid),
         pytest.param("dp2ep2", "qwen3_next", marks=pytest.mark.grid),
     ],
+    [("dp2ep2", "qwen3_moe")],
 )
 def test_nor_with_the_cpp_operations_and_replayed_steps(folder: Any, layout: str, model: str) -> None:
     """What runs alone is launched op by op, what runs in company is replayed."""

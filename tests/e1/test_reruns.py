@@ -10,6 +10,7 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import VOCAB, Bits, make_checkpoint, make_engine
+from tests.support.slow import mostly_slow
 from weft.types.sampling import TokenParams
 
 RERUNS = 4
@@ -28,7 +29,7 @@ def once(folder: Path, dtype: str, form: str) -> tuple[dict[int, list[int]], Bit
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("form", ["cpp", "fallback"])
+@mostly_slow("form", ["cpp", "fallback"], ["cpp"])
 def test_reruns_are_identical(form: str, dtype: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3")
     tokens, bits = once(folder, dtype, form)

@@ -104,6 +104,15 @@ PREEMPTED = {0, 2, 3, 6, 7, 9, 12, 13, 15}
 """Cases that run with preemption by default; the others run without. Both have each form, dtype, drafter,
 depth and sampling.
 """
+FEW = {0, 4, 7, 9, 11, 13}
+"""Those of them that run by default, which have each form, dtype, drafter, depth and sampling, too; the
+others are slow."""
+
+
+def _marks(number: int, preempt: bool) -> list[pytest.MarkDecorator]:
+    if preempt != (number in PREEMPTED):
+        return [pytest.mark.grid]
+    return [] if number in FEW else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,7 @@ depth and sampling.
         pytest.param(
             *case,
             preempt,
-            marks=[] if preempt == (number in PREEMPTED) else [pytest.mark.grid],
+            marks=_marks(number, preempt),
             id="-".join(map(str, (*case, preempt))),
         )
         for number, case in enumerate(CASES)

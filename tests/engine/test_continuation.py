@@ -12,6 +12,7 @@ import pytest
 
 from tests.composition.rig import BLOCK, MAX_LEN, PROMPTS, make_checkpoint
 from tests.support.fleet_engine import FleetEngine, start_llm
+from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -20,7 +21,11 @@ from weft.text.choice import Choice
 
 PROMPT = {"prompt_token_ids": PROMPTS[3]}
 TOKENS = 14
-FAMILIES = ["full", "delta", pytest.param("latent", marks=pytest.mark.grid)]
+FAMILIES = [
+    "full",
+    pytest.param("delta", marks=pytest.mark.slow),
+    pytest.param("latent", marks=pytest.mark.grid),
+]
 
 
 class Client:
@@ -93,7 +98,7 @@ def client(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield Client(llm, patch)
 
 
-@pytest.mark.parametrize("how", ["evict", "lose"])
+@mostly_slow("how", ["evict", "lose"], ["lose"])
 def test_a_client_gets_the_same_text_wherever_the_decode_group_was_lost(client: Client, how: str) -> None:
     free = client.ask([])[0]
     assert len(free) > 12

@@ -12,6 +12,7 @@ import torch
 
 from tests.e0.rig import MAX_LEN, make_engine, model_of, run, submit
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.slow import mostly_slow
 from weft.common.errors import EngineDead, InvalidRequest, Overloaded
 from weft.engine.balance import Balance
 from weft.overlap.policy import OverlapPolicy
@@ -86,7 +87,7 @@ def test_back_to_back_steps_over_poisoned_buffers(folder: Path) -> None:
         assert answers[i].tokens == alone(folder, asked[i], greedy(9), i)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("shape", ["mistral", "qwen2_windowed"])
 def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str, depth: int) -> None:
     """Blocks leave windows, are taken by others, found again by prefixes; nobody reads a stranger's."""
@@ -104,7 +105,9 @@ def test_windows_over_a_pool_of_hardly_more_than_one(tmp_path: Path, shape: str,
         assert answers[i].tokens == alone(own, asked[i], greedy(30), i)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.grid), 2])
+@pytest.mark.parametrize(
+    "depth", [pytest.param(1, marks=pytest.mark.grid), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_soak_of_cancels_and_stops_on_a_small_pool(
     folder: Path, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.engine.embedding_rig import BLOCKS, BROKEN, ROW, SECONDS, Pair
+from tests.support.slow import mostly_slow
 from weft.common.errors import Unavailable
 from weft.common.folder import private_folder
 from weft.types import frames as f
@@ -51,7 +52,7 @@ def make() -> Iterator[Make]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 @pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("shards", [False, True])
 def test_what_lands_is_what_was_made(kind: str, ranks: tuple[int, int], shards: bool, make: Make) -> None:
@@ -187,7 +188,7 @@ def test_a_sender_of_whole_rows_is_refused_by_receivers_of_shares_before_a_byte_
     assert all((rank.pool == -1.0).all() for rank in pair.receiver.group.members)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, ["shm", "staged tcp"])
 def test_what_is_ready_before_its_receiver_waits_for_it(kind: str, make: Make) -> None:
     """The receiver's Submit comes late, and then it has no room for a while."""
     pair = make(kind, (2, 2), True)
@@ -382,8 +383,8 @@ def test_an_idle_head_sleeps_on_all_that_may_come(make: Make) -> None:
         assert any(not isinstance(socket, int) for socket in sockets)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("kind", KINDS, ["shm", "staged tcp"])
+@mostly_slow("seed", range(3), 1)
 def test_random_rooms_end_once_at_both_ends_and_what_landed_is_right(
     kind: str, seed: int, make: Make
 ) -> None:

@@ -18,6 +18,7 @@ from tests.engine.pair_rig import submit, unified
 from tests.engine.test_engine_server import Served
 from tests.engine.test_images import GREEDY, SAMPLED, asked, config_of
 from tests.support.seen import SeeingModels
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest, Overloaded
 from weft.engine import build_encoder
@@ -87,7 +88,7 @@ def check(fleet: EncodeFleet, submits: list[m.Submit], expected: dict[int, list[
     fleet.check_given_back()
 
 
-@pytest.mark.parametrize("encoders", [1, 2])
+@mostly_slow("encoders", [1, 2], [2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_one_engine(
     name: str, encoders: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
@@ -107,7 +108,7 @@ def test_tokens_are_those_of_one_engine(
     assert not any(heard.attempt for heard in fleet.heard.values())
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_with_speculation(
     name: str, depth: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
@@ -337,7 +338,7 @@ def test_what_heads_say_of_themselves(models: SeeingModels, fleets: Callable[...
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("sends", "takes"), [(1, 2), (2, 1), (2, 2)])
+@mostly_slow(("sends", "takes"), [(1, 2), (2, 1), (2, 2)], [(2, 2)])
 def test_groups_of_several_ranks(
     sends: int, takes: int, models: SeeingModels, fleets: Callable[..., EncodeFleet]
 ) -> None:
@@ -392,6 +393,7 @@ def test_an_encoder_that_loses_a_rank_goes_on(
     fleet.check_given_back()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_encoder_that_loses_a_rank_while_it_encodes(
     models: SeeingModels, fleets: Callable[..., EncodeFleet], monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch
 from tests.engine.test_images import config_of
 from tests.runner.rooms_rig import PARAMS, SEED, segment
 from tests.support.seen import SeeingModels, Seen
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError
 from weft.config.group_settings import compare, shared_settings
@@ -176,7 +177,7 @@ def encoded(models: SeeingModels, prompts: list[Seen], tmp_path_factory: Any) ->
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 2), (4, 1)])
+@mostly_slow(("ranks", "micro_batches"), [(2, 1), (2, 2), (4, 1)], [(2, 2)])
 def test_a_step_reads_whole_embeddings_of_which_each_rank_received_its_share(
     ranks: int, micro_batches: int, models: SeeingModels, prompts: list[Seen], encoded: Encoded
 ) -> None:

@@ -25,6 +25,7 @@ from tests.engine.test_engine_server import Served
 from tests.support.automata import Automata, Automaton, named
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fleet_engine import FleetEngine, start_llm
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft import LLM, AsyncLLM, SamplingParams
 from weft.common.errors import InvalidRequest
@@ -120,7 +121,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", LAYOUTS)
+@mostly_slow("how", LAYOUTS, ["drafts", "two processes, deep, drafts", "two replicas"])
 def test_outputs_match_their_grammars_and_are_those_of_one_alone(
     how: str, expected: list[tuple[str, str | None]]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.engine.pair_rig import submit
 from tests.support.pairwise import covering, name
+from tests.support.slow import mostly_slow
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig, HostShare
@@ -122,7 +123,7 @@ def submits(case: dict[str, Any]) -> list[Submit]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("case", CASES)
+@mostly_slow("case", CASES, [CASES[0], CASES[3]])
 def test_tokens_are_those_of_each_sequence_alone(
     tmp_path: Path, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.e0 import rig
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.engine.test_recovery import Lossy
 from tests.support.seen import SeeingModels
+from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -87,7 +88,7 @@ class BlindDecode(EnginePair):
         self.decode.submit = send  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(("depth", "chunk", "method"), [(1, 0, "none"), (2, 5, "ngram")])
+@mostly_slow(("depth", "chunk", "method"), [(1, 0, "none"), (2, 5, "ngram")], [(2, 5, "ngram")])
 @pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-5-moe-vision"])
 def test_who_decodes_never_sees_an_image(
     name: str, depth: int, chunk: int, method: str, models: SeeingModels

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.pair_rig import SECONDS, EnginePair, pair_of, submit, unified
 from tests.runner.rooms_rig import config_of
+from tests.support.slow import mostly_slow
 from weft.common.errors import InvalidRequest
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -56,7 +57,7 @@ def check(pair: EnginePair, submits: list[m.Submit], expected: dict[int, list[in
         assert (stats.done, stats.failed, stats.evictions) == (len(submits), 0, 0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("blocks", [(8, 8), (8, 16), (16, 8)])
 def test_tokens_are_those_of_one_engine(
     pairs: Callable[..., EnginePair], tmp_path: Path, blocks: tuple[int, int], depth: int
@@ -76,8 +77,8 @@ def test_tokens_are_those_of_one_engine(
     assert pair.decode.stats().steps <= 60
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("family", ["llama", "qwen3_next", "deepseek_v4", "gpt_oss"])
+@mostly_slow("transport", ["shm", "tcp"], ["shm"])
+@mostly_slow("family", ["llama", "qwen3_next", "deepseek_v4", "gpt_oss"], ["llama", "deepseek_v4"])
 def test_tokens_are_those_of_one_engine_where_caches_pass_through_a_ring(
     pairs: Callable[..., EnginePair],
     tmp_path: Path,
@@ -217,8 +218,10 @@ def test_a_continuation_has_a_room_like_any(pairs: Callable[..., EnginePair], tm
 
 
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-@pytest.mark.parametrize(
-    ("turns", "mode"), [*((turns, "push") for turns in (0, 1, 2, 3, 5, 8)), (1, "pull"), (3, "pull")]
+@mostly_slow(
+    ("turns", "mode"),
+    [*((turns, "push") for turns in (0, 1, 2, 3, 5, 8)), (1, "pull"), (3, "pull")],
+    [(1, "push"), (3, "push"), (3, "pull")],
 )
 def test_a_client_that_leaves_frees_both_ends(
     pairs: Callable[..., EnginePair], at: str, turns: int, mode: str
@@ -271,7 +274,7 @@ FAMILIES = ("mistral", "deepseek_v3", "qwen3_next", "deepseek_v4")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("blocks", [(8, 8), (8, 16)])
+@mostly_slow("blocks", [(8, 8), (8, 16)], [(8, 16)])
 def test_every_kind_of_cache_goes_over(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, blocks: tuple[int, int]
 ) -> None:
@@ -283,7 +286,7 @@ def test_every_kind_of_cache_goes_over(
     check(pairs(family, blocks, **settings), submits, expected)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "settings"),
     [
         ("llama", {"speculative_method": "ngram", "ngram_min_length": 1}),
@@ -294,6 +297,7 @@ def test_every_kind_of_cache_goes_over(
         ("llama", {"kv_cache_dtype": "fp8"}),
         ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
     ],
+    4,
 )
 def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
     pairs: Callable[..., EnginePair], tmp_path: Path, family: str, settings: dict[str, Any]
@@ -304,7 +308,7 @@ def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
     check(pairs(family, (8, 16), **settings), submits, expected)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "settings"),
     [
         ("llama", {"speculative_method": "ngram", "ngram_min_length": 1}),
@@ -313,6 +317,7 @@ def test_with_drafts_without_a_prefix_cache_in_8_bits_and_with_few_slots(
         ("qwen3_next", {"steps_in_flight": 2, "max_num_seqs": 2}),
         ("deepseek_v4", {"enable_prefix_caching": False}),
     ],
+    2,
 )
 def test_a_cache_that_is_pulled_goes_when_its_prompt_is_computed(
     pairs: Callable[..., EnginePair],

@@ -13,6 +13,7 @@ import pytest
 
 from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.runner.rooms_rig import config_of
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.types import messages as m
 from weft.types.sampling import TokenParams
@@ -47,7 +48,7 @@ def test_groups_of_other_sizes(tmp_path: Path, sizes: tuple[int, int], family: s
         pair.close()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@mostly_slow("side", ["prefill", "decode"], ["decode"])
 def test_a_rank_that_is_killed_costs_its_rooms_and_nothing_else(tmp_path: Path, side: str) -> None:
     """While rooms move: they fail at both ends at once, sequences are given back, and submitted again they
     have the same tokens, with the rank that was started in its place."""

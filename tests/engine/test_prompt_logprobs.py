@@ -11,6 +11,7 @@ import torch
 
 from tests.e0.rig import make_engine, submit
 from tests.support.checkpoints import SHAPES, VOCAB, make_checkpoint
+from tests.support.slow import mostly_slow
 from weft.types.messages import LogprobColumns, Submit
 from weft.types.sampling import TokenParams
 
@@ -37,7 +38,7 @@ def collect(engine_events: list[LogprobColumns]) -> tuple[np.ndarray, np.ndarray
     return tuple(np.concatenate([part[i] for part in parts]) for i in range(3))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
+@mostly_slow("chunk", [0, 5], [5])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_logprobs_are_the_references(root: Path, shape: str, chunk: int) -> None:
     folder = root / shape if (root / shape).exists() else make_checkpoint(root, shape)

@@ -188,6 +188,7 @@ def test_an_llm_that_shut_down_leaves_nothing(short_path: Path, monkeypatch: pyt
     assert list(short_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_head_however_it_ends() -> None:
     import subprocess
     import sys

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tests.e0.rig import make_engine, run, submit
 from tests.support.automata import Automata, named, random_automaton
 from tests.support.checkpoints import VOCAB, make_checkpoint
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.common.restarts import RestartBudget
@@ -116,7 +117,7 @@ def asked(seed: int) -> list[list[Submit]]:
     return made
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> None:
     undisturbed, _ = make_engine(folder, depth=depth, chunk=7, max_num_seqs=4)
     wanted = run(undisturbed, asked(depth))
@@ -136,7 +137,7 @@ def test_tokens_are_equal_whatever_is_lost_when(folder: Path, depth: int) -> Non
     engine.close()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_tokens_are_told_that_were_committed_before_masks_found_the_loss(folder: Path, depth: int) -> None:
     """A constrained step samples behind the commit of the one before it."""
     ends = (5,)

@@ -13,6 +13,7 @@ from tests.engine.pair_rig import unified
 from tests.engine.test_encode_group import check, encoder, fleets, many, models, taker
 from tests.engine.test_images import config_of
 from tests.support.seen import SeeingModels
+from tests.support.slow import mostly_slow
 from weft.types.media import BLOCK_ROWS
 
 __all__ = ["fleets", "models"]  # fixtures
@@ -41,7 +42,7 @@ def test_shares_halve_what_an_encoder_sends_to_two_ranks(models: SeeingModels, f
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [2, 4])
+@mostly_slow("ranks", [2, 4], [2])
 def test_shares_that_leave_for_host_memory_and_come_back_are_made_whole(
     ranks: int, models: SeeingModels, fleets: Make
 ) -> None:

@@ -39,6 +39,7 @@ def test_accuracy_is_the_references() -> None:
     assert abs(score(ours, problems) - score(theirs, problems)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_twenty_problems_get_the_references_tokens_in_float64() -> None:
     questions = [problem.question for problem in test_set(20)]

@@ -42,6 +42,7 @@ def _digest(asked: list[Problem]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@pytest.mark.slow
 def test_templates_of_the_test_set_never_occur_in_training(train: list[Problem]) -> None:
     seen = {template for p in train for template in p.template_ids}
     asked = {template for p in test_set() for template in p.template_ids}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
 from weft.config.flags import from_keywords
 from weft.eval.ocr_mini import is_right, messages, ocr_test_set
@@ -21,7 +22,7 @@ def exact(texts: list[str]) -> int:
     return sum(map(is_right, texts, ocr_test_set(len(texts))))
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@mostly_slow("drafts", [0, 2], [2])
 def test_lines_are_read(drafts: int) -> None:
     """500 lines, greedy: at least 95% exact, with and without drafts, of which most are accepted."""
     more: dict[str, Any] = {}
@@ -35,6 +36,7 @@ def test_lines_are_read(drafts: int) -> None:
         assert counted["accepted"][0] > 0.9 * counted["proposed"][0]
 
 
+@pytest.mark.slow
 def test_twenty_lines_read_by_the_reference() -> None:
     """Text by text, in float64."""
     lines = ocr_test_set(20)

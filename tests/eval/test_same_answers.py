@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft import LLM, SamplingParams
 from weft.eval.gsm_mini import score, test_set
 
@@ -48,6 +49,8 @@ TIGHT = {"spool-text": "2M", "spool-mla": "1M"}
 CASES = [
     (model, way) for model in sorted(TIGHT) for way in WAYS if model == "spool-mla" or "of its own" not in way
 ]
+FEW = [("spool-mla", "3 drafts of its own, everything"), ("spool-text", "n-gram drafts")]
+FEW += [("spool-text", "two steps in flight"), ("spool-text", "preemption")]
 
 
 def answers(model: str, count: int, settings: dict[str, Any]) -> tuple[list[list[int]], list[str], Any]:
@@ -87,7 +90,7 @@ def check(model: str, way: str, count: int) -> None:
         assert sum(stats.drafts_accepted) > 0
 
 
-@pytest.mark.parametrize(("model", "way"), CASES)
+@mostly_slow(("model", "way"), CASES, FEW)
 def test_twenty_four_problems(model: str, way: str) -> None:
     check(model, way, 24)
 

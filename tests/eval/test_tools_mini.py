@@ -58,6 +58,7 @@ def a_problem(*tools: Tool, form: str = "N") -> ToolProblem:
     return replace(tool_test_set(1)[0], tools=tools, form=form)
 
 
+@pytest.mark.slow
 def test_templates_of_the_test_set_never_occur_in_training(train: list[ToolProblem]) -> None:
     seen = {template for p in train for template in p.template_ids}
     asked = {template for p in tool_test_set() for template in p.template_ids}

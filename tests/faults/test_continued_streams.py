@@ -179,9 +179,11 @@ PARTS = {"a schema", "a thought"}
 """What "a thought and a schema" goes through as well, one after the other."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.grid] if case in PARTS else []) for case in CASES]
-)
+MARKS = {case: [pytest.mark.grid] for case in PARTS}
+MARKS |= {case: [pytest.mark.slow] for case in ("a tool call", "a thought and a schema")}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [])) for case in CASES])
 def test_a_client_joins_what_it_would_have_without_the_death(drills: Drills, case: str) -> None:
     check(drills, case, every=False)
 

@@ -30,13 +30,20 @@ MOVING = {"enable_expert_parallel": True, "eplb_interval": 1, "redundant_experts
 """Experts that move whenever they can."""
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.grid), 2])
-def test_a_sample_of_everything(tmp_path: Path, depth: int) -> None:
-    plans: dict[int, list[Plan]] = {
-        1: [(1, "stage", "kill"), (1, "load", "kill"), (1, "collective", "stop"), (0, "sample", "raise")],
-        2: [(1, "read", "kill"), (1, "form", "stop"), (0, "collective", "raise"), (1, "sample", "raise")],
-    }
-    core = survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans[depth])
+SAMPLES: dict[str, tuple[int, list[Plan]]] = {
+    "1": (1, [(1, "stage", "kill"), (1, "load", "kill"), (1, "collective", "stop"), (0, "sample", "raise")]),
+    "2": (2, [(1, "read", "kill"), (1, "form", "stop"), (0, "collective", "raise"), (1, "sample", "raise")]),
+    "2, few": (2, [(1, "read", "kill"), (0, "collective", "raise")]),
+}
+"""Steps in flight, and what befalls the group."""
+
+
+@pytest.mark.parametrize(
+    "sample", [pytest.param("1", marks=pytest.mark.grid), pytest.param("2", marks=pytest.mark.slow), "2, few"]
+)
+def test_a_sample_of_everything(tmp_path: Path, sample: str) -> None:
+    depth, plans = SAMPLES[sample]
+    core = survive(config_of(tensor_parallel_size=2, steps_in_flight=depth), tmp_path, plans)
     assert core.stats().requeued > 0
 
 

@@ -46,7 +46,9 @@ def alone() -> Alone:
 
 
 @pytest.mark.parametrize(
-    "deeds", [(), pytest.param((KILL, STOP, CABLE), marks=pytest.mark.grid)], ids=["quiet", "faults"]
+    "deeds",
+    [pytest.param((), marks=pytest.mark.slow), pytest.param((KILL, STOP, CABLE), marks=pytest.mark.grid)],
+    ids=["quiet", "faults"],
 )
 def test_two_hosts_and_what_befalls_the_second(
     cluster: Cluster, alone: Alone, deeds: tuple[str, ...]
@@ -83,7 +85,7 @@ def test_two_hosts_and_what_befalls_the_second(
 @pytest.mark.parametrize(
     "layout",
     [
-        {"enable_expert_parallel": True},
+        pytest.param({"enable_expert_parallel": True}, marks=pytest.mark.slow),
         pytest.param({}, marks=pytest.mark.grid),
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.grid),
         pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.grid),

@@ -16,6 +16,7 @@ import pytest
 from bench.canary import Canary, Memory, beside
 from bench.hostile import ATTACKS
 from tests.support.processes import commands
+from tests.support.slow import mostly_slow
 
 SLOTS = 8
 SCALE = {"bad_words": 1.0, "nested": 0.2, "long_prompts": 0.5}
@@ -36,7 +37,7 @@ def server(start_weft: Any) -> Any:
     return start_weft("--max-num-seqs", str(SLOTS))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@mostly_slow("attack", ATTACKS, ["chunks", "never_read"])
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
     command += ["--seconds", "1", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]

@@ -236,6 +236,7 @@ def test_a_stream_that_has_begun_is_not_refused(start_fake: Any, script: Any) ->
 LOOPS = "{% set r = range(60000) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_holds_up_nobody(start_scripted: Any, tmp_path: Path) -> None:
     """Chats of a model whose template does not end are refused in time, and other requests are answered
     meanwhile.

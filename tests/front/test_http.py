@@ -364,13 +364,20 @@ def test_over_capacity(locked: Any, script: Any) -> None:
 
 def test_a_deadline(start_fake: Any, script: Any, sse: Any) -> None:
     server = start_fake(request_timeout=deadline(0.5))
-    for seed in (script.HANG, script.HANG_AFTER):
-        answer = server.chat(seed=seed)
+
+    def streamed() -> Any:
+        with server.stream(seed=script.HANG_AFTER) as answer:
+            return sse(answer)[-1]["error"]["code"]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        whole = [pool.submit(server.chat, seed=seed) for seed in (script.HANG, script.HANG_AFTER)]
+        silent = pool.submit(server.chat, seed=script.HANG, stream=True)
+        begun = pool.submit(streamed)
+    for answer in (one.result() for one in whole):
         assert answer.status_code == 504
         assert error_of(answer)["code"] == "deadline_exceeded"
-    assert server.chat(seed=script.HANG, stream=True).status_code == 504
-    with server.stream(seed=script.HANG_AFTER) as answer:
-        assert sse(answer)[-1]["error"]["code"] == "deadline_exceeded"
+    assert silent.result().status_code == 504
+    assert begun.result() == "deadline_exceeded"
     server.wait(lambda: server.metric("num_requests_running") == 0)
     assert server.chat(max_tokens=1).status_code == 200
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_refusals_still_have_their_status(server: Any, script: Any) -> None:
 
 
 def test_what_fails_after_the_first_comment_is_an_event(start_fake: Any, script: Any, sse: Any) -> None:
-    server = start_fake(constants=OFTEN, request_timeout=deadline(2.0))
+    server = start_fake(constants=OFTEN, request_timeout=deadline(1.0))
     with server.stream(seed=script.HANG) as answer:
         assert answer.status_code == 200
         lines = list(answer.iter_lines())
@@ -68,19 +69,23 @@ def test_a_client_that_leaves_during_the_comments(server: Any, script: Any) -> N
 
 def test_clients_skip_comments(server: Any, script: Any) -> None:
     asked: dict[str, Any] = {"model": "fake", "prompt": "abcdef", "max_tokens": 6, "seed": script.SLOW}
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
-        chunks = client.completions.create(**asked, stream=True)
-        assert "".join(chunk.choices[0].text for chunk in chunks) == "abcdef"
+
+    def one_by_one() -> str:
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            chunks = client.completions.create(**asked, stream=True)
+            return "".join(chunk.choices[0].text for chunk in chunks)
 
     async def ask() -> str:
         async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
             stream = await client.completions.create(**asked, stream=True)
             return "".join([chunk.choices[0].text async for chunk in stream])
 
-    assert asyncio.run(ask()) == "abcdef"
-    # Tokens that come together are one event, so the server's own count is asked for.
-    with server.stream("/v1/completions", stream_options={"include_usage": True}, **asked) as answer:
-        lines = [(time.monotonic(), line.encode()) for line in answer.iter_lines()]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        texts = [pool.submit(one_by_one), pool.submit(lambda: asyncio.run(ask()))]
+        # Tokens that come together are one event, so the server's own count is asked for.
+        with server.stream("/v1/completions", stream_options={"include_usage": True}, **asked) as answer:
+            lines = [(time.monotonic(), line.encode()) for line in answer.iter_lines()]
+        assert [one.result() for one in texts] == ["abcdef"] * 2
     record = RequestRecord(number=0, planned=None, sent=lines[0][0])
     read_stream(record, lines)
     assert (record.outcome, record.output_tokens) == ("ok", 6)

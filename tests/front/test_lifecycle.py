@@ -85,7 +85,7 @@ def test_a_second_signal_stops_now(start_fake: Any, script: Any) -> None:
 
 
 def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, script: Any) -> None:
-    server = start_fake(drain_timeout=0.3)
+    server = start_fake(drain_timeout=0.3, constants={"weft.front.server.GRACE": 0.5})
     body = {"model": "fake", "prompt": "x", "seed": script.FLOOD, "max_tokens": 490, "stream": True}
     data = json.dumps({**body, "n": 16, "logprobs": 20}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

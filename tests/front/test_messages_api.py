@@ -266,6 +266,7 @@ VALUES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_no_body_makes_a_server_error(server: Running) -> None:
     fields = (
         "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "stream", "temperature",

@@ -307,6 +307,7 @@ def joined(chunks: list[dict[str, Any]], index: int) -> tuple[str, list[str], li
     )
 
 
+@pytest.mark.slow
 def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
     """As many of them as there are slots; another one is served, and they get what they would have got."""
     server = start_weft("--max-num-seqs", "4")
@@ -343,8 +344,12 @@ def test_clients_that_never_read_keep_no_slots(start_weft: Any) -> None:
 LONG = {"prompt": "x", "max_tokens": 490, "logprobs": 20, "n": 4}
 
 
+SHORT_GRACE = {"weft.front.server.GRACE": 0.5}
+"""Seconds until connections are closed whose clients do not read."""
+
+
 def test_a_server_with_a_paused_stream_stops_in_time(start_fake: Any) -> None:
-    server = start_fake(drain_timeout=0.5)
+    server = start_fake(drain_timeout=0.5, constants=SHORT_GRACE)
     with begin(server, **LONG):
         server.wait(lambda: server.metric("streams_paused_total") == 1, 20)
         assert server.stop(signal.SIGTERM) == 0
@@ -408,6 +413,7 @@ def crowd(server: Any, count: int) -> None:
     server.wait(lambda: memory() - before < 64 << 10, 30)
 
 
+@pytest.mark.slow
 def test_fifty_clients_that_never_read(start_fake: Any) -> None:
     crowd(start_fake(max_queued_requests=4000), 50)
 

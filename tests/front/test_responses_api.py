@@ -301,6 +301,7 @@ VALUES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 def test_no_body_makes_a_server_error(server: Running) -> None:
     fields = (
         "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls",

@@ -8,6 +8,7 @@ import random
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.slowness import deadline
 
@@ -76,6 +77,7 @@ async def one(client: httpx.AsyncClient, rng: random.Random, number: int, model:
     return "answered"
 
 
+@pytest.mark.slow
 def test_two_hundred_hostile_requests(start_weft: Any) -> None:
     memory = (CONTEXT * 3 // 2 // BLOCK + 1) * BLOCK_BYTES  # and the null block
     server = start_weft(

@@ -298,7 +298,10 @@ def test_required_and_named_calls(server: Running) -> None:
         assert made["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(("warm", "more"), [(200, 200), pytest.param(200, 500, marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    ("warm", "more"),
+    [pytest.param(200, 200, marks=pytest.mark.slow), pytest.param(200, 500, marks=pytest.mark.grid)],
+)
 def test_many_schemas_keep_the_server_small(server: Running, warm: int, more: int) -> None:
     def memory() -> int:
         lines = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()

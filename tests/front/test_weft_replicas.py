@@ -91,6 +91,7 @@ def test_independent_replicas(start_weft: Any) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
 )

@@ -224,7 +224,7 @@ def test_minted_seeds_and_a_full_queue(start_weft: Any) -> None:
         lines = running.iter_lines()
         next(lines)
         # So many at once that some are refused however soon the first ones are done.
-        asked = [pool.submit(server.chat, **LONG) for _ in range(6)]
+        asked = [pool.submit(server.chat, **{**LONG, "max_tokens": 600}) for _ in range(6)]
         answers = (one.result() for one in concurrent.futures.as_completed(asked, deadline(60)))
         refused = next(answer for answer in answers if answer.status_code != 200)
         assert refused.status_code == 429
@@ -243,7 +243,12 @@ def text_of(lines: Any, sse: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.grid)], ids=lambda d: d.name
+    "death",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, marks=pytest.mark.grid),
+    ],
+    ids=lambda d: d.name,
 )
 def test_streams_outlive_the_head(start_weft: Any, sse: Any, death: signal.Signals) -> None:
     """Greedy and sampled, streamed and whole, with stop strings and logprobs: all as without the death."""

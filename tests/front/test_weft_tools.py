@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from tests.support.slowness import deadline
 
@@ -45,6 +46,7 @@ def test_a_call_and_the_answer_from_its_result(weft_server: Any) -> None:
     assert (second.message.content or "").endswith("#### 5189")
 
 
+@pytest.mark.slow
 def test_forty_problems_of_its_test_set(weft_server: Any, tmp_path: Path) -> None:
     """Of all 500 it solves 98 in 100."""
     found = tmp_path / "found.json"

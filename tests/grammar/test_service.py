@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.grammar.rig import BACKENDS, Rig, folder, schema
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WeftError
 from weft.grammar.service import MAX_ABANDONED, MAX_KEPT_BYTES, GrammarService
@@ -95,6 +96,7 @@ def test_a_late_compile_is_a_504_and_late_threads_are_few() -> None:
         assert service.compile(Text("0")) == Text("0")
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_grammars_take_bounded_memory() -> None:
     others = threading.active_count()  # of other tests, which may end meanwhile
     with serving(Gate(), entries=100) as service:
@@ -184,7 +186,7 @@ BOMBS: dict[str, Grammar] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@mostly_slow("backend", BACKENDS, ["llguidance"])
 def test_hostile_grammars_end_in_time_and_leave_other_threads_running(backend: str) -> None:
     """Each is compiled, refused, or late: no crash, and the interpreter's lock is not held for long."""
     rig = Rig(backend, "bundled")

@@ -79,7 +79,7 @@ def watch() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
-        (["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500"),
+        pytest.param(["eval", "gsm-mini", "--tensor-parallel-size", "2"], "1/500", marks=pytest.mark.slow),
         pytest.param(
             ["verify", "--self", "--prompts", "2", "--tokens", "200"], "deterministic", marks=pytest.mark.grid
         ),

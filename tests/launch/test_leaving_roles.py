@@ -12,6 +12,7 @@ import pytest
 
 from bench.drill import pools
 from tests.launch.test_serve import Server
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 
 FLAGS = (
@@ -67,7 +68,7 @@ STAGES: dict[str, tuple[str, int, int, Callable[[str], bool]]] = {
 """Prompt, clients, tokens, and how it is seen that they are there."""
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@mostly_slow("stage", STAGES, ["prefilling", "transferring"])
 def test_who_leaves_holds_nothing_a_second_later(stage: str, base: str) -> None:
     prompt, count, tokens, reached = STAGES[stage]
 

@@ -22,6 +22,7 @@ import httpx
 import pytest
 
 from tests.support.processes import with_role
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common import signals
 from weft.common.cores import usable_cores
@@ -173,7 +174,7 @@ def test_it_serves_and_ends_with_nothing_left_behind(checkpoint: str, start: Any
     ("tensor", "names"),
     [
         pytest.param(1, ["head 0", "head 1"], marks=pytest.mark.grid),
-        (2, ["head 0", "head 0 rank 1", "head 1", "head 1 rank 3"]),
+        pytest.param(2, ["head 0", "head 0 rank 1", "head 1", "head 1 rank 3"], marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_replicas_share_the_cores_and_each_has_a_name_and_a_trace(
@@ -271,7 +272,7 @@ def test_sigterm_while_loading_ends_in_order(checkpoint: str, start: Any) -> Non
 
 
 @pytest.mark.real_processes
-@pytest.mark.parametrize("number", signals.STOPS)
+@mostly_slow("number", signals.STOPS, signals.STOPS[:2])
 def test_a_signal_to_all_while_loading_ends_all_at_once(checkpoint: str, start: Any, number: int) -> None:
     """It comes when the head has just begun, and imports; the status is 128 and the signal's number."""
     server = start(checkpoint, "--port", "0")

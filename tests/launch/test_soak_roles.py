@@ -12,7 +12,9 @@ from tests.support.slowness import deadline
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("pools", ["direct", pytest.param("staged", marks=pytest.mark.grid)])
+@pytest.mark.parametrize(
+    "pools", [pytest.param("direct", marks=pytest.mark.slow), pytest.param("staged", marks=pytest.mark.grid)]
+)
 def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(
     tmp_path: Path, pools: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

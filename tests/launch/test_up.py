@@ -148,7 +148,7 @@ def test_two_groups_behind_one_front(start: Any) -> None:
 @pytest.mark.parametrize(
     ("fronts", "ranks"),
     [
-        (1, (2, 1)),
+        pytest.param(1, (2, 1), marks=pytest.mark.slow),
         pytest.param(1, (2, 2), marks=pytest.mark.grid),
         pytest.param(2, (1, 1), marks=pytest.mark.grid),
     ],
@@ -200,7 +200,9 @@ def test_a_group_that_is_given_up_leaves_the_others(start: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("here", "there"),
     [
-        pytest.param("name: here", "name: there, count: 2", marks=pytest.mark.real_processes),
+        pytest.param(
+            "name: here", "name: there, count: 2", marks=[pytest.mark.real_processes, pytest.mark.slow]
+        ),
         ("role: prefill", "role: decode, count: 2"),
         pytest.param("role: decode", "role: prefill, count: 2", marks=pytest.mark.grid),
     ],

@@ -57,7 +57,10 @@ def due(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
         server.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param("1p1d", marks=pytest.mark.grid), "tp2-prefill"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("1p1d", marks=pytest.mark.grid), pytest.param("tp2-prefill", marks=pytest.mark.slow)],
+)
 def test_roles_change_no_answer(name: str, start: Any, due: list[Any]) -> None:
     server = start(str(EXAMPLES / f"{name}.yaml"), "--port", "0", command="up")
     base = server.url()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.launch.test_encode import DECODE, ENCODE, MODEL, of_role, up
 from tests.launch.test_serve import start
@@ -38,6 +39,7 @@ def _answers(base: str) -> list[tuple[str, int]]:
     return said
 
 
+@pytest.mark.slow
 def test_the_same_answers_with_one_group_of_each_role(start: Any, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(IMAGE_TEMPLATE)

@@ -351,6 +351,7 @@ def test_many_small_files_do_not_count_as_many_large_ones(
     run(work, allowed_media_domains=(f"127.0.0.1:{port}",), max_image_bytes=1 << 20, media_memory=most)
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_holds_up_nobody(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     port, answers = files
     answers["/a.png"] = image_file()

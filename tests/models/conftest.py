@@ -415,6 +415,21 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
     return checkpoints(request.param)
 
 
+def _by_family() -> list[Any]:
+    """The first configuration of each family by default, the others are slow."""
+    first = {family: name for name, (family, _) in reversed(CASES.items())}
+    return [
+        pytest.param(name, marks=[] if first[family] == name else [pytest.mark.slow])
+        for name, (family, _) in CASES.items()
+    ]
+
+
+@pytest.fixture(params=_by_family())
+def compared(request: pytest.FixtureRequest, checkpoints: Any) -> Checkpoint:
+    """Each of the random configurations in turn, for tests that compare much of each."""
+    return checkpoints(request.param)
+
+
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint of which matrices are nearly all; their sizes are multiples of the tiles'."""

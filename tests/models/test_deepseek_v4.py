@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.slow import mostly_slow
 from tests.support.sparse_models import watch_cuts
 from weft.attention import compress, sparse_torch
 from weft.common.errors import ConfigError
@@ -99,7 +100,7 @@ def test_published_ratios_over_hundreds_of_positions(
         assert torch.allclose(_run(paged(exact, block_size=16, seed=1), ids, chunks), one, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-odd"])
+@mostly_slow("name", ["deepseek-v4", "deepseek-v4-odd"], ["deepseek-v4-odd"])
 def test_chunks_of_any_size_equal_one_piece(
     name: str, checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

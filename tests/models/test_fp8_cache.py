@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
 from weft.config.resolve import with_cache_dtype
 from weft.config.sections import CacheSection
@@ -65,7 +66,7 @@ def test_rows_do_not_depend_on_each_other(name: str, checkpoints: Any, paged: An
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@mostly_slow("dtype", [torch.float64, torch.float32, torch.bfloat16], [torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_near_those_of_the_plain_cache(
     name: str, dtype: torch.dtype, checkpoints: Any, paged: Any

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from tests.support.sparse_models import watch_cuts
 from weft.attention import sparse_torch
 from weft.common.errors import ConfigError
@@ -51,7 +52,7 @@ def test_what_the_cases_cover(checkpoints: Any) -> None:
     assert shared.moe.groups == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mostly_slow("name", NAMES, NAMES[:1])
 def test_chunks_tiles_and_drafts_do_not_show(
     name: str, checkpoints: Any, paged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from tests.models.test_packed_weights import LARGE, load
 from tests.models.test_quantized_loading import _folders
 from tests.ops.test_coded import codes_of, meaning
 from tests.support.mapped_pages import resident_of
+from tests.support.slow import mostly_slow
 from weft.layers.held import allow_codes, hold_codes, take_apart, take_codes
 from weft.models import loader
 from weft.models.quantized.filling import Target
@@ -114,8 +115,8 @@ def test_experts_leave_no_packed_copies(extension: None) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@mostly_slow("name", ["fp8 blocks", "mxfp4", "nvfp4", "awq", None], ["mxfp4", None])
+@mostly_slow("dtype", [torch.bfloat16, torch.float64], [torch.bfloat16])
 def test_pages_of_a_file_go_when_they_were_read(
     name: str | None, dtype: torch.dtype, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

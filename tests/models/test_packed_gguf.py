@@ -13,6 +13,7 @@ import transformers
 from tests.models.test_packed_weights import held, logits
 from tests.support.gguf_files import write_model
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
 from weft.config.hub import resolve_model_path
 from weft.gguf.container import Container
@@ -69,9 +70,10 @@ def load(path: Path, dtype: torch.dtype, **more: Any) -> Any:
 MODELS = ("llama", "qwen3 tied", "qwen3 moe", "gpt-oss")
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "kind"),
     [(name, kind) for name in MODELS for kind in KINDS],
+    [(name, kind) for name, kind in zip(MODELS, KINDS * 2, strict=False)],
 )
 def test_logits_are_those_of_the_dequantized(name: str, kind: str, tmp_path: Path, paged: Any) -> None:
     """In float64 on torch but for the package's rounding; in C++ within that of sums."""
@@ -105,8 +107,8 @@ def test_a_mixture_as_it_is_published(name: str, tmp_path: Path, paged: Any, ext
     assert all(parameter.numel() <= 1024 for parameter in model.parameters())  # norms
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
+@mostly_slow("kind", KINDS, ["Q4_K"])
+@mostly_slow("name", ["llama", "qwen3 moe"], ["qwen3 moe"])
 def test_memory_is_that_of_the_file(name: str, kind: str, tmp_path: Path, extension: None) -> None:
     """At most 15% more; routers, which are float32 in the file and here, and norms apart."""
     path = tmp_path / "model.gguf"
@@ -117,9 +119,9 @@ def test_memory_is_that_of_the_file(name: str, kind: str, tmp_path: Path, extens
     assert held(load(path, torch.bfloat16, packed=False)) > 1.8 * stored
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@mostly_slow("kind", ["Q8_0", "Q4_K"], ["Q4_K"])
 @pytest.mark.parametrize("name", ["llama", "qwen3 moe"])
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(tensor=2, expert=True)])
+@mostly_slow("layout", [Layout(tensor=2), Layout(tensor=2, expert=True)], [Layout(tensor=2, expert=True)])
 def test_ranks(
     name: str, kind: str, layout: Layout, tmp_path: Path, paged: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

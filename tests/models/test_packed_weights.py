@@ -20,6 +20,7 @@ from tests.models.test_quantized_loading import (
 )
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from weft.config.families import load_spec
 from weft.models.loader import load_model
 from weft.ops import coded
@@ -72,7 +73,7 @@ def held(model: Any) -> int:
     return sum(each.values()) + sum(b.nbytes() for b in blocks if isinstance(b, torch.ScriptObject))
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@mostly_slow("name", list(FORMATS), ["fp8 blocks", "nvfp4", "packed 4 bits", "awq", "gptq"])
 def test_logits_are_those_of_the_dequantized(name: str, plain: Path, tmp_path: Path, paged: Any) -> None:
     """In float64 on torch exactly but for the order of scales; in C++ within the rounding of sums."""
     packed, _ = _folders(plain, tmp_path, *FORMATS[name])
@@ -121,7 +122,7 @@ def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight_packed": values, "weight_scale": scales}, meant
 
 
-@pytest.mark.parametrize("name", list(LARGE))
+@mostly_slow("name", list(LARGE), ["mxfp4", "nvfp4"])
 def test_memory_is_that_of_the_file(name: str, large: Path, tmp_path: Path, extension: None) -> None:
     """The tensors that layers hold have at most 15% more bytes than the file, whose rest is plain."""
     packed, _ = _folders(large, tmp_path, *LARGE[name])

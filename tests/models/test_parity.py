@@ -40,29 +40,29 @@ def _run_mixed(harness: Any, sequences: list[Any], prompts: list[int], seed: int
     assert mixed > 1, "no mixed step was run"
 
 
-def test_whole_prompt_float32(checkpoint: Any, paged: Any) -> None:
-    model = checkpoint.load()
+def test_whole_prompt_float32(compared: Any, paged: Any) -> None:
+    model = compared.load()
     ids = _ids(61, model.spec.vocab_size, 1)
     harness = paged(model)
     sequence = harness.sequence(ids)
     harness.step([(sequence, len(ids))])
-    assert _distance(sequence.logits, checkpoint.expected(ids)) <= TOLERANCE
+    assert _distance(sequence.logits, compared.expected(ids)) <= TOLERANCE
 
 
-def test_chunks_and_decode_float32(checkpoint: Any, paged: Any) -> None:
-    model = checkpoint.load()
+def test_chunks_and_decode_float32(compared: Any, paged: Any) -> None:
+    model = compared.load()
     harness = paged(model)
     lengths, prompts = [47, 20, 33, 9], [30, 5, 32, 1]
     sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 10 + i)) for i, n in enumerate(lengths)]
     _run_mixed(harness, sequences, prompts, seed=3)
     for sequence in sequences:
-        assert _distance(sequence.logits, checkpoint.expected(sequence.ids)) <= TOLERANCE
+        assert _distance(sequence.logits, compared.expected(sequence.ids)) <= TOLERANCE
 
 
 @torch.no_grad()
-def test_greedy_tokens_float64(checkpoint: Any, paged: Any) -> None:
-    reference = checkpoint.reference_in_float64()
-    harness = paged(checkpoint.load(torch.float64))
+def test_greedy_tokens_float64(compared: Any, paged: Any) -> None:
+    reference = compared.reference_in_float64()
+    harness = paged(compared.load(torch.float64))
     prompt = _ids(23, harness.model.spec.vocab_size, 5)
     sequence = harness.sequence(prompt)
     harness.step([(sequence, 9)])
@@ -79,9 +79,9 @@ def test_greedy_tokens_float64(checkpoint: Any, paged: Any) -> None:
     assert len(set(sequence.ids[len(prompt) :])) > 1, "degenerate logits prove nothing"
 
 
-def test_rows_do_not_depend_on_each_other(checkpoint: Any, paged: Any) -> None:
+def test_rows_do_not_depend_on_each_other(compared: Any, paged: Any) -> None:
     """A row in any mixed batch equals it alone and in one piece; everything around it is NaN (E0)."""
-    model = checkpoint.load(torch.float64)
+    model = compared.load(torch.float64)
     harness = paged(model, seed=1)
     lengths, prompts = [41, 17, 26], [25, 3, 26]
     sequences = [harness.sequence(_ids(n, model.spec.vocab_size, 20 + i)) for i, n in enumerate(lengths)]
@@ -95,9 +95,9 @@ def test_rows_do_not_depend_on_each_other(checkpoint: Any, paged: Any) -> None:
         assert torch.equal(mine.argmax(-1), theirs.argmax(-1))
 
 
-def test_host_upper_bounds_do_not_show(checkpoint: Any, paged: Any) -> None:
+def test_host_upper_bounds_do_not_show(compared: Any, paged: Any) -> None:
     """A row whose context is shorter on the device than the host planned for gives the same logits."""
-    model = checkpoint.load(torch.float64)
+    model = compared.load(torch.float64)
     ids = _ids(31, model.spec.vocab_size, 6)
     results = []
     for bound in (0, 6):

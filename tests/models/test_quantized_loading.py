@@ -19,6 +19,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from tests.support import quantized as make
 from tests.support.ranks import on_ranks
 from tests.support.sharded import assert_parts
+from tests.support.slow import mostly_slow
 from tests.support.sparse_models import CASES as SPARSE_CASES
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
@@ -174,7 +175,7 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
         assert torch.allclose(ours.double(), theirs.double(), rtol=2**-8, atol=0), name
 
 
-@pytest.mark.parametrize("name", list(FORMATS))
+@mostly_slow("name", list(FORMATS), ["awq", "gptq", "fp8 blocks", "nvfp4"])
 def test_ranks_have_their_cut(name: str, plain: Path, tmp_path: Path) -> None:
     """A rank's part is cut from what the format means as a whole, wherever groups and blocks lie."""
     packed, exact = _folders(plain, tmp_path, *FORMATS[name])

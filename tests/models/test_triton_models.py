@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.e0.rig import make_engine, run, submit
 from tests.support.checkpoints import make_checkpoint
+from tests.support.slow import mostly_slow
 from weft.attention import triton_backend
 from weft.attention.base import Backends, LayerCache
 from weft.attention.triton_backend import TritonAttention, TritonInvariant
@@ -46,7 +47,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+@mostly_slow("name", ["qwen3", "mistral-window"], ["qwen3"])
 def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chosen: set[str]) -> None:
     checkpoint = checkpoints(name)
     harness = paged(checkpoint.load())
@@ -61,6 +62,7 @@ def test_logits_are_the_references(name: str, checkpoints: Any, paged: Any, chos
     assert {"add_rms_norm: triton", "qkv_rope_cache: triton", "gated_linear: triton"} <= chosen
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ordered_products")
 def test_replayed_decodes_have_the_bits_of_launched_ones(tmp_path: Path, chosen: set[str]) -> None:
     """Deterministic: a bucket's padding, chunks of prompts and what is beside a row change no token."""

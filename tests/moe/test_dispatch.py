@@ -12,6 +12,7 @@ import torch
 
 from tests.support.ranks import on_ranks
 from tests.support.routed import routed, tokens
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.moe.choice import Chooser
@@ -114,7 +115,7 @@ CASES = [(name, form) for name, layout in LAYOUTS.items() for form in forms(layo
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-@pytest.mark.parametrize("kind", ["hashed", "biased", "gated_shared", "corrected"])
+@mostly_slow("kind", ["hashed", "biased", "gated_shared", "corrected"], ["gated_shared"])
 def test_float64_is_that_of_one_rank(name: str, form: str, kind: str) -> None:
     layout, weights = LAYOUTS[name], routed(kind, torch.float64)
     rows = rows_of(layout, torch.float64)
@@ -127,7 +128,7 @@ def test_float64_is_that_of_one_rank(name: str, form: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", ["corrected", "biased", "int8"])
+@mostly_slow("kind", ["corrected", "biased", "int8"], ["corrected"])
 def test_bits_are_those_of_one_rank_where_experts_answer_one_by_one(name: str, kind: str) -> None:
     """E1, E2: with invariant products, in every form, for any neighbours."""
     layout, dtype = LAYOUTS[name], torch.float32
@@ -165,7 +166,7 @@ def pieces(request: pytest.FixtureRequest) -> Any:
     return cpu_moe.PARTS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@mostly_slow("dtype", [torch.float32, torch.bfloat16], [torch.bfloat16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any) -> None:
     """Where ranks answer with sums, too: which form a step takes may depend on what is in it (E1)."""
@@ -176,7 +177,7 @@ def test_all_forms_give_the_same_bits(name: str, dtype: torch.dtype, pieces: Any
         assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@mostly_slow("exact", [False, True], [False])
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_do_not_depend_on_neighbours(form: str, exact: bool, pieces: Any) -> None:
     """E1: a row has its bits alone and among others, whatever other replicas have, however it is padded."""

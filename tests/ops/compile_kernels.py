@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for a GPU that need not be there; prints one line a kernel form.
 
-    python tests/ops/compile_kernels.py 90 [all]
+    python tests/ops/compile_kernels.py 90 [few|all]
 
 Run as a script, in a process without TRITON_INTERPRET: launches are replaced by compilation for ``sm_90``
 (or another), down to machine code, by the ``ptxas`` that Triton brings. Of each form it prints name, bytes of
@@ -214,27 +214,36 @@ def packed(dtype: torch.dtype, *forms: str) -> None:
 def main() -> None:
     made = compile_only(int(sys.argv[1]))
     elementwise(HALF)
+    attention(32, 8, 128, 64, 0, HALF)
+    if "few" not in sys.argv:
+        others()
+    if "all" in sys.argv:
+        all_forms()
+    print("\n".join(json.dumps(one) for one in made))
+
+
+def others() -> None:
     products(HALF)
     experts(HALF)
     packed(HALF, "int4 zeros", "nvfp4")
-    attention(32, 8, 128, 64, 0, HALF)
     attention(12, 4, 64, 16, 100, HALF)
     latent(128, 512, 64, 64, 0, HALF)
     latent(8, 128, 32, 16, 100, HALF)
-    if "all" in sys.argv:
-        latent(8, 500, 24, 3, 0, FULL)
-        elementwise(FULL)
-        products(FULL)
-        experts(FULL)
-        packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
-        packed(torch.float16, "int4 zeros", "nvfp4")
-        packed(FULL, "int4 zeros", "fp8 blocks", "nvfp4")
-        attention(32, 8, 128, 64, 0, FULL)
-        attention(16, 2, 256, 64, 0, HALF)
-        attention(8, 8, 96, 4, 0, torch.float16)
-        attention(71, 1, 64, 64, 0, HALF)
-        attention(4, 2, 20, 3, 7, FULL)
-    print("\n".join(json.dumps(one) for one in made))
+
+
+def all_forms() -> None:
+    latent(8, 500, 24, 3, 0, FULL)
+    elementwise(FULL)
+    products(FULL)
+    experts(FULL)
+    packed(HALF, "int8", "fp8", "fp8 blocks", "int8 zeros", "mxfp4", "mxfp8", "int4")
+    packed(torch.float16, "int4 zeros", "nvfp4")
+    packed(FULL, "int4 zeros", "fp8 blocks", "nvfp4")
+    attention(32, 8, 128, 64, 0, FULL)
+    attention(16, 2, 256, 64, 0, HALF)
+    attention(8, 8, 96, 4, 0, torch.float16)
+    attention(71, 1, 64, 64, 0, HALF)
+    attention(4, 2, 20, 3, 7, FULL)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from tests.ops.rows_alone import check_rows_alone
 from tests.ops.test_cpu_linear import DTYPES, HALF_ULP, assert_gated, assert_linear, case, exact
 from tests.support.pairwise import sampled
+from tests.support.slow import mostly_slow
 from weft.ops import coded, cpu, implementations, tiled, torch_ops
 from weft.ops.coded import Codes
 from weft.ops.cpu import linear as ops
@@ -116,7 +117,7 @@ def assert_close(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None, rou
 
 
 @pytest.mark.usefixtures("extension")
-@pytest.mark.parametrize("dtype", DTYPES)
+@mostly_slow("dtype", DTYPES, [torch.bfloat16])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_products_of_codes(dtype: torch.dtype, form: str, kernel: str) -> None:
     """Rounded once: as the matrix that the codes mean, in float64."""
@@ -196,7 +197,8 @@ def test_powers_up_to_the_ends_of_bf16(power: int, kernel: str) -> None:
         "shape": [(1280, 768), (768, 2304), (70, 33), (70, 80), (70, 4650)],
         "form": list(FORMS),
         "gated": [False, True],
-    }
+    },
+    slow=True,
 )
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, gated: bool, kernel: str, threads: None

@@ -200,7 +200,8 @@ def test_rows_that_have_no_8_bits(pack: Any, dtype: torch.dtype, kernel: str) ->
         "dtype": list(DTYPES),
         "shape": [(1280, 768), (768, 2304), (70, 33), (70, 4650), (70, 6176)],
         "form": ["linear", "gated", "int8", "gated_int8", "w8a8", "gated_w8a8", "w4a8", "gated_w4a8"],
-    }
+    },
+    slow=True,
 )
 def test_bits_of_a_row_are_its_own(
     dtype: torch.dtype, shape: tuple[int, int], form: str, kernel: str, threads: None

@@ -31,7 +31,8 @@ def full(count: int, value: float) -> Tensor:
         "dtype": list(DTYPES),
         "vocab": [1, 5, 50, 1000, 5003, 40001],
         "spread": [0.0, 0.1, 1.0, 3.0, 20.0],
-    }
+    },
+    slow=True,
 )
 def test_tokens_are_the_references(dtype: torch.dtype, vocab: int, spread: float) -> None:
     torch.manual_seed(vocab)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tests.ops.test_coded import FORMS, codes_of, rounds
 from tests.support.routed import KINDS, VOCAB, chosen, doubled, routed, tokens
+from tests.support.slow import mostly_slow
 from weft.ops import moe, torch_ops
 from weft.ops.coded import dequantize
 from weft.ops.cpu import moe as ops
@@ -321,7 +322,7 @@ def coded_block(kind: str, dtype: torch.dtype, form: str) -> tuple[Routed, Route
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", list(FORMS))
-@pytest.mark.parametrize("kind", ["corrected", "biased", "gated_shared"])
+@mostly_slow("kind", ["corrected", "biased", "gated_shared"], ["gated_shared"])
 def test_codes_are_the_matrices_that_they_mean(kind: str, form: str, dtype: torch.dtype, kernel: str) -> None:
     if rounds(form, 64, dtype, kernel):
         pytest.skip("rounds the weights: needs AMX, and groups of 32 inputs (tests/ops/test_coded.py)")

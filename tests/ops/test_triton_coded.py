@@ -14,6 +14,7 @@ import torch
 
 from tests.ops.test_coded import FORMS, codes_of, every_code, meaning
 from tests.support.routed import routed, tokens
+from tests.support.slow import mostly_slow
 from weft.ops import moe as torch_moe
 from weft.ops import triton as kernels
 from weft.ops.coded import Codes, MixedCodes
@@ -50,7 +51,7 @@ def check(made: Tensor, x: Tensor, codes: Codes, bias: Tensor | None = None) -> 
 
 
 @runs
-@pytest.mark.parametrize("form", list(FORMS))
+@mostly_slow("form", list(FORMS), ["int8 zeros", "mxfp4", "fp8"])
 def test_products_of_codes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every form of tile, of all inputs and of parts, and by dequantizing some columns at a time."""
     from weft.ops.triton import coded
@@ -160,7 +161,7 @@ def test_inputs_in_another_order_and_rows_of_several_kinds() -> None:
 
 @runs
 @pytest.mark.usefixtures("ordered_products")
-@pytest.mark.parametrize("form", ["int4 zeros", "fp8", "nvfp4"])
+@mostly_slow("form", ["int4 zeros", "fp8", "nvfp4"], ["nvfp4"])
 def test_bits_of_a_row_are_its_own(form: str) -> None:
     """Of every number of rows in the invariant form, and of those of one form in the fast one."""
     from weft.ops.triton import coded
@@ -214,7 +215,7 @@ def of_experts(form: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 @runs
-@pytest.mark.parametrize("form", ["int4 zeros", "fp8 blocks", "mxfp4", "nvfp4"])
+@mostly_slow("form", ["int4 zeros", "fp8 blocks", "mxfp4", "nvfp4"], ["nvfp4"])
 def test_experts_of_codes(form: str) -> None:
     from weft.ops.triton import moe
 
@@ -245,7 +246,7 @@ def test_bits_of_a_token_are_its_own() -> None:
 
 
 @runs
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+@mostly_slow("form", ["int8", "int4", "fp8"], ["int4"])
 def test_rounded_weights(form: str) -> None:
     """What ``--quantization`` packs: the numbers that the CPU's operations round to."""
     from weft.ops.triton import coded, moe

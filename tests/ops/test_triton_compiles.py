@@ -1,6 +1,7 @@
 """Every kernel compiles to machine code for GPUs of three generations, and fits: no GPU is needed.
 
-Hopper in every run, the others with ``make test-grid``.
+Some kernels for Hopper in every run, all of them with ``make test-slow``; for the others with
+``make test-grid``.
 
 What a program takes of a multiprocessor is read from the compiled binary.
 """
@@ -29,19 +30,21 @@ REGISTERS = 1 << 16
 ATTENTION = {"_attend", "_attend_latent", "_merge"}
 LAYERS = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_linear", "_grouped", "_combine"}
 PACKED = {"_coded", "_add_parts", "_dequantize", "_grouped_codes"}
+FEW = {"_add_rms_norm", "_qkv_rope_cache", "_gated_silu", "_attend", "_merge"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs the ptxas of Triton's Linux wheels")
 @pytest.mark.parametrize(
-    "capability",
+    ("capability", "few"),
     [
-        pytest.param(80, id="ampere", marks=pytest.mark.grid),
-        pytest.param(90, id="hopper"),
-        pytest.param(100, id="blackwell", marks=pytest.mark.grid),
+        pytest.param(90, True, id="hopper, few"),
+        pytest.param(80, False, id="ampere", marks=pytest.mark.grid),
+        pytest.param(90, False, id="hopper", marks=pytest.mark.slow),
+        pytest.param(100, False, id="blackwell", marks=pytest.mark.grid),
     ],
 )
-def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -> None:
+def test_kernels_compile_and_fit(capability: int, few: bool, pytestconfig: pytest.Config) -> None:
     """In a process of its own: this one's kernels are the interpreter's.
 
     What was compiled is kept beside pytest's cache: Triton knows it by the source of all that is in it.
@@ -55,7 +58,12 @@ def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -
         "PYTHONPATH": str(ROOT),
     }
     made = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_kernels.py")), str(capability)],
+        [
+            sys.executable,
+            str(Path(__file__).with_name("compile_kernels.py")),
+            str(capability),
+            *["few"] * few,
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -64,7 +72,7 @@ def test_kernels_compile_and_fit(capability: int, pytestconfig: pytest.Config) -
     )
     assert made.returncode == 0, made.stderr[-4000:]
     kernels = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {kernel["name"] for kernel in kernels} == ATTENTION | LAYERS | PACKED
+    assert {kernel["name"] for kernel in kernels} == (FEW if few else ATTENTION | LAYERS | PACKED)
     for kernel in kernels:
         assert kernel["shared"] <= SHARED[capability], kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= REGISTERS, kernel

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.routed import KINDS, doubled, routed, tokens
+from tests.support.slow import mostly_slow
 from weft.ops import moe as torch_moe
 from weft.ops import triton as kernels
 from weft.ops.moe import Routed
@@ -38,7 +39,7 @@ def given(count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("form", "dtype", "tolerance"), TYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, [*KINDS][:2])
 def test_equals_the_reference(form: str, kind: str, dtype: torch.dtype, tolerance: float) -> None:
     from weft.ops.triton import moe
 
@@ -89,7 +90,11 @@ def test_tiles_cover_every_slot_once(count: int, tile_m: int) -> None:
 
 
 @pytest.mark.usefixtures("ordered_products")
-@pytest.mark.parametrize(("kind", "dtype"), [("biased", torch.float32), ("gated_shared", torch.bfloat16)])
+@mostly_slow(
+    ("kind", "dtype"),
+    [("biased", torch.float32), ("gated_shared", torch.bfloat16)],
+    [("gated_shared", torch.bfloat16)],
+)
 def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype) -> None:
     from weft.ops.triton import moe
 

@@ -21,6 +21,7 @@ from tests.e0.test_grid import PROMPTS
 from tests.overlap.rig import Decided, Decisions, on_engines, rank_model
 from tests.support.checkpoints import make_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.models.decoder import Decoder
 from weft.overlap.policy import OverlapPolicy
@@ -68,8 +69,8 @@ def breaks(model: Decoder, where: str, call: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("where", ["before", "between", "in the middle of a layer", "after", "in the head"])
-@pytest.mark.parametrize("call", [1, 2, 5], ids=["first micro-batch", "second micro-batch", "later step"])
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("call", [1, 2, 5], [2], ids=["first micro-batch", "second micro-batch", "later step"])
+@mostly_slow("depth", [1, 2], [2])
 def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, call: int, depth: int) -> None:
     """On the rank the exception itself; on the others CommLost, at once and not at the group's time-out.
     Then all form anew with the same weights, and the same requests give the same tokens."""
@@ -120,7 +121,7 @@ def test_a_rank_that_raises_ends_the_step_everywhere(folder: Path, where: str, c
 STORE: list[Any] = []
 
 
-@pytest.mark.parametrize("mode", ["prefill", "all"])
+@mostly_slow("mode", ["prefill", "all"], ["all"])
 def test_a_rank_that_never_comes_is_noticed_at_the_deadline(folder: Path, mode: str) -> None:
     done = threading.Event()
 

@@ -14,6 +14,7 @@ from tests.e0.rig import make_engine, run, submit
 from tests.overlap.rig import rank_model
 from tests.support.checkpoints import VOCAB, make_checkpoint
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.engine.domain import Domain
 from weft.overlap.policy import OverlapPolicy
@@ -91,8 +92,10 @@ STORE: list[Any] = []
 
 
 @pytest.mark.parametrize("load", list(LOADS))
-@pytest.mark.parametrize(
-    ("mode", "form"), [("all", "throughput"), ("prefill", "low-latency"), ("all", "gather"), ("off", "auto")]
+@mostly_slow(
+    ("mode", "form"),
+    [("all", "throughput"), ("prefill", "low-latency"), ("all", "gather"), ("off", "auto")],
+    [("all", "throughput"), ("prefill", "low-latency")],
 )
 def test_tokens_are_those_of_one_rank(folder: Path, load: str, mode: str, form: str) -> None:
     made = serve(folder, load, mode, form)

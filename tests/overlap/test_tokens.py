@@ -15,7 +15,8 @@ from tests.e0.test_grid import FILLER, PROMPTS
 from tests.e0.test_speculation import SAMPLING, Reference
 from tests.overlap.rig import on_engines
 from tests.support.checkpoints import VOCAB
-from tests.support.pairwise import covering, name
+from tests.support.pairwise import covering, name, numbers_of
+from tests.support.slow import mostly_slow
 from weft.config.sections import SpeculationSection
 from weft.overlap.split import LEAST
 from weft.parallel.group_comm import ONE_SHOT
@@ -94,7 +95,7 @@ def check(reference: Reference, case: dict[str, Any], layout: Layout, dispatch: 
 SHORT = covering({**{k: v for k, v in FEATURES.items() if len(v) < 4}, "overlap": ["prefill", "all"]})
 
 
-@pytest.mark.parametrize("number", range(len(SHORT)))
+@pytest.mark.parametrize("number", numbers_of(SHORT))
 def test_cover_on_two_ranks(reference: Reference, number: int) -> None:
     """Every pair of the small features; models and ways to sample go round."""
     models, samplings = FEATURES["model"], FEATURES["sampling"]
@@ -133,7 +134,7 @@ def check_experts(reference: Reference, model: str, ranks: int, form: str, mode:
     check(reference, {**PLAIN, **more}, Layout(tensor=ranks, expert=True), form)
 
 
-@pytest.mark.parametrize(("model", "ranks", "form", "mode"), EXPERTS)
+@mostly_slow(("model", "ranks", "form", "mode"), EXPERTS, 3)
 def test_experts_divided_over_ranks(
     reference: Reference, model: str, ranks: int, form: str, mode: str
 ) -> None:
@@ -153,7 +154,7 @@ def test_experts_divided_over_ranks_grid(
     check_experts(reference, model, ranks, form, mode)
 
 
-@pytest.mark.parametrize("model", FEATURES["model"])
+@mostly_slow("model", FEATURES["model"], ["qwen3_moe", "qwen3_next_wide", "deepseek_v4"])
 def test_a_prompt_cut_between_micro_batches(reference: Reference, model: str) -> None:
     """One prompt alone: its second micro-batch reads what the first micro-batch wrote in each layer: entries
     of attention, recurrent states, sources of groups; and hidden states of both reach the drafter."""

@@ -16,6 +16,7 @@ from tests.e0 import rig
 from tests.parallel.exchange import spread_out
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mtp_models import make_mtp_checkpoint
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.common.errors import EngineDead
 from weft.config.sections import SpeculationSection
@@ -171,13 +172,14 @@ def checked(replicas: list[Any]) -> list[Replica]:
     return replicas
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "depth"),
     [
         pytest.param(family, depth, marks=[] if depth == 1 + number % 2 else pytest.mark.grid)
         for number, family in enumerate(["qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v4"])
         for depth in (1, 2)
     ],
+    2,
 )
 def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: int) -> None:
     """C1, C13: work here and there, at once and one after another; in between all of them sleep."""
@@ -196,7 +198,7 @@ def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: i
     assert replicas[0].runner.deepest == depth
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("family", "form", "options"),
     [
         ("qwen3_moe", "low-latency", {"depth": 2}),
@@ -205,6 +207,7 @@ def test_replicas_give_the_tokens_of_one(checkpoints: Any, family: str, depth: i
         ("qwen3_moe", "gather", {"max_num_seqs": 2, "blocks": 12, "chunk": 7}),
         ("mtp", "low-latency", {"k": 2}),
     ],
+    2,
 )
 def test_divided_experts_give_the_tokens_of_one(
     checkpoints: Any, family: str, form: str, options: dict[str, Any]

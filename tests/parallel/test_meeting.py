@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.group.meeting import Meeting, complete, propose
 from weft.group.types import Connect, Lease
@@ -124,7 +125,7 @@ def test_a_head_that_was_started_anew_is_noticed(meeting_of: MeetingOf) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@mostly_slow("seed", range(4), 1)
 def test_whoever_meets_meets_all_others(meeting_of: MeetingOf, seed: int) -> None:
     """Heads die at any time and come back as others. Who enters an epoch does so with the present
     incarnations of all, or nobody comes to its store; and in the end all are together."""

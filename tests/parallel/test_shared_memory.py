@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import on_ranks
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.ops import cpu
 from weft.parallel import shared
@@ -65,7 +66,7 @@ def result(pending: Any) -> torch.Tensor:
     return pending.result()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@mostly_slow("ranks", [2, 3, 4], [3])
 @pytest.mark.parametrize("dtype", [*FLOATS, *WHOLE])
 def test_sums_and_gathers_have_gloos_bits(dtype: torch.dtype, ranks: int) -> None:
     def work(comm: GroupComm) -> list[torch.Tensor]:
@@ -80,7 +81,7 @@ def test_sums_and_gathers_have_gloos_bits(dtype: torch.dtype, ranks: int) -> Non
     over_both(ranks, work)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@mostly_slow("ranks", [2, 3, 4], [3])
 @pytest.mark.parametrize("dtype", [*FLOATS, *WHOLE])
 def test_exchanges_move_gloos_rows(dtype: torch.dtype, ranks: int) -> None:
     tables = [

@@ -9,6 +9,7 @@ import pytest
 from tests.e0 import rig as e0
 from tests.rehearsal import rig, vendors
 from tests.rehearsal.rig import rehearse
+from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.runner.runner import Runner
 from weft.types.plan import StepPlan
@@ -18,7 +19,7 @@ CUT = {"tp-overlap", "tp-latent-overlap", "replicas-overlap"}
 SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "settings"),
     [
         ("llama", {"speculative_method": "ngram"}),
@@ -26,6 +27,7 @@ SPECULATION = {"speculative_adaptive": False, "num_speculative_tokens": 2}
         ("qwen3_next", {"speculative_method": "ngram"}),
         ("deepseek_v4", {"speculative_method": "ngram"}),
     ],
+    2,
     ids=["llama", "mtp", "qwen3_next", "deepseek_v4"],
 )
 def test_rows_with_drafts(
@@ -38,7 +40,7 @@ def test_rows_with_drafts(
     assert sum(core.scheduler.stats().drafts) > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "deepseek_v3", "deepseek_v4"])
+@mostly_slow("name", ["llama", "qwen3_next", "deepseek_v3", "deepseek_v4"], ["llama"])
 def test_prompts_are_computed_before_any_request(
     name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +71,7 @@ NARROW = {
 """All that is asked of floats of 8 bits: conversions and views. A GPU's kernels of indices take none."""
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@mostly_slow("name", ["llama", "deepseek_v3"], ["llama"])
 def test_caches_in_8_bits(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = rehearse(monkeypatch, folder_of(name), kv_cache_dtype="fp8")[0]
     assert made.narrow <= NARROW
@@ -91,7 +93,7 @@ def test_flashinfer(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "flashinfer run" in made.labels
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
+@mostly_slow("name", ["qwen3-next", "deepseek-v3"], ["deepseek-v3"])
 def test_cached_prefixes_and_snapshots(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = rig.few(131)
     turns.extend([[]] * 8)
@@ -131,7 +133,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@mostly_slow(
+    "layout",
+    LAYOUTS,
+    ["tp", "tp-ordered", "tp-overlap", "tp-gloo", "ep-low-latency", "replicas", "moving-experts"],
+)
 def test_ranks(layout: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives on streams, through host memory, in micro-batches and in graphs."""
     name, settings = LAYOUTS[layout]

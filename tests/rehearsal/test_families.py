@@ -10,6 +10,7 @@ from tests.e0 import rig as e0
 from tests.rehearsal import rig
 from tests.rehearsal.rig import rehearse
 from tests.support import checkpoints
+from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.triton import interpreting
 
@@ -41,7 +42,11 @@ FORMS = 8
 """Of a kernel in one engine, at most: each is compiled when it is first met, while clients wait."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@mostly_slow(
+    "name",
+    FAMILIES,
+    ["llama-biases-head-dim", "qwen2-mixed-window", "qwen3-moe", "qwen3-next", "gpt-oss", "deepseek-v3"],
+)
 def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bf16, by the kernels: chunks, mixed steps, decode."""
     turns = rig.short() if name in BRIEF else [[rig.one(40)]] if name in ONE else None
@@ -52,7 +57,7 @@ def test_every_family_runs(name: str, folder_of: Any, monkeypatch: pytest.Monkey
     assert all(len(forms) <= FORMS for forms in made.variants.values()), made.variants
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"])
+@mostly_slow("name", ["llama", "qwen2_windowed", "qwen3_next", "mtp"], ["qwen3_next", "mtp"])
 def test_values_are_those_of_a_cpu(name: str, folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64 every token is the CPU's; in one family of all ways of sampling."""
     folder, vocab = folder_of(name), checkpoints.VOCAB

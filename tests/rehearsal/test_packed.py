@@ -18,6 +18,7 @@ from tests.rehearsal.device import running
 from tests.rehearsal.rig import rehearse
 from tests.rehearsal.test_engines import EP
 from tests.rehearsal.test_families import FORMS
+from tests.support.slow import mostly_slow
 from weft.engine.core import EngineCore
 from weft.ops.coded import Codes, MixedCodes
 from weft.ops.moe import Routed
@@ -54,7 +55,7 @@ def held_by(core: EngineCore) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "fp8 blocks", "nvfp4"])
+@mostly_slow("name", ["awq", "gptq", "fp8 blocks", "nvfp4"], ["gptq", "nvfp4"])
 def test_published_formats_stay_packed(
     name: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +73,7 @@ def test_published_formats_stay_packed(
     assert all(len(forms) <= FORMS for forms in made.variants.values()), made.variants
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("name", "settings"),
     [
         ("qwen3_moe", {"quantization": "int4", "deterministic": True}),
@@ -81,6 +82,7 @@ def test_published_formats_stay_packed(
         ("qwen3_moe", {"quantization": "w8a8"}),
         ("qwen3_moe", {"quantization": "w4a8"}),
     ],
+    1,
     ids=["int4", "fp8", "int8", "w8a8", "w4a8"],
 )
 def test_checkpoints_of_16_bits_are_rounded(
@@ -123,6 +125,7 @@ def test_rows_of_a_packed_table_are_read_without_waiting(form: str, monkeypatch:
         assert (rows.shape, rows.dtype, rows.device.type) == ((3, 96), torch.bfloat16, "cuda")
 
 
+@pytest.mark.slow
 def test_packed_weights_give_the_tokens_of_a_cpu(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

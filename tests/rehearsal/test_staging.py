@@ -16,6 +16,7 @@ from tests.engine.pair_rig import EnginePair, submit, unified
 from tests.rehearsal.device import COMPUTE, Races, Rehearsal, current, running
 from tests.rehearsal.rig import Answers, rehearsed
 from tests.rehearsal.streams import EVENTS, MOVES
+from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from tests.transports import rig
 from weft.config.flags import from_keywords
@@ -195,8 +196,8 @@ def without_threads(patch: Patch) -> list[RankTransfer]:
     return transfers
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)]
+@mostly_slow(
+    "family", ["llama", "qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.grid)], ["llama"]
 )
 def test_engines_of_two_groups_give_the_tokens_of_one(
     family: str, folder_of: Callable[[str], Path], monkeypatch: Patch

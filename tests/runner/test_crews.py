@@ -12,6 +12,7 @@ import torch
 from tests.e0.rig import run
 from tests.e1.rig import make_checkpoint, make_engine, requests_of_lengths
 from tests.support.ggml_blocks import drawn
+from tests.support.slow import mostly_slow
 from weft.ops import coded, cpu
 from weft.ops.cpu import linear
 from weft.runner.programs import capture_calls
@@ -46,7 +47,7 @@ def _bits(folder: Path, threads: int) -> dict[Any, Any]:
     return runner.bits
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+@mostly_slow("threads", [2, 3], [2])
 def test_an_engine_gives_the_same_bits_with_any_number_of_threads(folder: Path, threads: int) -> None:
     alone = _bits(folder, 1)
     torch.ops.weft_cpu.set_crews.default(True, CUT)

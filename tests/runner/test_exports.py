@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.runner.rooms_rig import KEY, Side, config_of, logprobs
+from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.flags import from_keywords
 from weft.config.resolve import resolve
@@ -107,7 +108,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., list[Side]]]:
         side.close()
 
 
-@pytest.mark.parametrize("blocks", [(8, 16), (16, 8)])
+@mostly_slow("blocks", [(8, 16), (16, 8)], [(8, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decode_goes_on_from_what_another_runner_prefilled(
     make: Callable[..., list[Side]], family: str, blocks: tuple[int, int]

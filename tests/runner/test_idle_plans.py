@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.slow import mostly_slow
 from weft import LLM
 from weft.launch.tiny import FAMILIES, write_family
 from weft.types.messages import Submit, ids_to_bytes
@@ -28,7 +29,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@mostly_slow("dtype", ["float32", "float64"], ["float32"])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_idle_steps_between_others_change_nothing(folders: Any, family: str, dtype: str) -> None:
     torch.set_num_threads(1)

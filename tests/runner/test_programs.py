@@ -11,6 +11,7 @@ import torch
 
 from tests.e0.rig import run, submit
 from tests.e1.rig import make_checkpoint, make_engine, requests_of_lengths
+from tests.support.slow import mostly_slow
 from weft.ops import cpu
 from weft.runner.programs import CannotCapture, capture_calls
 from weft.types.sampling import TokenParams
@@ -163,7 +164,7 @@ def _assert_same(made: Any, expected: Any) -> None:
     assert all(torch.equal(made[key][0], rows[0]) for key, rows in expected.items())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@mostly_slow("dtype", ["bfloat16", "float32"], ["bfloat16"])
 def test_an_engine_gives_the_same_bits(folder: Path, dtype: str) -> None:
     made, replayed = _answers(folder, replay=True, dtype=dtype)
     expected, none = _answers(folder, replay=False, dtype=dtype)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.slow import mostly_slow
 from weft.types.sampling import TokenParams
 
 VOCAB = 24
@@ -143,7 +144,9 @@ LARGE_PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@mostly_slow(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], [torch.float32, torch.bfloat16]
+)
 def test_large_vocabulary(plain: SimpleNamespace, make: SimpleNamespace, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(7)
     for spread in (1.0, 4.0):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft.scheduler.draft_budget import GRANT
 from weft.scheduler.draft_policy import DraftPolicy
 from weft.scheduler.fit import CostFitter
@@ -112,7 +113,7 @@ def fixed(cost: CostModel, right: np.ndarray, drafts: int) -> float:
 
 
 @pytest.mark.parametrize("seconds", [MEMORY, COMPUTE], ids=["memory", "compute"])
-@pytest.mark.parametrize("rows", [1, 8])
+@mostly_slow("rows", [1, 8], [8])
 @pytest.mark.parametrize("right", [0.0, 0.15, 0.5, 0.8, 0.97])
 def test_it_is_about_as_fast_as_the_best_number_of_drafts(
     seconds: dict[str, float], rows: int, right: float
@@ -191,7 +192,7 @@ class CountedWorld(UncapturedWorld):
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("rows", [1, 8, 32])
+@mostly_slow("rows", [1, 8, 32], [8])
 def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: float) -> None:
     """Whatever trials cost: a share of the time, or what is granted, and the try that went over it."""
     world = CountedWorld(machine(COMPUTE), np.full(rows, right), times=8.0, noise=0.0)
@@ -206,7 +207,7 @@ def test_the_first_steps_lose_little_where_drafts_do_not_pay(rows: int, right: f
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("more", [0.02, 0.5], ids=["cheap", "dear"])
-@pytest.mark.parametrize("step", [0.01, 0.03, 0.1])
+@mostly_slow("step", [0.01, 0.03, 0.1], [0.03])
 @pytest.mark.parametrize(("rows", "most"), [(1, 0.02), (4, 0.03)])
 def test_of_slow_steps_few_are_lost_where_no_draft_is_ever_right(
     rows: int, most: float, step: float, more: float, lag: int

@@ -13,6 +13,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_steps import same
+from tests.support.slow import mostly_slow
 from weft.scheduler import crowding as crowding_module
 from weft.scheduler import state as state_module
 from weft.scheduler.queue import PASSES, FairQueue, SequenceQueue
@@ -259,7 +260,7 @@ def test_with_one_sequence_an_owner_plans_are_those_of_first_come_first_served(
 
 
 @pytest.mark.parametrize("seeds", [range(14), pytest.param(range(14, 40), marks=pytest.mark.grid)])
-@pytest.mark.parametrize("turn", [3, 128])
+@mostly_slow("turn", [3, 128], [3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_loads_of_several_clients(
     depth: int, turn: int, seeds: range, monkeypatch: pytest.MonkeyPatch

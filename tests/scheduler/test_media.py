@@ -11,6 +11,7 @@ import pytest
 
 from tests.scheduler.fake_runner import BAD_SEED, VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
+from tests.support.slow import mostly_slow
 from weft.common.errors import EngineDead, InvalidRequest
 from weft.config.resolved import MediaLimits
 from weft.kv.embeddings import EmbeddingCache
@@ -386,7 +387,7 @@ def random_load(seed: int, depth: int) -> Rig:
 
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 120), marks=pytest.mark.grid)])
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_random_loads(depth: int, seeds: range) -> None:
     preempted = hits = cached = encoded = overwritten = moved = 0
     for seed in seeds:

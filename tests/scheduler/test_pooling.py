@@ -10,6 +10,7 @@ import pytest
 
 from tests.scheduler.fake_runner import BAD_SEED, embedding, kv_config, submit
 from tests.scheduler.harness import Rig
+from tests.support.slow import mostly_slow
 from weft.common.errors import ContextLength, InvalidRequest
 from weft.types.grammar import Text
 from weft.types.messages import Submit, TokenEvent, ids_from_bytes
@@ -104,7 +105,7 @@ def test_what_has_no_sense_with_it_is_refused() -> None:
             rig.scheduler.add(wrong, 0.0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_random_loads(depth: int, drafts: int) -> None:
     """Among others, with little memory, ends from outside and lost ranks."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
+from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError, EngineDead, Overloaded
 from weft.kv.caches import Caches
 from weft.scheduler.scheduler import MAX_EMPTY_PLANS
@@ -16,7 +17,7 @@ from weft.scheduler.sequence import PROTECT_AFTER
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["mixed", "exclusive"])
-@pytest.mark.parametrize("window", [None, 7])
+@mostly_slow("window", [None, 7], [7])
 def test_one_and_a_half_sequences(depth: int, policy: str, window: int | None) -> None:
     rng = random.Random(f"{depth} {policy} {window}")
     kv = kv_config(blocks=18, window=window, window_blocks=9, max_model_len=48)

@@ -9,6 +9,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, kv_config, submit
 from tests.scheduler.harness import Rig
 from tests.scheduler.test_fairness import LONG, TURN, admissions, running
+from tests.support.slow import mostly_slow
 from weft.scheduler import crowding as crowding_module
 from weft.scheduler import queue as queue_module
 from weft.scheduler.sequence import MOST_YIELDS
@@ -103,7 +104,7 @@ def test_the_least_urgent_get_one_slot_in_so_many(
     assert places[-1] <= 6 + 2 * len(late)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_random_priorities_change_no_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence gets the tokens that it gets alone, in whatever order they ran."""
     monkeypatch.setattr(crowding_module, "TURN", 3)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.scheduler.harness import Rig, next_turn, random_bases, random_rig, random_run, random_submits
+from tests.support.slow import mostly_slow
 
 
 @pytest.mark.parametrize("seeds", [range(16), pytest.param(range(16, 40), marks=pytest.mark.grid)])
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_random_loads(depth: int, seeds: range) -> None:
     """Those of test_mutations: nothing is seen without a planted bug."""
     preempted = hits = mixed = errors = accepted = rejected = saved = loaded = 0

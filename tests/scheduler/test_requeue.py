@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig, random_run
+from tests.support.slow import mostly_slow
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_random_losses(depth: int) -> None:
     recoveries = requeued = preempted = hits = accepted = 0
     for seed in range(15):

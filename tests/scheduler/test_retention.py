@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
-
 from tests.scheduler.fake_runner import kv_config, submit
 from tests.scheduler.harness import Rig
+from tests.support.slow import mostly_slow
 from weft.kv.pool import BlockPool
 from weft.scheduler.retention import SHARE, Retention
 from weft.types.plan import StepPlan
@@ -102,7 +101,7 @@ def test_sessions_together_keep_a_share_and_the_oldest_go_first() -> None:
     assert "long" in retention._sessions
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_random_loads(depth: int) -> None:
     hits = {0.0: 0, SECONDS: 0}
     for seed in range(8):

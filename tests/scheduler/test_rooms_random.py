@@ -8,6 +8,7 @@ import pytest
 
 from tests.scheduler.harness import random_bases, random_submits
 from tests.scheduler.rooms_rig import World
+from tests.support.slow import mostly_slow
 
 
 def play(seed: int, harm: float = 1.0, streams: int = 24, patience: float = 600.0, tight: int = 0) -> World:
@@ -80,7 +81,7 @@ def test_without_faults_little_is_given_back() -> None:
             assert stats.transfers.evictions <= 3 + stats.preemptions
 
 
-@pytest.mark.parametrize("tight", [1, 2, 4])
+@mostly_slow("tight", [1, 2, 4], [2])
 def test_local_sequences_and_those_that_come_share_a_small_cache(tight: int) -> None:
     """Each of them gets on, whoever holds the blocks."""
     preempted = evicted = 0

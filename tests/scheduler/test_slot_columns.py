@@ -9,6 +9,7 @@ import pytest
 
 from tests.scheduler.fake_runner import alone, kv_config, submit
 from tests.scheduler.harness import Rig, random_run
+from tests.support.slow import mostly_slow
 from weft.kv.caches import Caches
 from weft.scheduler.plan_builder import DecodeRows, PlanBuilder
 from weft.scheduler.sequence import Running
@@ -40,7 +41,7 @@ def outcome(rig: Rig) -> list[Any]:
     return [told, [shape(plan) for plan in rig.plans], rig.scheduler.stats()]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@mostly_slow("seed", range(12), 5)
 def test_growing_together_or_one_by_one_makes_the_same_plans(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

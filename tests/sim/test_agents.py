@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from click.testing import CliRunner
 
+from tests.support.slow import mostly_slow
 from weft.config.sections import SchedulerSection
 from weft.launch.sim import sim
 from weft.sim.agents import AgentReport, Agents, AgentSimulation
@@ -35,7 +35,7 @@ def run(retention: float, seed: int = 0) -> AgentReport:
     return simulation.agent_report()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@mostly_slow("seed", [0, 1], [0])
 def test_kept_sessions_are_found_again_and_answered_sooner(seed: int) -> None:
     without, kept = run(0.0, seed), run(300.0, seed)
     assert without.turns == kept.turns == 3 * 7

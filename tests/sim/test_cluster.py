@@ -385,7 +385,7 @@ def test_a_failure_prints_its_seed_and_the_command_that_repeats_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one_front_says_shutdown(monkeypatch)
-    status, out, _ = ran(capsys, "explore", "--schedules", "300")
+    status, out, _ = ran(capsys, "explore", "--schedules", "150")
     assert status == 1
     command = next(line for line in out.splitlines() if "weft sim replay" in line)
     status, out, _ = ran(capsys, "replay", command.split()[-1])

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from weft.config.budget import with_budget
 from weft.config.sections import SchedulerSection
 from weft.launch.sim_plan import advice, divisions, table
@@ -44,8 +45,10 @@ def test_one_unified_group_is_the_simulator_of_one_scheduler() -> None:
     assert got.itl.p99 == pytest.approx(alone.itl.p99, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "groups", [Groups(unified=3), Groups(prefill=1, decode=2), Groups(prefill=2, decode=1)]
+@mostly_slow(
+    "groups",
+    [Groups(unified=3), Groups(prefill=1, decode=2), Groups(prefill=2, decode=1)],
+    [Groups(unified=3), Groups(prefill=1, decode=2)],
 )
 def test_every_request_ends_with_its_tokens_and_a_seed_says_when(groups: Groups) -> None:
     arrivals = load_of()

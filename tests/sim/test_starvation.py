@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sim.shapes import shape
+from tests.support.slow import mostly_slow
 from weft.config.sections import SchedulerSection
 from weft.sim import Arrival, Report, simulate
 from weft.sim.engine import kv_config
@@ -49,7 +50,7 @@ def table() -> Iterator[dict[str, Report]]:
         print(f"{name:24}{a:10.1f}{b:8.1f}{c:12.1f}{d:9.1f}{r.prompt_rate:14.0f}")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@mostly_slow("depth", [1, 2], [2])
 def test_long_prompts_leave_decodes_within_twice_their_time(depth: int, table: dict[str, Report]) -> None:
     """p99 beside the prompts against the *median* alone, which is stricter than against the p99 alone.
 

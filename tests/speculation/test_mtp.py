@@ -16,6 +16,7 @@ from transformers.utils import logging
 from tests.e0.rig import Recorder, make_engine, replaying, run, submit
 from tests.support.checkpoints import VOCAB
 from tests.support.mtp_models import make_mtp_checkpoint
+from tests.support.slow import mostly_slow
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
 from weft.config.sections import SpeculationSection
@@ -116,10 +117,11 @@ def now_and_then() -> Any:
     return choose
 
 
-@pytest.mark.parametrize("name", ["random", "skilled"])
-@pytest.mark.parametrize(
+@mostly_slow("name", ["random", "skilled"], ["skilled"])
+@mostly_slow(
     ("chunk", "whim", "depth", "replayed"),
     [(0, False, 1, False), (5, False, 2, True), (0, True, 1, False), (0, True, 1, True)],
+    [(5, False, 2, True), (0, True, 1, True)],
 )
 def test_drafts_are_transformers(
     name: str,

@@ -76,14 +76,35 @@ def everything(features: dict[str, list[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(features, values, strict=True)) for values in itertools.product(*features.values())]
 
 
-def sampled(features: dict[str, list[Any]]) -> Any:
-    """All combinations as a test's ``parametrize``: a covering set by default, the others in the grid."""
+def sampled(features: dict[str, list[Any]], slow: bool = False) -> Any:
+    """All combinations as a test's ``parametrize``: a covering set by default, the others in the grid.
+
+    ``slow``: of the covering set as few run by default as have each value of each feature.
+    """
     kept = covering(features)
+    few = [case for _, case in few_of([("", case) for case in kept])] if slow else kept
     cases = [
-        pytest.param(*case.values(), marks=[] if case in kept else [pytest.mark.grid])
+        pytest.param(
+            *case.values(),
+            marks=[] if case in few else [pytest.mark.slow] if case in kept else [pytest.mark.grid],
+        )
         for case in everything(features)
     ]
     return pytest.mark.parametrize(tuple(features), cases)
+
+
+def each_value(rows: list[dict[str, Any]]) -> list[Any]:
+    """``rows`` as parameters of a test: as few of them by default as have each value of each feature; the
+    others, in which pairs of values occur, are slow."""
+    return [pytest.param(rows[one.values[0]], marks=one.marks) for one in numbers_of(rows)]
+
+
+def numbers_of(rows: list[dict[str, Any]]) -> list[Any]:
+    """The same, by their places in ``rows``."""
+    few = [row for _, row in few_of([("", row) for row in rows])]
+    return [
+        pytest.param(place, marks=[] if row in few else [pytest.mark.slow]) for place, row in enumerate(rows)
+    ]
 
 
 def name(case: dict[str, Any]) -> str:

@@ -48,6 +48,7 @@ def test_its_tensors() -> None:
     assert stored == sum(p.numel() for p in fresh.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_thirty_problems_and_their_drafts() -> None:
     """A sample of what ``result.json`` says of all 500."""

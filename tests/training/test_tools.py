@@ -127,6 +127,7 @@ def test_a_run_starts_from_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "made/chat_template.jinja").read_text() == TOOL_TEMPLATE
 
 
+@pytest.mark.slow
 def test_without_a_share_of_tools_rows_are_those_of_before(tokenizer: PreTrainedTokenizerFast) -> None:
     from training.rows import batches
     from weft.eval.gsm_mini import problems

@@ -14,6 +14,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.support.text_folders import write_tokenizer
 from tests.text.parsing.checks import read
 from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, Call, Calls, Family, Thought
@@ -162,7 +163,7 @@ def test_one_call_where_more_are_not_asked_for(held: Held) -> None:
     assert held.takes(required(held, parallel=False), written(held.family, calls[:1]))
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
+@mostly_slow("choice", ["required", "auto"], ["required"])
 def test_what_is_allowed_is_read_as_calls(held: Held, choice: Any) -> None:
     """Random outputs under the grammar: each is read, and arguments are valid under the tool's schema."""
     schema = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
 from tests.text.parsing.families import FAMILIES, SPEC
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.json_text import JsonObjectScanner
@@ -47,7 +48,7 @@ BAD: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"python_tag", "mistral_list", "bare"}))
-@pytest.mark.parametrize("bad", BAD)
+@mostly_slow("bad", BAD, [*BAD][::2])
 def test_work_is_linear(name: str, bad: str) -> None:
     for piece in (1, 7, 2 * SIZE):
         once, twice = (work(name, BAD[bad](size), piece) for size in (SIZE, 2 * SIZE))

@@ -1,0 +1,35 @@
+"""Tests of which some cases run by default, and the others are slow: see docs/tests.md."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+ELSEWHERE = {"grid", "clients", "agents", "gpu"}
+"""Marks of tests that have targets of their own: these are not slow beside that."""
+
+
+def mostly_slow(
+    names: str | Sequence[str], values: Iterable[Any], kept: int | Collection[Any], **more: Any
+) -> pytest.MarkDecorator:
+    """``pytest.mark.parametrize`` of whose values those in ``kept``, or the first so many, run by default.
+
+    The others are slow. What is a ``pytest.param`` keeps its name and marks.
+    """
+    values, one_name = list(values), isinstance(names, str) and "," not in names
+    chosen = values[:kept] if isinstance(kept, int) else list(kept)
+    assert chosen, "none is left by default"
+    assert all(one in values for one in chosen), f"{chosen} of {values}"
+    made = [one if one in chosen else _slow(one, one_name) for one in values]
+    return pytest.mark.parametrize(names, made, **more)
+
+
+def _slow(one: Any, one_name: bool) -> Any:
+    marks = getattr(one, "marks", None)
+    if marks is None:
+        return pytest.param(*([one] if one_name else one), marks=pytest.mark.slow)
+    if any(mark.name in ELSEWHERE for mark in marks):
+        return one
+    return pytest.param(*one.values, id=one.id, marks=[*marks, pytest.mark.slow])
