@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,15 @@ from weft.common.errors import ConfigError
 from weft.config import sharding
 from weft.config.families import load_spec
 from weft.layers.build import Build
+from weft.layers.held import take_codes
 from weft.layers.linear import Embedding, LMHead
-from weft.layers.shard import cut, largest_of, shard_of
+from weft.layers.shard import Shard, cut, largest_of, rounding_of, shard_of
 from weft.models.base import Model
 from weft.models.loader import load_model
+from weft.models.quantized.filling import hold_rounded
 from weft.models.registry import WEIGHTS
 from weft.ops import cpu
-from weft.ops.coded import dequantize
+from weft.ops.coded import dequantize, to_int4, to_w4a8
 from weft.ops.torch_ops import to_int8_codes
 from weft.overlap.drive import drive
 from weft.parallel.comm import reduced
@@ -192,6 +195,57 @@ def test_ranks_round_as_one_does(quantization: str, checkpoints: Any, paged: Any
         )
         assert torch.equal(*found)
         _assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("load_format", ["partial", "dummy"])
+def test_ranks_round_what_is_made_up(load_format: str, checkpoints: Any, paged: Any) -> None:
+    """As one rank does, and what the checkpoint has afterwards in its place."""
+    more = {"quantization": "int4", "load_format": load_format}
+    expected = _run(checkpoints("mixtral").load(torch.float64, **more), paged)
+    found = on_ranks(
+        Layout(tensor=2),
+        lambda mesh: _run(checkpoints("mixtral").load(torch.float64, mesh=mesh, **more), paged),
+    )
+    _assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("inputs", [256, 512, 1408, 2816, 192])
+def test_rows_are_rounded_alike_on_any_number_of_ranks(inputs: int) -> None:
+    """A matrix of ``inputs`` that two ranks divide, and that one has."""
+    build = Build(dtype=torch.float32, device=CPU, quantization="w4a8")
+    rounds = build.rounds_inner(inputs)
+    assert rounds == (inputs % 256 == 0)
+    assert build.matrix_op("linear", divided=inputs) is build.op("linear_w4a8" if rounds else "linear_int4")
+    half = Shard(((0, inputs // 2),), inputs, 1)
+    rounding = rounding_of(build.matrix(8, inputs // 2, shard=half))
+    assert rounding is (to_w4a8 if rounds else to_int4)
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(256, 64), (192, 32), (200, 4), (66, 0)])
+def test_what_ranks_cut_is_rounded_whole(
+    inputs: int, group: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In smaller groups; where none fit, a rank rounds by itself, and says so."""
+    monkeypatch.setattr(logging.getLogger("weft"), "propagate", True)
+    build = Build(dtype=torch.float64, device=CPU, quantization="int4")
+    half = Shard(((0, inputs // 2),), inputs, 1)
+    values = torch.randn(8, inputs, dtype=torch.float64)
+    parameter = build.matrix(8, inputs // 2, shard=half)
+    assert hold_rounded(parameter, (), values) == (group > 0)
+    codes = take_codes(parameter)
+    if not group:
+        assert codes is None
+        assert "rounds its part by itself" in caplog.text
+        return
+    assert codes is not None
+    assert codes.group == group
+    whole = dequantize(to_int4(values), torch.float64)
+    assert torch.equal(dequantize(codes, torch.float64), whole[:, : inputs // 2])
+    hold_rounded(parameter, (), 2 * values)
+    hold_rounded(parameter, (), values)  # in place of those
+    again = take_codes(parameter)
+    assert again is not None
+    assert torch.equal(dequantize(again, torch.float64), whole[:, : inputs // 2])
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])

@@ -193,6 +193,15 @@ def test_cpp_rounds_rows_of_tokens(form: str, kind: str, dtype: torch.dtype, ker
         assert 1e-4 < ((made - plain).abs().max() / plain.abs().max()) < 0.05
 
 
+def test_halves_are_rounded_by_themselves() -> None:
+    weights = routed("gated_shared", torch.float32)
+    for inner, shared in ((True, False), (False, True)):
+        made = moe.in_w4a8(replace(weights, round_inner=inner, round_shared_inner=shared))
+        assert made.gate_up.rounds_rows
+        assert made.shared_gate_up.rounds_rows
+        assert (made.down.rounds_rows, made.shared_down.rounds_rows) == (inner, shared)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["corrected", "hashed", "biased", "gated_shared", *PACKS])
 def test_bits_of_a_row_are_its_own(kind: str, dtype: torch.dtype, kernel: str, threads: None) -> None:

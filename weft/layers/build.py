@@ -136,6 +136,10 @@ class Build:
                 round_whole(made, rounds)
         return made
 
+    def rounds_inner(self, divided: int) -> bool:
+        """Whether w4a8 rounds rows of ``divided`` inputs, which ranks may divide."""
+        return self._kind(divided) == "w4a8"
+
     def _kind(self, divided: int) -> str:
         """The kind of quantization of a matrix; ``divided``: see ``matrix_op``."""
         if self.quantization == "w8a8" and divided:

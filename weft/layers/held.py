@@ -78,10 +78,15 @@ def holds_codes(parameter: nn.Parameter) -> bool:
 
 
 def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> None:
-    """``codes`` are rows ``row`` and on of the local ``parameter[matrix]`` (of a matrix: 0)."""
+    """``codes`` are rows ``row`` and on of the local ``parameter[matrix]`` (of a matrix: 0).
+
+    They replace what was held from that row on: a checkpoint's weights those that were made up before.
+    """
     held = held_on(parameter)
     assert held is not None
-    held.pieces.setdefault(matrix, []).append(_Piece(row, codes))
+    pieces = held.pieces.setdefault(matrix, [])
+    pieces[:] = [piece for piece in pieces if piece.row != row]
+    pieces.append(_Piece(row, codes))
 
 
 def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:

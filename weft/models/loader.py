@@ -344,6 +344,6 @@ def fill_randomly(model: Loadable, seed: int) -> None:
         else:
             whole.fill_(1.0)
         if shard is not None:
-            parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))
             note_largest(parameter, (), whole)
-            hold_rounded(parameter, (), whole)
+            if not hold_rounded(parameter, (), whole):
+                parameter.narrow(shard.dim, 0, shard.count).copy_(cut(whole, shard))

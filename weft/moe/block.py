@@ -21,7 +21,6 @@ from weft.moe.exchange_cost import ExchangeShape
 from weft.moe.experts import rank_experts
 from weft.moe.parallel import DividedExperts
 from weft.moe.placement import Placement, in_order
-from weft.ops.coded import UNCUT
 from weft.ops.moe import Gate, Routed, has_codes
 from weft.ops.registry import Implementation
 from weft.ops.routing import Rule
@@ -113,7 +112,8 @@ class RoutedMLP(FeedForward, Packs):
             scale=spec.scale,
         )
         self._gate = Gate(activation=activation, limit=spec.limit, alpha=spec.alpha)
-        self._inner_rows = not (spec.intermediate % UNCUT or spec.shared % UNCUT)
+        self._round_inner = build.rounds_inner(spec.intermediate)
+        self._round_shared_inner = build.rounds_inner(spec.shared)
         self._build = build
         self._op = build.matrix_op("moe_pieces" if build.divides_experts else "moe")
         self._run = self._op.run
@@ -153,7 +153,8 @@ class RoutedMLP(FeedForward, Packs):
             shared_gate=None if shared is None else _data(shared.gate),
             down_largest=down_largest,
             shared_down_largest=shared_down_largest,
-            inner_rows=self._inner_rows,
+            round_inner=self._round_inner,
+            round_shared_inner=self._round_shared_inner,
         )
         pack = self._op.pack_codes if has_codes(weights) else self._op.pack
         self._packed = weights if pack is None else pack(weights)

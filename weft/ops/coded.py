@@ -136,9 +136,10 @@ class Codes:
             factors=None if self.factors is None else self.factors[place],
         )
 
-    def columns(self, begin: int, end: int) -> Codes | None:
-        """Inputs begin .. end of a matrix; None where they are in another order, or no groups of
-        ``LEAST_GROUP`` inputs fit. Groups that are cut become smaller ones, and rows are not rounded then.
+    def columns(self, begin: int, end: int, least: int | None = None) -> Codes | None:
+        """Inputs begin .. end of a matrix; None where they are in another order, or no groups of ``least``
+        (by default ``LEAST_GROUP``) inputs fit. Groups that are cut become smaller ones, and rows are not
+        rounded then.
         """
         if (begin, end) == (0, self.inputs):
             return self
@@ -149,9 +150,9 @@ class Codes:
             return None
         fitting = math.gcd(self.group, begin, 0 if end == self.inputs else end)
         if not whole and fitting < self.group:
-            if fitting < LEAST_GROUP or fitting % 2:
+            if fitting < (least or LEAST_GROUP) or fitting % 2:
                 return None
-            return replace(self.regrouped(fitting), rounds_rows=False).columns(begin, end)
+            return self.regrouped(fitting).columns(begin, end)
         per_byte = 2 if self.four else 1
         groups = slice(None) if whole else slice(begin // self.group, -(-end // self.group))
         return replace(
@@ -159,6 +160,7 @@ class Codes:
             values=self.values[:, begin // per_byte : -(-end // per_byte)],
             inputs=end - begin,
             group=max(end - begin, 2) if whole else self.group,
+            rounds_rows=self.rounds_rows and not whole,
             scales=as_bytes(self.scales)[:, groups].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[:, groups],
         )
@@ -178,6 +180,7 @@ class Codes:
         return replace(
             self,
             group=group,
+            rounds_rows=False,
             scales=as_bytes(self.scales)[..., index].view(self.scales.dtype),
             zeros=None if self.zeros is None else self.zeros[..., index],
         )
@@ -426,8 +429,8 @@ ROUNDED_NUMBERS = 1 << 20
 DEQUANTIZED = 1 << 26
 """Numbers that a GPU dequantizes at a time, so that cuBLAS can multiply many rows."""
 INT4_GROUP = 64
-UNCUT = 256
-"""Inputs whose groups of 64 are whole on each of two or four ranks."""
+UNCUT = 4 * INT4_GROUP
+"""Of so many inputs, or a multiple, two and four ranks have whole groups."""
 FP8_GROUP = 128
 
 

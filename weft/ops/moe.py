@@ -75,8 +75,10 @@ class Routed:
     them; for rounding to 8 bits."""
     shared_down_largest: Tensor | None = None
     """Wide [hidden, 1]: likewise."""
-    inner_rows: bool = True
-    """Whether rows between an expert's halves may be rounded in parts: ranks do not cut these."""
+    round_inner: bool = True
+    """Whether w4a8 rounds what is multiplied by ``down``, too."""
+    round_shared_inner: bool = True
+    """Likewise by ``shared_down``."""
     dtype: torch.dtype | None = None
     """Of the activations, where the matrices don't say (codes)."""
 
@@ -299,9 +301,12 @@ def has_codes(weights: Routed) -> bool:
 
 
 def rounded(
-    weights: Routed, to: Callable[[Tensor], Codes], inner: Callable[[Tensor], Codes] | None = None
+    weights: Routed,
+    to: Callable[[Tensor], Codes],
+    inner: Callable[[Tensor], Codes] | None = None,
+    shared_inner: Callable[[Tensor], Codes] | None = None,
 ) -> Routed:
-    """Its plain matrices as codes: ``to`` of one, or of all of a stack. ``inner``: of the second halves."""
+    """Its plain matrices as codes: ``to`` of one, or of all of a stack. The others: of ``down``s instead."""
 
     def made(matrices: Any, to: Callable[[Tensor], Codes] = to) -> Any:
         return to(matrices) if isinstance(matrices, Tensor) else matrices
@@ -312,7 +317,7 @@ def rounded(
         gate_up=made(weights.gate_up),
         down=made(weights.down, inner or to),
         shared_gate_up=made(weights.shared_gate_up),
-        shared_down=made(weights.shared_down, inner or to),
+        shared_down=made(weights.shared_down, shared_inner or to),
     )
 
 
@@ -322,8 +327,10 @@ def in_int4(weights: Routed) -> Routed:
 
 
 def in_w4a8(weights: Routed) -> Routed:
-    """As ``coded.to_w4a8`` rounds; rows between an expert's halves where ``inner_rows`` says so."""
-    return rounded(weights, to_w4a8, to_w4a8 if weights.inner_rows else to_int4)
+    """As ``coded.to_w4a8`` rounds; rows between an expert's halves where ``round_inner`` says so."""
+    inner = to_w4a8 if weights.round_inner else to_int4
+    shared = to_w4a8 if weights.round_shared_inner else to_int4
+    return rounded(weights, to_w4a8, inner, shared)
 
 
 def in_fp8(weights: Routed) -> Routed:

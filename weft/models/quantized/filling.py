@@ -272,7 +272,7 @@ class Target:
         formats = ", ".join(f"{count} {form}" for form, count in self.counts.items())
         _log.info(
             "quantized weights: %s; %.1f MB in the files, held in %.1f MB, of which %.1f MB are dequantized "
-            "to %s; activations are not quantized",
+            "to %s; schemes for activations have no effect",
             formats,
             self.published / 1e6,
             self.held / 1e6,
@@ -309,25 +309,37 @@ def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
     return matrix, rows.indices(parameter.shape[-2])[0]
 
 
-def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> None:
-    """Leaves on ``parameter``, if it wants whole rows rounded, its part of ``values`` [.., N, K] as codes."""
+def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values: Tensor) -> bool:
+    """Leaves on ``parameter``, if it wants whole rows rounded, its part of ``values`` [.., N, K] as codes.
+
+    False, where it takes the values themselves.
+    """
     rounds = rounding_of(parameter)
     if rounds is None:
-        return
+        return False
     if values.dim() == 3:
-        for place, matrix in enumerate(values):
-            hold_rounded(parameter, inside(index, place), matrix)
-        return
+        made = [hold_rounded(parameter, inside(index, i), matrix) for i, matrix in enumerate(values)]
+        return all(made)
     taken = windows(parameter, index)
     if not taken:
-        return
+        return True
     codes = rounds(values.to(parameter.dtype))
+    places = list[tuple[int, int, Codes]]()
     for window in taken:
         rows, columns = (*window.source, slice(None), slice(None))[:2]
-        part = codes[rows].columns(*columns.indices(codes.inputs)[:2])
-        place_of = _place(parameter, window)
-        if part is not None and place_of is not None:
-            hold_codes(parameter, *place_of, part)
+        part = codes[rows].columns(*columns.indices(codes.inputs)[:2], least=2)
+        place = _place(parameter, window)
+        if part is None or place is None:
+            _log.warning(
+                "--tp cuts rows of %d inputs so that no groups fit: this rank rounds its part by itself, and "
+                "tokens may differ from those of one rank",
+                codes.inputs,
+            )
+            return False
+        places.append((*place, part))
+    for matrix, row, part in places:
+        hold_codes(parameter, matrix, row, part)
+    return True
 
 
 def _read(part: Part, source: Source, file: WeightFile, place: tuple[slice, ...] = ()) -> Tensor:
@@ -394,10 +406,11 @@ def copy(
     size = 0
     where = inside(placement.index, *index) if index else placement.index
     note_largest(parameter, where, values)
-    hold_rounded(parameter, where, values)
+    held = hold_rounded(parameter, where, values)
     for window in windows(parameter, where):
         target = parameter.data[window.target]
-        target.copy_(values[window.source])
+        if not held:
+            target.copy_(values[window.source])
         size += target.nbytes
     return size
 

@@ -322,5 +322,5 @@ for _name, _whole, _part in (
     ("w4a8", pack_w4a8, pack_part_w4a8),
     ("fp8", pack_fp8, pack_part_fp8),
 ):  # codes stay as they are
-    serve(f"moe_{_name}", moe, _whole, linear.available, _whole)
-    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part)
+    serve(f"moe_{_name}", moe, _whole, linear.available, _whole, apart=True)
+    serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part, apart=True)

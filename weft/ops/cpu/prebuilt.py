@@ -43,17 +43,20 @@ _AVX512 = Level(
     ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     _AVX2.needs | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
 )
+_AVX512_VNNI = Level(
+    "avx512_vnni", (*_AVX512.flags, "-mavx512vnni"), _AVX512.needs | frozenset(["avx512_vnni"])
+)
 _AVX512_BF16 = Level(
     "avx512_bf16",
-    (*_AVX512.flags, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"),
-    _AVX512.needs | frozenset(["avx512_bf16", "avx512_vnni", "avx512vbmi"]),
+    (*_AVX512_VNNI.flags, "-mavx512bf16", "-mavx512vbmi"),
+    _AVX512_VNNI.needs | frozenset(["avx512_bf16", "avx512vbmi"]),
 )
 _AMX = Level(
     "amx",
     (*_AVX512_BF16.flags, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
 )
-LEVELS = (_AMX, _AVX512_BF16, _AVX512, _AVX2_VNNI, _AVX2)
+LEVELS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
 """What ``csrc`` has forms for, the best first."""
 
 

@@ -9,7 +9,9 @@
 //   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
 //   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of what is in the low
 //              and the high half of byte i, and likewise of byte 16 + i
-//   8 bits     `eight_slot`; against rows that are rounded to 8 bits: rounded.h, without groups
+//   8 bits     `eight_slot`
+//
+// Against rows that are rounded to 8 bits (`rounds_rows`) blocks are what rounded.h says.
 //
 // Of scales in two levels (GGML's K-quants) groups have signed bytes, with minimums two of them, and in front of 256 k
 // there is a float16 for each column that multiplies its scales, and one that multiplies its minimums. With minimums
@@ -28,7 +30,7 @@
 
 namespace weft {
 
-enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5, bytes = 6, nibbles = 7 };  // the last: rounded.h
+enum class Numbers : int64_t { none = 0, int4 = 1, int8 = 2, e2m1 = 3, e4m3 = 4, int6 = 5, bytes = 6, nibbles = 7 };  // the last two: rounded.h
 enum class Scales : int64_t { floats = 0, e4m3 = 1, e8m0 = 2, halves = 3, levels = 4 };
 enum class Zeros : int64_t { middle = 0, points = 1, minimums = 2 };  // middle: 8 (int4), 32 (int6), 128 (int8)
 
@@ -66,6 +68,7 @@ struct Coding {
                 "a coding is numbers, scales, zeros, group");
     const Coding made{Numbers(given[0]), Scales(given[1]), Zeros(given[2]), given[3]};
     TORCH_CHECK(made.scales == Scales::levels ? kSpan % made.group == 0 : !made.minimums(), "a coding of two levels");
+    TORCH_CHECK(made.numbers != Numbers::nibbles || made.group == 64, "nibbles have groups of 64");
     TORCH_CHECK(!made.minimums() || made.numbers == Numbers::int4, "a coding with minimums is of 4 bits");
     return made;
   }

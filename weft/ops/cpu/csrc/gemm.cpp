@@ -87,9 +87,18 @@ Loop loop_of(Product<typename F::X> product, Crew& crew) {
     });
     product.x_sums = sums.get();
   }
+  std::shared_ptr<uint8_t[]> rounded;
+  if (product.coding.rounds_rows()) {  // once for all parts
+    const Rounding rounding = rounding_of(product, 0, product.rows);
+    rounded = std::make_shared_for_overwrite<uint8_t[]>(size_t(rounding.bytes()));
+    crew.later(1, [product, rounding, rounded](int64_t) {
+      round_rows(rounding, product.x, product.x_stride, rounded.get());
+    });
+    product.bytes = rounding.in(rounded.get());
+  }
   const bool alone = bytes <= alone_bytes;
   const Shares shares(blocks, crew.threads());
-  return {alone ? 1 : shares.parts(), [product, sums, shares, alone](int64_t part) {
+  return {alone ? 1 : shares.parts(), [product, sums, rounded, shares, alone](int64_t part) {
             run_part<F>(product, 0, product.rows, shares.begin(part), alone ? shares.blocks : shares.begin(part + 1));
             release_sums();
           }};

@@ -453,15 +453,24 @@ inline bool bytes_by_amx(const Coding& coding, int64_t rows) {
   return WEFT_AMX && use_brgemm && amx_permitted() && (coding.numbers == Numbers::bytes || rows > kNibbleTile);
 }
 
+template <class X, class Out>
+Rounding rounding_of(const Product<X, Out>& product, int64_t begin, int64_t end) {
+  return {begin, end - begin, product.layout.inputs, product.coding.numbers == Numbers::nibbles,
+          bytes_by_amx(product.coding, end - begin)};
+}
+
 // `product` with what many blocks need of rows [begin, end), where it is not there: sums for minimums, tiles for AMX, rows
 // in 8 bits.
 // Until this thread's next call.
 template <class X, class Out>
 Product<X, Out> for_rows(Product<X, Out> product, int64_t begin, int64_t end) {
   if (product.coding.rounds_rows()) {
-    product.bytes = byte_rows(product.x + begin * product.x_stride, product.x_stride, begin, end - begin,
-                              product.layout.inputs, product.coding.numbers == Numbers::nibbles,
-                              bytes_by_amx(product.coding, end - begin));
+    if (product.bytes.codes) return product;
+    static thread_local std::vector<uint8_t> memory;
+    const Rounding rounding = rounding_of(product, begin, end);
+    if (memory.size() < size_t(rounding.bytes())) memory.resize(size_t(rounding.bytes()));
+    round_rows(rounding, product.x + begin * product.x_stride, product.x_stride, memory.data());
+    product.bytes = rounding.in(memory.data());
     return product;
   }
 #if WEFT_AMX

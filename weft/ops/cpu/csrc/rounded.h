@@ -89,24 +89,37 @@ int32_t round_bytes(const X* x, int64_t left, float inverse, int8_t* to) {
 #endif
 }
 
-// `rows` rows of x in 8 bits, of which `first` is the number of the first one; until this thread's next call.
-// grouped: each 64 k have a step of their own.
+// Rows of x that will be in 8 bits, of which `first` is the number of the first one. grouped: each 64 k have a step of
+// their own.
+struct Rounding {
+  int64_t first, rows, inputs;
+  bool grouped, tiles;
+
+  int64_t depth() const { return (inputs + kByteTileDepth - 1) / kByteTileDepth * kByteTileDepth; }
+  int64_t all() const { return (rows + kByteTileRows - 1) / kByteTileRows * kByteTileRows; }
+  int64_t groups() const { return grouped ? depth() / kByteTileDepth : 1; }
+  int64_t bytes() const { return all() * (depth() + 8 * groups()) + 64; }
+  // Where they will be, in memory of so many bytes.
+  ByteRows in(uint8_t* memory) const {
+    const int8_t* codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+    const float* steps = reinterpret_cast<const float*>(codes + all() * depth());
+    return {codes, first, depth(), tiles, all(), steps, reinterpret_cast<const int32_t*>(steps + all() * groups())};
+  }
+};
+
 template <class X>
-ByteRows byte_rows(const X* x, int64_t x_stride, int64_t first, int64_t rows, int64_t inputs, bool grouped, bool tiles) {
-  static thread_local std::vector<uint8_t> memory;
-  const auto up = [](int64_t count, int64_t by) { return (count + by - 1) / by * by; };
-  const int64_t depth = up(inputs, kByteTileDepth), all = up(rows, kByteTileRows);
-  const int64_t group = grouped ? kByteTileDepth : depth, groups = depth / group;
-  if (memory.size() < size_t(all * (depth + 8 * groups) + 64)) memory.resize(size_t(all * (depth + 8 * groups) + 64));
-  int8_t* const codes = reinterpret_cast<int8_t*>(up(reinterpret_cast<int64_t>(memory.data()), 64));
-  float* const steps = reinterpret_cast<float*>(codes + all * depth);
-  int32_t* const sums = reinterpret_cast<int32_t*>(steps + all * groups);
-  const ByteRows made{codes, first, depth, tiles, all, steps, sums};
-  for (int64_t row = 0; row < all; ++row, x += x_stride) {
-    if (row >= rows && !tiles) break;
+void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memory) {
+  const ByteRows made = of.in(memory);
+  int8_t* const codes = const_cast<int8_t*>(made.codes);
+  float* const steps = const_cast<float*>(made.steps);
+  int32_t* const sums = const_cast<int32_t*>(made.sums);
+  const int64_t groups = of.groups(), group = made.depth / groups;
+  // Tiles of 16 rows are read whole where there is more than one.
+  const int64_t filled = of.tiles && of.rows > kByteTileRows ? made.rows : of.rows;
+  for (int64_t row = 0; row < filled; ++row, x += x_stride) {
     for (int64_t number = 0; number < groups; ++number) {
-      const int64_t begin = number * group, end = std::min(inputs, begin + group);
-      const float largest = row < rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
+      const int64_t begin = number * group, end = std::min(of.inputs, begin + group);
+      const float largest = row < of.rows ? bits_to_float(largest_bits(x + begin, end - begin)) : 0.0f;
       // What is not finite makes all results of a row NaN, whatever its codes are.
       const bool finite = largest <= std::numeric_limits<float>::max();
       const float inverse = finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
@@ -114,15 +127,14 @@ ByteRows byte_rows(const X* x, int64_t x_stride, int64_t first, int64_t rows, in
       for (int64_t k = begin; k < begin + group; k += kByteTileDepth) {
         int8_t* const to = codes + made.at(row, k);
         if (inverse > 0.0f)
-          sum += round_bytes(x + k, inputs - k, inverse, to);
+          sum += round_bytes(x + k, of.inputs - k, inverse, to);
         else
           std::memset(to, 0, kByteTileDepth);
       }
-      steps[number * all + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
-      sums[number * all + row] = sum;
+      steps[number * made.rows + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+      sums[number * made.rows + row] = sum;
     }
   }
-  return made;
 }
 
 // --- sums of a tile of rows -----------------------------------------------------------------------------------------
