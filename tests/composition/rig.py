@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.composition import seeing
 from tests.e1.rig import force_preemptions
 from tests.support.checkpoints import SHAPES, spread
 from tests.support.mtp_models import make_mtp_checkpoint
-from tests.support.pairwise import Row, few_of
+from tests.support.pairwise import Row, few_of, name
 from weft import LLM, SamplingParams
 from weft.bench.tokenizer import write_tokenizer
 from weft.config.families import load_spec
@@ -123,6 +124,20 @@ def few_by_default(sample: list[Row]) -> list[Row]:
     few = few_of([(family, {"family": family, **case}) for family, case in text])
     images = next(one for one in sample if one[0] in SEEING)
     return [one for one in text if (one[0], {"family": one[0], **one[1]}) in few] + [images]
+
+
+def cases_of(sample: list[Row]) -> list[Any]:
+    """``sample`` as parameters of a test: those beyond ``few_by_default`` are slow."""
+    few = few_by_default(sample)
+    return [
+        pytest.param(
+            family,
+            case,
+            marks=[] if (family, case) in few else [pytest.mark.slow],
+            id=f"{family}-{name(case)}",
+        )
+        for family, case in sample
+    ]
 
 
 def make_checkpoint(root: Path, family: str) -> Path:

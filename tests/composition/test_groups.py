@@ -20,8 +20,8 @@ from tests.composition.rig import (
     OTHERS,
     SEEING,
     Answer,
+    cases_of,
     distinct_images,
-    few_by_default,
     make_checkpoint,
 )
 from tests.composition.table import GroupTable
@@ -89,17 +89,7 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
     return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING and one[1]["ranks"] == (1, 1)])
 
 
-SAMPLE = by_default()
-FEW = few_by_default(SAMPLE)
-CASES = [
-    pytest.param(
-        family,
-        case,
-        marks=[] if (family, case) in FEW else [pytest.mark.slow],
-        id=f"{family}-{name(case)}",
-    )
-    for family, case in SAMPLE
-]
+CASES = cases_of(by_default())
 CASES += [
     pytest.param(family, case, marks=pytest.mark.grid, id=f"{family}-{name(case)}")
     for family, case in OF_FAMILIES

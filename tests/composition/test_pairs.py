@@ -19,8 +19,8 @@ from tests.composition.rig import (
     OTHERS,
     SEEING,
     Answer,
+    cases_of,
     distinct_images,
-    few_by_default,
     make_checkpoint,
     run,
 )
@@ -76,17 +76,7 @@ def by_default() -> list[tuple[str, dict[str, Any]]]:
     return made + few_of([one for one in OF_FAMILIES if one[0] in SEEING])
 
 
-SAMPLE = by_default()
-FEW = few_by_default(SAMPLE)
-CASES = [
-    pytest.param(
-        family,
-        case,
-        marks=[] if (family, case) in FEW else [pytest.mark.slow],
-        id=f"{family}-{name(case)}",
-    )
-    for family, case in SAMPLE
-]
+CASES = cases_of(by_default())
 CASES += [
     pytest.param(*one, marks=pytest.mark.grid, id=f"{one[0]}-{name(one[1])}-of its form")
     for one in OF_FAMILIES

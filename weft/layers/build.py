@@ -118,7 +118,7 @@ class Build:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
             mark(parameter, shard)
-            if self.quantization in ("int8", "w8a8") and not wide and 0 < shard.dim == len(shape) - 1:
+            if not wide and 0 < shard.dim == len(shape) - 1 and self._kind(shard.size) == "int8":
                 keep_largest(parameter, self.wide)
         return parameter
 

@@ -80,7 +80,7 @@ def holds_codes(parameter: nn.Parameter) -> bool:
 def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> None:
     """``codes`` are rows ``row`` and on of the local ``parameter[matrix]`` (of a matrix: 0).
 
-    They replace what was held from that row on: a checkpoint's weights those that were made up before.
+    They replace codes that begin at that row: a checkpoint's weights those that were made up before.
     """
     held = held_on(parameter)
     assert held is not None

@@ -213,8 +213,7 @@ class Target:
         for window in cut_to or windows(parameter, where):
             part: Codes | None = codes
             if not cut_to:
-                rows, columns = (*window.source, slice(None), slice(None))[:2]
-                part = codes[rows].columns(*columns.indices(codes.inputs)[:2])
+                part = _part_of(codes, window)
                 self.cut_groups += part is None
             place = _place(parameter, window)
             if part is None or place is None:
@@ -295,6 +294,12 @@ def _in_file(piece: CodedPiece, mapped: Mapped | None) -> CodedPiece:
     return replace(piece, codes=replace(codes, mapped=mapped))
 
 
+def _part_of(codes: Codes, window: Window, least: int | None = None) -> Codes | None:
+    """What ``window`` takes of a published matrix; None where columns can't be cut so (``Codes.columns``)."""
+    rows, columns = (*window.source, slice(None), slice(None))[:2]
+    return codes[rows].columns(*columns.indices(codes.inputs)[:2], least=least)
+
+
 def _place(parameter: nn.Parameter, window: Window) -> tuple[int, int] | None:
     """(matrix, first row) of ``window`` in the local parameter; None for some of the columns alone."""
     entries = (*window.target, *(slice(None),) * (parameter.dim() - len(window.target)))
@@ -326,8 +331,7 @@ def hold_rounded(parameter: nn.Parameter, index: tuple[int | slice, ...], values
     codes = rounds(values.to(parameter.dtype))
     places = list[tuple[int, int, Codes]]()
     for window in taken:
-        rows, columns = (*window.source, slice(None), slice(None))[:2]
-        part = codes[rows].columns(*columns.indices(codes.inputs)[:2], least=2)
+        part = _part_of(codes, window, least=2)
         place = _place(parameter, window)
         if part is None or place is None:
             _log.warning(

@@ -72,12 +72,12 @@ def pack_gated_int8(weight: Tensor) -> PackedMatrix:
 
 def pack_w8a8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
     """For ``linear_w8a8``: weight [N, K] quantized as ``pack_int8`` does; rows of x will be, too."""
-    return _packed_bytes(weight, gated=False, largest=largest)
+    return _packed_int8(weight, gated=False, largest=largest, rounds_rows=True)
 
 
 def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
     """For ``gated_linear_w8a8``: likewise, [2 n, K]."""
-    return _packed_bytes(weight, gated=True)
+    return _packed_int8(weight, gated=True, rounds_rows=True)
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
@@ -173,22 +173,24 @@ def _packed(weight: Tensor, *, gated: bool) -> PackedMatrix:
     return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1])
 
 
-def _packed_int8(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> PackedMatrix:
-    quantized = to_int8(weight.detach(), largest)
-    data = torch.ops.weft_cpu.pack_int8.default(quantized.values, gated, weight.dtype == torch.bfloat16)
-    scales = quantized.scales.float().flatten().contiguous()
-    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales)
+def _packed_int8(
+    weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
+) -> PackedMatrix:
+    data, scales = int8_blocks(weight.detach(), gated=gated, largest=largest, rounds_rows=rounds_rows)
+    coding = BYTES if rounds_rows else None
+    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=coding)
 
 
-def _packed_bytes(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> PackedMatrix:
-    data, scales = byte_blocks(weight.detach(), gated=gated, largest=largest)
-    return PackedMatrix(data=data, rows=weight.shape[0], inputs=weight.shape[1], scales=scales, coding=BYTES)
-
-
-def byte_blocks(weight: Tensor, *, gated: bool, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(bytes [blocks, bytes of a block] for rows of 8 bits, scales float32 [N]) of weight [N, K]."""
+def int8_blocks(
+    weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(bytes [blocks, ..], scales float32 [N]) of weight [N, K]; ``rounds_rows``: for rows of 8 bits."""
     made = to_int8(weight, largest)
-    data = torch.ops.weft_cpu.pack_bytes.default(made.values.contiguous(), gated)
+    ops = torch.ops.weft_cpu
+    if rounds_rows:
+        data = ops.pack_bytes.default(made.values.contiguous(), gated)
+    else:
+        data = ops.pack_int8.default(made.values, gated, weight.dtype == torch.bfloat16)
     return data, made.scales.float().flatten().contiguous()
 
 

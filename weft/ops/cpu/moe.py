@@ -19,7 +19,6 @@ from weft.ops.cpu.served import ACTIVATIONS, serve
 from weft.ops.moe import Routed, in_fp8, in_int4, in_w4a8
 from weft.ops.routing import SCORINGS
 from weft.ops.stacks import Unstacked
-from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
@@ -183,29 +182,15 @@ def _matrix(
     if bits == "plain":
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
-    if bits == "w8a8":
-        return _bytes(each, gated)
-    bf16 = weight.dtype == torch.bfloat16
-    pack_int8 = torch.ops.weft_cpu.pack_int8.default
-    scales = torch.zeros(each.shape[:2])
-    none = pack_int8(each[:, :0].to(torch.int8), gated, bf16)
-    packed = _of_blocks(len(each), each.shape[1], none.shape[2:], gated)
-    of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
-    for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
-        made = to_int8(matrix, most)
-        scales[place] = made.scales.float().flatten()
-        packed[place] = pack_int8(made.values, gated, bf16)
-    return packed, scales, _PLAIN
-
-
-def _bytes(each: Tensor, gated: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """Likewise of [E, rows, inputs], for rows that are rounded to 8 bits."""
-    none, _ = linear.byte_blocks(each.new_zeros(0, each.shape[2]), gated=gated)
+    rounds = bits == "w8a8"
+    none, _ = linear.int8_blocks(each.new_zeros(0, each.shape[2]), gated=gated, rounds_rows=rounds)
     packed = _of_blocks(len(each), each.shape[1], none.shape[1:], gated)
     scales = torch.zeros(each.shape[:2])
-    for place, matrix in enumerate(each):
-        packed[place], scales[place] = linear.byte_blocks(matrix, gated=gated)
-    return packed, scales, linear.BYTES
+    of_rows = [None] * len(each) if largest is None else largest.view(len(each), -1, 1)
+    for place, (matrix, most) in enumerate(zip(each, of_rows, strict=True)):
+        made = linear.int8_blocks(matrix, gated=gated, largest=most, rounds_rows=rounds)
+        packed[place], scales[place] = made
+    return packed, scales, linear.BYTES if rounds else _PLAIN
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:

@@ -94,35 +94,30 @@ inline __attribute__((always_inline)) void put(float* to, int64_t row) {
 // What is multiplied: bf16, 32 k a tile, or 64 k of bytes, those of the left operand with a sign, or both.
 enum class Kind { bf16, bytes, signed_bytes };
 
-// The next k, of R x C tiles of sums.
+// The next k, of R x C tiles of sums. (Instructions take tiles as literals, and so are macros of the compiler's.)
+#define WEFT_AMX_PRODUCTS(multiply)                  \
+  multiply(0, 4, 6);                                 \
+  if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair); \
+  if constexpr (R == 2) multiply(2, 5, 6);           \
+  if constexpr (C == 2) multiply(1, 4, 7);           \
+  if constexpr (R == 2 && C == 2) multiply(3, 5, 7)
+
 template <int R, int C, Kind kind = Kind::bf16>
 inline __attribute__((always_inline)) void step(const Left& left, const Right& right) {
   const char *a = static_cast<const char*>(left.at), *b = static_cast<const char*>(right.at);
   _tile_loadd(4, a, left.row);
   _tile_loadd(6, b, right.pair);
   if constexpr (R == 2) _tile_loadd(5, a + left.down, left.row);
-  if constexpr (kind == Kind::bytes) {
-    _tile_dpbsud(0, 4, 6);
-    if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
-    if constexpr (R == 2) _tile_dpbsud(2, 5, 6);
-    if constexpr (C == 2) _tile_dpbsud(1, 4, 7);
-    if constexpr (R == 2 && C == 2) _tile_dpbsud(3, 5, 7);
-    return;
+  if constexpr (kind == Kind::bf16) {
+    WEFT_AMX_PRODUCTS(_tile_dpbf16ps);
+  } else if constexpr (kind == Kind::bytes) {
+    WEFT_AMX_PRODUCTS(_tile_dpbsud);
+  } else {
+    WEFT_AMX_PRODUCTS(_tile_dpbssd);
   }
-  if constexpr (kind == Kind::signed_bytes) {
-    _tile_dpbssd(0, 4, 6);
-    if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
-    if constexpr (R == 2) _tile_dpbssd(2, 5, 6);
-    if constexpr (C == 2) _tile_dpbssd(1, 4, 7);
-    if constexpr (R == 2 && C == 2) _tile_dpbssd(3, 5, 7);
-    return;
-  }
-  _tile_dpbf16ps(0, 4, 6);
-  if constexpr (C == 2) _tile_loadd(7, b + 64, right.pair);
-  if constexpr (R == 2) _tile_dpbf16ps(2, 5, 6);
-  if constexpr (C == 2) _tile_dpbf16ps(1, 4, 7);
-  if constexpr (R == 2 && C == 2) _tile_dpbf16ps(3, 5, 7);
 }
+
+#undef WEFT_AMX_PRODUCTS
 
 }  // namespace amx
 

@@ -40,6 +40,7 @@ struct Coding {
   Zeros zeros = Zeros::middle;
   int64_t group = 0;  // k a group; even
 
+  static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, as rounded.h has them
   static constexpr int64_t kSpan = 256;  // k that have the upper of two levels in common
 
   explicit operator bool() const { return numbers != Numbers::none; }
@@ -53,7 +54,7 @@ struct Coding {
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
   // Bytes from a block's beginning to that of `k`, which begins a group or is the end.
   int64_t offset(int64_t k) const {
-    if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? 2048 : 1184);
+    if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? kBytes64 : kNibbles64);
     return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
   }
   // To the head of the group at `k`: behind the upper level that may begin there.

@@ -35,6 +35,11 @@ struct Published {
   }
 };
 
+bool fits(const Tensor& part, at::ScalarType type, int64_t rows, int64_t width) {
+  return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
+         part.size(1) == width;
+}
+
 // The code of 0.
 int nothing(const Coding& coding) {
   return coding.numbers == Numbers::int4 ? 8 : coding.numbers == Numbers::int8 ? 128 : 0;
@@ -87,12 +92,8 @@ Tensor pack_coded(const Tensor& values, const Tensor& scales, const std::optiona
   const int64_t rows = values.size(0), groups = coding.groups(inputs);
   TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
   TORCH_CHECK(values.size(1) == (coding.four() ? divide_up(inputs, 2) : inputs), "pack_coded: values");
-  const auto fits = [&](const Tensor& part, at::ScalarType type) {
-    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
-           part.size(1) == groups;
-  };
-  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte), "pack_coded: scales");
-  TORCH_CHECK(!zeros || fits(*zeros, at::kByte), "pack_coded: zeros");
+  TORCH_CHECK(fits(scales, coding.scales == Scales::floats ? at::kFloat : at::kByte, rows, groups), "pack_coded: scales");
+  TORCH_CHECK(!zeros || fits(*zeros, at::kByte, rows, groups), "pack_coded: zeros");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = coding.offset(inputs);
   Tensor packed = empty_weights({layout.blocks(), block_bytes}, values.options());
@@ -133,12 +134,8 @@ Tensor pack_bytes(const Tensor& values, bool gated) {
 // [rows, groups of 64] -> bytes [blocks, bytes of a block], for rows in 8 bits (rounded.h)
 Tensor pack_nibbles(const Tensor& values, const Tensor& scales, const Tensor& zeros, int64_t inputs, bool gated) {
   const int64_t rows = values.size(0), groups = divide_up(inputs, kByteTileDepth);
-  const auto fits = [&](const Tensor& part, at::ScalarType type, int64_t width) {
-    return part.scalar_type() == type && part.is_contiguous() && part.dim() == 2 && part.size(0) == rows &&
-           part.size(1) == width;
-  };
-  TORCH_CHECK(fits(values, at::kByte, divide_up(inputs, 2)) && fits(scales, at::kFloat, groups) &&
-                  fits(zeros, at::kByte, groups), "pack_nibbles: values, scales and zeros");
+  TORCH_CHECK(fits(values, at::kByte, rows, divide_up(inputs, 2)) && fits(scales, at::kFloat, rows, groups) &&
+                  fits(zeros, at::kByte, rows, groups), "pack_nibbles: values, scales and zeros");
   TORCH_CHECK(!gated || rows % 2 == 0, "a gated weight must have an even number of rows");
   const Layout layout{inputs, rows, gated};
   const int64_t block_bytes = Coding{Numbers::nibbles}.offset(inputs), line = values.size(1);

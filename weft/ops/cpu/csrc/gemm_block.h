@@ -36,8 +36,6 @@ constexpr int64_t kDeep = 4096;      // k, of which products by AMX of more take
 constexpr int64_t kDeepPart = 2048, kDeepRows = 256, kDeepBlocks = 64;  // whose sums of so many rows take 2 MB
 constexpr int64_t kCodedRows = 384;  // whose sums are in memory at a time
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Rows at a time of `rows`: parts of like size, at most `most`, so that none of few rows is left, for which every weight
 // is read (and unpacked).
 inline int64_t like_parts(int64_t rows, int64_t most) {

@@ -27,6 +27,8 @@ using namespace vec;
 
 constexpr int kBlock = 32;
 
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 #if WEFT_AVX512
 constexpr int kRows = 14;  // rows of a tile: 28 registers of sums, 2 of weights, 1 of x
 #else

@@ -33,6 +33,8 @@ constexpr int64_t kByteInputs = 65'000;  // whose sums are exact
 constexpr int64_t kByteTileRows = 16, kByteTileDepth = 64;
 constexpr int64_t kNibbleHead = kBlock * 5, kNibbleGroup = kNibbleHead + kByteTileDepth / kByteDepth * kByteStep / 2;
 
+static_assert(Coding::kBytes64 == kByteTileDepth / kByteDepth * kByteStep && Coding::kNibbles64 == kNibbleGroup);
+
 struct ByteSteps {
   static constexpr int depth = kByteDepth;
   static constexpr int64_t bytes = kByteStep;
@@ -40,12 +42,12 @@ struct ByteSteps {
 
 // Rows in 8 bits, from `first` on.
 struct ByteRows {
-  const int8_t* codes = nullptr;
+  int8_t* codes = nullptr;
   int64_t first = 0, depth = 0;   // depth: k of a row here, 64 divides it
   bool tiles = false;             // for AMX
   int64_t rows = 0;               // 16 divides it
-  const float* steps = nullptr;   // [groups, rows]
-  const int32_t* sums = nullptr;  // [groups, rows], of codes
+  float* steps = nullptr;         // [groups, rows]
+  int32_t* sums = nullptr;        // [groups, rows], of codes
 
   // Where row `row` here has its k `k`, which 64 divides.
   int64_t at(int64_t row, int64_t k) const {
@@ -95,24 +97,21 @@ struct Rounding {
   int64_t first, rows, inputs;
   bool grouped, tiles;
 
-  int64_t depth() const { return (inputs + kByteTileDepth - 1) / kByteTileDepth * kByteTileDepth; }
-  int64_t all() const { return (rows + kByteTileRows - 1) / kByteTileRows * kByteTileRows; }
+  int64_t depth() const { return divide_up(inputs, kByteTileDepth) * kByteTileDepth; }
+  int64_t all() const { return divide_up(rows, kByteTileRows) * kByteTileRows; }
   int64_t groups() const { return grouped ? depth() / kByteTileDepth : 1; }
   int64_t bytes() const { return all() * (depth() + 8 * groups()) + 64; }
   // Where they will be, in memory of so many bytes.
   ByteRows in(uint8_t* memory) const {
-    const int8_t* codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
-    const float* steps = reinterpret_cast<const float*>(codes + all() * depth());
-    return {codes, first, depth(), tiles, all(), steps, reinterpret_cast<const int32_t*>(steps + all() * groups())};
+    int8_t* const codes = reinterpret_cast<int8_t*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64);
+    float* const steps = reinterpret_cast<float*>(codes + all() * depth());
+    return {codes, first, depth(), tiles, all(), steps, reinterpret_cast<int32_t*>(steps + all() * groups())};
   }
 };
 
 template <class X>
 void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memory) {
   const ByteRows made = of.in(memory);
-  int8_t* const codes = const_cast<int8_t*>(made.codes);
-  float* const steps = const_cast<float*>(made.steps);
-  int32_t* const sums = const_cast<int32_t*>(made.sums);
   const int64_t groups = of.groups(), group = made.depth / groups;
   // Tiles of 16 rows are read whole where there is more than one.
   const int64_t filled = of.tiles && of.rows > kByteTileRows ? made.rows : of.rows;
@@ -125,14 +124,14 @@ void round_rows(const Rounding& of, const X* x, int64_t x_stride, uint8_t* memor
       const float inverse = finite && largest > 0.0f ? std::min(127.0f / largest, std::numeric_limits<float>::max()) : 0.0f;
       int32_t sum = 0;
       for (int64_t k = begin; k < begin + group; k += kByteTileDepth) {
-        int8_t* const to = codes + made.at(row, k);
+        int8_t* const to = made.codes + made.at(row, k);
         if (inverse > 0.0f)
           sum += round_bytes(x + k, of.inputs - k, inverse, to);
         else
           std::memset(to, 0, kByteTileDepth);
       }
-      steps[number * made.rows + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
-      sums[number * made.rows + row] = sum;
+      made.steps[number * made.rows + row] = finite ? largest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+      made.sums[number * made.rows + row] = sum;
     }
   }
 }
@@ -219,7 +218,7 @@ void byte_tile(const int8_t* codes, int64_t stride, const float* steps, const in
                int64_t inputs, const Finish& finish, Out* out, int64_t out_stride, Ahead ahead) {
   ByteSums total[rows][2];
   for (auto& row : total) row[0] = row[1] = no_sums();
-  const int64_t count = (inputs + kByteDepth - 1) / kByteDepth;
+  const int64_t count = divide_up(inputs, kByteDepth);
   for (int64_t step = 0; step < count; ++step, w += kByteStep) {
     if (step % (kPage / kByteStep) == 0) __builtin_prefetch(w + kPagesAhead);
     if ((step & ahead.mask) == 0) {
@@ -317,7 +316,7 @@ struct NextLines {
   const uint8_t *at, *end;
   int64_t each;
   NextLines(const uint8_t* next, int64_t bytes, int64_t steps, bool many)
-      : at(next), end(next ? next + bytes : nullptr), each(many && next ? (bytes / 64 + steps - 1) / steps : 0) {}
+      : at(next), end(next ? next + bytes : nullptr), each(many && next ? divide_up(bytes / 64, steps) : 0) {}
   void ask() {
     for (int64_t i = 0; i < each && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
   }
@@ -349,7 +348,7 @@ inline __attribute__((always_inline)) void by_tiles(int64_t rows, F f) {
 template <class Out>
 void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                     int64_t out_stride, const uint8_t* following) {
-  const int64_t steps = x.depth / kByteTileDepth, pairs = (end - begin + kBytePair - 1) / kBytePair;
+  const int64_t steps = x.depth / kByteTileDepth, pairs = divide_up(end - begin, kBytePair);
   NextLines next(following, steps * 2 * kByteTileBytes, pairs * steps, pairs > 1);
   amx::configure(int(std::min<int64_t>(end - begin, kByteTileRows)));
   amx::settle();
@@ -375,7 +374,7 @@ void run_byte_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, i
 template <class Out>
 void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish, int64_t begin, int64_t end, Out* out,
                       int64_t out_stride, const uint8_t* following, uint8_t* made) {
-  const int64_t groups = x.depth / kByteTileDepth, pairs = (end - begin + kBytePair - 1) / kBytePair;
+  const int64_t groups = x.depth / kByteTileDepth, pairs = divide_up(end - begin, kBytePair);
   const auto make = [&](int64_t group, uint8_t* to) __attribute__((always_inline)) {
     const uint8_t* from = w + group * kNibbleGroup + kNibbleHead;
     const auto four_times = [&](int half) {  // the zero point of each column
@@ -416,9 +415,6 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
         }
       }
     };
-    const auto add_all = [&](int64_t from, int64_t until) __attribute__((always_inline)) {
-      until - from == kTogether ? add(from, from + kTogether) : add(from, until);
-    };
     by_tiles(rows, [&]<int R>(std::integral_constant<int, R>) __attribute__((always_inline)) {
       amx::Left left{x.codes + x.at(first, 0), kByteTileDepth, kByteTileBytes, kByteTileRows * x.depth};
       amx::Right right{made, kByteStep};
@@ -433,7 +429,7 @@ void run_nibble_tiles(const ByteRows& x, const uint8_t* w, const Finish& finish,
       }
     });
     amx::settle();
-    add_all((groups - 1) / kTogether * kTogether, groups);
+    add((groups - 1) / kTogether * kTogether, groups);
     for (int64_t r = 0; r < rows; ++r)
       finish_row(load(totals + r * kBlock), load(totals + r * kBlock + kLanes), finish,
                  out + (row - begin + r) * out_stride);
