@@ -8,7 +8,7 @@ OPS := $(VENV)/.ops
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: serve test quick setup ops lint types imports unit test-slow test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
+.PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
 
 serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
 	$(BIN)/weft serve $(ARGS)
@@ -60,6 +60,9 @@ unit: setup ops
 
 test-slow: setup ops  ## the tests that are exhaustive or long, which the default tests leave out
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+
+test-levels: setup ops  ## the kernel tests on every lower level of CPUs that this machine executes; ARGS="avx2 -- tests" for all tests on one
+	$(TEST_ENV) $(BIN)/python scripts/test_levels.py $(ARGS)
 
 test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)

@@ -40,6 +40,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "deep.h").write_text("int deep;\n")
     monkeypatch.setattr(build, "SOURCES", folder)
     monkeypatch.setenv("WEFT_OPS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("WEFT_CPU_LEVEL", raising=False)
     return folder
 
 

@@ -81,7 +81,7 @@ def test_another_compiler_torch_or_cpu_is_another_library(
     # Same base: without a compiler, the newest of both is used.
     os.utime(first, (1, 1))
     assert build.find() == second
-    monkeypatch.setattr(build, "_machine", lambda: "torch 9.9 another-cpu")
+    monkeypatch.setattr(build, "_machine", lambda target: "torch 9.9 another-cpu")
     assert build.find() is None
 
 

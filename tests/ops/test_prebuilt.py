@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.ops.stub_compiler import count
+from weft.common.errors import ConfigError
 from weft.launch.build_ops import build_ops
 from weft.ops.cpu import build, prebuilt
 
@@ -113,3 +114,35 @@ def test_other_machines_have_no_levels(calls: Path, tmp_path: Path, monkeypatch:
     with pytest.raises(build.BuildError, match="for x86-64, and this is aarch64"):
         build.build_for_wheel(tmp_path / "out")
     assert count(calls) == 0
+
+
+def test_a_forced_level_is_found_and_built_for_itself(
+    calls: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WEFT_CPU_LEVEL, below the CPU's own: its library of the wheel, its flags, its place in the cache."""
+    cpu_of(monkeypatch, "avx512_bf16")
+    monkeypatch.setenv("WEFT_CPU_LEVEL", "avx2")
+    assert build.find() == wheel / "avx2" / build.LIBRARY
+    forced = build.build(force=True)
+    compiled = [line.split() for line in calls.read_text().splitlines() if " -c " in line]
+    assert all("-march=x86-64-v3" in words and "-march=native" not in words for words in compiled)
+    assert build.find() == forced
+    monkeypatch.delenv("WEFT_CPU_LEVEL")
+    assert build.find() == wheel / "avx512_bf16" / build.LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("avx3", "set one of amx, avx512_bf16"), ("amx", "does not have amx_bf16, amx_int8, amx_tile")],
+)
+def test_a_level_that_cannot_be_forced_is_named(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    cpu_of(monkeypatch, "avx512_bf16")
+    monkeypatch.setenv("WEFT_CPU_LEVEL", name)
+    with pytest.raises(ConfigError, match=says):
+        build.find()
+    said = CliRunner().invoke(build_ops, [])
+    assert isinstance(said.exception, ConfigError)
+    assert says in said.exception.message

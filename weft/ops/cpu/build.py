@@ -130,7 +130,8 @@ def find_compiler() -> Compiler:
 def base_key(sources: str) -> str:
     """What a library of these ``sources`` (`sources_digest`) depends on, but for the compiler."""
     digest = hashlib.sha256()
-    for part in (_machine(), sources, *FLAGS, *NATIVE):
+    target = _target()
+    for part in (_machine(target), sources, *FLAGS, *target):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -144,10 +145,22 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _machine() -> str:
-    """torch's version, the architecture and the CPU's features (what -march=native looks at)."""
-    features = " ".join(sorted(prebuilt.cpu_features()))
-    return f"torch {importlib.metadata.version('torch')} {platform.machine()} {features}"
+def _target() -> Sequence[str]:
+    """Return the compiler's flags of the CPU to build for: this CPU, or the forced level of CPUs."""
+    level = prebuilt.forced_level()
+    return NATIVE if level is None else level.flags
+
+
+def _machine(target: Sequence[str]) -> str:
+    """Return what machine code for ``target`` depends on beside the flags.
+
+    Always torch's version. For `NATIVE` also the architecture and the CPU's features, which the
+    compiler reads from the CPU.
+    """
+    torch = f"torch {importlib.metadata.version('torch')}"
+    if target != NATIVE:
+        return torch
+    return f"{torch} {platform.machine()} {' '.join(sorted(prebuilt.cpu_features()))}"
 
 
 def build(
@@ -182,7 +195,7 @@ def build(
         began = time.monotonic()
         _sweep(cache)
         report = CompilerReport(say, show)
-        objects = _compile_all(compiler, NATIVE, cache / "objects", force, verbose, report)
+        objects = _compile_all(compiler, _target(), cache / "objects", force, verbose, report)
         _link(compiler, objects, target, verbose, say)
         _prune(cache, target)
         say(f"built the C++ operations in {time.monotonic() - began:.0f} s")
@@ -254,7 +267,7 @@ def _compile_all(
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"
     flags = [*FLAGS, *target, "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
-    machine = _machine() if target == NATIVE else f"torch {importlib.metadata.version('torch')}"
+    machine = _machine(target)
     sources = sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
     objects = [
         folder / f"{_hash(compiler.version, machine, *flags, *_with_headers(source))}.o" for source in sources

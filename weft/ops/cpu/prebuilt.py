@@ -18,6 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.common import env
+from weft.common.errors import ConfigError
+
 FOLDER = Path(__file__).parent / "prebuilt"
 MANIFEST = "manifest.json"
 LIBRARY = "libweft_cpu.so"
@@ -32,6 +35,11 @@ class Level:
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
+
+    @property
+    def runs_here(self) -> bool:
+        """True if this machine's CPU executes all instructions of the level."""
+        return platform.machine() == "x86_64" and self.needs <= cpu_features()
 
 
 _AVX2 = Level(
@@ -74,10 +82,28 @@ def torch_version() -> str:
     return importlib.metadata.version("torch").partition("+")[0]
 
 
-def find(sources: str) -> Path | None:
-    """The best library of the wheel for this CPU; None where it has none for it, this torch and ``sources``.
+def forced_level() -> Level | None:
+    """Return the level that WEFT_CPU_LEVEL names; None where the variable is not set.
 
-    ``sources``: the digest of `build.sources_digest`. Raises OSError if the folder can't be read.
+    Raises ConfigError for a name of no level, and for a level that this CPU does not execute.
+    """
+    name = env.get("WEFT_CPU_LEVEL")
+    if not name:
+        return None
+    names = {level.name: level for level in LEVELS}
+    if name not in names:
+        raise ConfigError(f"WEFT_CPU_LEVEL={name} names no level of CPUs: set one of {', '.join(names)}")
+    if not names[name].runs_here:
+        missing = ", ".join(sorted(names[name].needs - cpu_features()))
+        raise ConfigError(f"WEFT_CPU_LEVEL={name}: this CPU does not have {missing}")
+    return names[name]
+
+
+def find(sources: str) -> Path | None:
+    """Return the wheel's best library for this CPU, or the library of `forced_level`.
+
+    None where the wheel has no library for the CPU, this torch and ``sources``, the digest of
+    `build.sources_digest`. Raises OSError if the folder can't be read.
     """
     try:
         manifest = json.loads((FOLDER / MANIFEST).read_text())
@@ -85,10 +111,10 @@ def find(sources: str) -> Path | None:
         return None
     if manifest.get("torch") != torch_version() or manifest.get("sources") != sources:
         return None
-    features = cpu_features() if platform.machine() == "x86_64" else frozenset[str]()
-    for level in LEVELS:
+    forced = forced_level()
+    for level in LEVELS if forced is None else (forced,):
         library = FOLDER / level.name / LIBRARY
-        if level.needs <= features and library.exists():
+        if level.runs_here and library.exists():
             return library
     return None
 
