@@ -1,0 +1,204 @@
+"""Processes for work that may run away: bounded in CPU time and memory, and ended when late.
+
+    thread ──payload──► process       its kernel ends the process after so much CPU time
+           ◄──answer───               the thread ends the process at the deadline
+
+``WorkerPool`` serves an event loop; a ``Guard`` serves threads, which block while a process works. Both speak
+the same protocol, so a worker program is the same: ``workers.serve``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+
+from weft.common import signals
+from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.common.workers import HEADER, WorkerDied
+
+START_S = 30.0
+"""Seconds that a new process may take until it works, beside the time for its first payload."""
+IDLE_S = 60.0
+"""Seconds without work after which a process ends."""
+
+
+class Guard:
+    """A pool of processes that run one program. Thread-safe; the number of callers bounds the processes."""
+
+    def __init__(self, command: Sequence[str], greeting: bytes, *, idle: float = IDLE_S) -> None:
+        """``command``: a program that calls ``workers.serve``. ``greeting``: its first payload. ``idle``:
+        seconds after which a process without work ends."""
+        self._command = tuple(command)
+        self._greeting = greeting
+        self._idle_s = idle
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, _Process]] = []
+        """(time since when, process); the one that has been idle longest comes first."""
+        self._busy: set[_Process] = set()
+        self._reaper: threading.Timer | None = None
+        self._closed = False
+
+    def call(self, payload: bytes, seconds: float) -> bytes:
+        """Return the answer of a process to ``payload``; start a process where none is idle.
+
+        Raises DeadlineExceeded when ``seconds`` or the CPU time of a payload are over, WorkerDied when the
+        process died of the payload in another way, Unavailable when the guard is closed.
+        """
+        process, seconds = self._take(seconds)
+        try:
+            answer = process.exchange(payload, seconds)
+        except TimeoutError:
+            self._drop(process)
+            raise DeadlineExceeded("a task took longer than its time") from None
+        except (OSError, EOFError):
+            code = self._drop(process)
+            if self._closed:
+                raise Unavailable("the server is shutting down") from None
+            if code == -signal.SIGPROF:
+                raise DeadlineExceeded("a task took more CPU time than it may") from None
+            raise WorkerDied(f"a process died of its task (status {code})") from None
+        except BaseException:
+            self._drop(process)
+            raise
+        self._put_back(process)
+        return answer
+
+    @property
+    def processes(self) -> int:
+        """Number of processes that live."""
+        with self._lock:
+            return len(self._idle) + len(self._busy)
+
+    def close(self) -> None:
+        """End every process. A caller that waits gets Unavailable."""
+        with self._lock:
+            self._closed = True
+            if self._reaper is not None:
+                self._reaper.cancel()
+            for process in self._busy:
+                process.kill()  # its caller reaps it
+            idle, self._idle = self._idle, []
+        for _, process in idle:
+            process.end()
+
+    def _take(self, seconds: float) -> tuple[_Process, float]:
+        """Return a process, and the seconds in which it must answer."""
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise Unavailable("the server is shutting down")
+                if not self._idle:
+                    break
+                _, process = self._idle.pop()
+                self._busy.add(process)
+            if process.alive:
+                return process, seconds
+            self._drop(process)  # it died while it had no work
+        try:
+            process = _Process(self._command, self._greeting)
+        except OSError as error:
+            raise Unavailable(f"no process can be started: {error.strerror}") from None
+        with self._lock:
+            self._busy.add(process)
+            closed = self._closed
+        if closed:
+            self._drop(process)
+            raise Unavailable("the server is shutting down")
+        return process, seconds + START_S
+
+    def _drop(self, process: _Process) -> int | None:
+        with self._lock:
+            self._busy.discard(process)
+        return process.end()
+
+    def _put_back(self, process: _Process) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            closed = self._closed
+            if not closed:
+                self._idle.append((time.monotonic(), process))
+                self._reap_later(self._idle_s)
+        if closed:
+            process.end()
+
+    def _reap_later(self, seconds: float) -> None:
+        """Set the timer that ends idle processes, unless there is one. Under the lock."""
+        if self._reaper is None:
+            self._reaper = threading.Timer(seconds, self._reap)
+            self._reaper.daemon = True
+            self._reaper.start()
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._reaper = None
+            old = [process for since, process in self._idle if now - since >= self._idle_s]
+            self._idle = self._idle[len(old) :]
+            if self._idle and not self._closed:
+                self._reap_later(self._idle[0][0] + self._idle_s - now)
+        for process in old:
+            process.end()
+
+
+class _Process:
+    """One process and the socket to it."""
+
+    def __init__(self, command: Sequence[str], greeting: bytes) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                with signals.blocked():
+                    self._process = subprocess.Popen(
+                        [*command, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
+            except BaseException:
+                self._socket.close()
+                raise
+        with contextlib.suppress(OSError):  # a process that died at once fails its first payload
+            self._socket.sendall(HEADER.pack(len(greeting)) + greeting)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def exchange(self, payload: bytes, seconds: float) -> bytes:
+        """Raises TimeoutError, and EOFError or OSError when the process dies."""
+        deadline = time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+        self._socket.sendall(HEADER.pack(len(payload)) + payload)
+        (size,) = HEADER.unpack(self._receive(HEADER.size, deadline))
+        return self._receive(size, deadline)
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            piece = self._socket.recv(min(size - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def kill(self) -> None:
+        """End the process at once; ``end`` reaps it."""
+        self._process.kill()
+
+    def end(self) -> int | None:
+        """End the process, unless it has ended. Return its exit status."""
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # a process that broke off the exchange is about to end: its own status says why
+            self._process.wait(0.05 if self._process.poll() is None else None)
+        self._process.kill()
+        return self._process.wait()
