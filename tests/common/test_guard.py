@@ -1,4 +1,4 @@
-"""Processes for work that may run away: each is ended by CPU time, by its deadline, or when nobody needs it."""
+"""Processes for work that may run away: each ends by CPU time, by its deadline, or when idle."""
 
 from __future__ import annotations
 

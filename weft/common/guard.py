@@ -27,6 +27,10 @@ IDLE_S = 60.0
 """Seconds without work after which a process ends."""
 
 
+class CpuSpent(DeadlineExceeded):
+    """A payload took more CPU time than it may: it would again."""
+
+
 class Guard:
     """A pool of processes that run one program. Thread-safe; the number of callers bounds the processes."""
 
@@ -46,8 +50,9 @@ class Guard:
     def call(self, payload: bytes, seconds: float) -> bytes:
         """Return the answer of a process to ``payload``; start a process where none is idle.
 
-        Raises DeadlineExceeded when ``seconds`` or the CPU time of a payload are over, WorkerDied when the
-        process died of the payload in another way, Unavailable when the guard is closed.
+        Raises DeadlineExceeded when ``seconds`` are over, its subclass CpuSpent when the CPU time of a
+        payload is over, WorkerDied when the process died of the payload in another way, Unavailable when the
+        guard is closed.
         """
         process, seconds = self._take(seconds)
         try:
@@ -60,7 +65,7 @@ class Guard:
             if self._closed:
                 raise Unavailable("the server is shutting down") from None
             if code == -signal.SIGPROF:
-                raise DeadlineExceeded("a task took more CPU time than it may") from None
+                raise CpuSpent("a task took more CPU time than it may") from None
             raise WorkerDied(f"a process died of its task (status {code})") from None
         except BaseException:
             self._drop(process)

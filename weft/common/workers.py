@@ -165,7 +165,7 @@ def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float 
     """The whole of a worker's process: answers payloads until the pool closes the socket that it inherited.
 
     ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
-    are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0 for no limit.
+    are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0: no limit.
     The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer.
     """
     signals.ignore()  # the pool ends its workers: they live as long as its socket
@@ -173,7 +173,7 @@ def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float 
         os.nice(niceness)
     with (
         contextlib.suppress(ConnectionError),  # the pool is gone
-        socket.socket(fileno=int(sys.argv[1])) as link,
+        socket.socket(fileno=int(sys.argv[-1])) as link,
         link.makefile("rwb") as stream,
     ):
         keep_heap_small()

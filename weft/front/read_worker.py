@@ -2,17 +2,17 @@
 
 It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
 is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, what is
-known of its images, another one, and its body.
+known of its images and grammars, another one, and its body.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, WeftError
+from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
 from weft.front.kinds import KINDS, MADE
@@ -20,6 +20,7 @@ from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
 from weft.media.headers import ImageHeader
 from weft.media.pictures import NeedsFiles, Wanted
+from weft.types.grammar import Grammar
 
 log = get_logger(__name__)
 
@@ -35,38 +36,92 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer's JSON, where no engine is needed for it."""
     wanted: tuple[Wanted, ...] = ()
     """Files that have to be fetched before it can be read."""
+    unproved: Grammar | None = None
+    """A grammar that has to be compiled before."""
     error: ErrorInfo | None = None
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front has found out about a request since it was read first."""
+
+    files: dict[str, ImageHeader] = {}
+    """Headers of images that were fetched, by their URLs."""
+    verdicts: dict[str, ErrorInfo | None] = {}
+    """Why grammars do not compile, or None, by ``digest_of``."""
+
+
+class Unproved(Exception):
+    """Nothing is known of this grammar yet."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        super().__init__("a grammar was not compiled")
+        self.grammar = grammar
+
+
+class Told:
+    """``Grammars`` of one request, from the verdicts of the front."""
+
+    def __init__(self, verdicts: Mapping[str, ErrorInfo | None]) -> None:
+        self._verdicts = verdicts
+
+    def submit(self, grammar: Grammar, client: int) -> _Verdict:
+        """Raises Unproved."""
+        digest = digest_of(grammar)
+        if digest not in self._verdicts:
+            raise Unproved(grammar)
+        return _Verdict(self._verdicts[digest])
+
+
+class _Verdict:
+    def __init__(self, error: ErrorInfo | None) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Raises InvalidRequest, which readers can answer with a looser grammar, or ReportedError."""
+        if self._error is None:
+            return
+        if self._error.http_status == InvalidRequest.http_status:
+            raise InvalidRequest(self._error.message, param=self._error.param, code=self._error.code)
+        raise ReportedError(self._error)
+
+
+def digest_of(grammar: Grammar) -> str:
+    """The name of ``grammar`` in ``Known``."""
+    return hashlib.sha256(msgspec.msgpack.encode(grammar)).hexdigest()
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
-Files: TypeAlias = Mapping[str, ImageHeader]
-"""Headers of images that were fetched, by their URLs."""
-_decode_files = msgspec.json.Decoder(dict[str, ImageHeader]).decode
+_decode_known = msgspec.json.Decoder(Known).decode
 
 
-def payload_of(kind: str, body: Iterable[bytes], files: Files | None = None) -> tuple[bytes, ...]:
+def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tuple[bytes, ...]:
     """What a worker is sent to read a body in pieces; in pieces, too."""
-    return (kind.encode() + b"\0" + msgspec.json.encode(files or {}) + b"\0", *body)
+    return (kind.encode() + b"\0" + msgspec.json.encode(known) + b"\0", *body)
 
 
-def read_with(reader: Reader, kind: str, body: bytes, files: Files) -> ReadAnswer:
-    """Reads one request. Raises WeftError."""
+def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
+    """Reads one request. Raises WeftError, Compiling."""
     try:
-        reader = reader.knowing(files)
         if kind in MADE:
             return ReadAnswer(made=MADE[kind](reader, body))
         return ReadAnswer(job=KINDS[kind](reader, body))
     except NeedsFiles as missing:
         return ReadAnswer(wanted=tuple(missing.wanted))
+    except Unproved as missing:
+        return ReadAnswer(unproved=missing.grammar)
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
-    kind, files, body = payload.split(b"\0", 2)
+    kind, data, body = payload.split(b"\0", 2)
     try:
-        return read_with(reader, kind.decode(), body, _decode_files(files))
+        known = _decode_known(data)
+        return read_with(reader.knowing(known.files, grammars=Told(known.verdicts)), kind.decode(), body)
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:

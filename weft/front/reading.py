@@ -23,10 +23,10 @@ from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, Completio
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.turns import shows_system_inside, shows_users_apart
-from weft.grammar.service import Compile, GrammarService
+from weft.grammar.service import Compile
 from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
-from weft.text.chat import ChatPrompt, expanded
+from weft.text.chat import ChatFormat, ChatPrompt, expanded
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputSpec
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
@@ -103,11 +103,36 @@ class Compiling(Exception):
         self.task = task
 
 
-class Grammars(Protocol):
-    """What is needed of ``setup.GrammarCheck``."""
+class Proof(Protocol):
+    """The part of ``grammar.service.Compile`` that reading needs."""
 
-    def service(self) -> GrammarService:
-        """Compiles grammars."""
+    def done(self) -> bool:
+        """True when ``wait`` returns at once."""
+
+    def wait(self) -> object:
+        """Raises WeftError for a grammar that does not compile."""
+
+
+class Grammars(Protocol):
+    """Proves that grammars compile: ``setup.GrammarCheck``, ``read_worker.Told``."""
+
+    def submit(self, grammar: Grammar, client: int) -> Proof:
+        """Begins for ``client``; never waits. Raises what makes the front read the body again."""
+
+
+class _Shown:
+    """How the chat template shows messages that not every template takes; found out once."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+
+    @functools.cached_property
+    def system_inside(self) -> bool:
+        return shows_system_inside(self._chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        return shows_users_apart(self._chat)
 
 
 class Reader:
@@ -139,27 +164,33 @@ class Reader:
         self.keep_attribution = keep_attribution
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
+        self._client = 0
+        self._shown = _Shown(text.chat)
         self._waits = waits
 
-    def knowing(self, files: Mapping[str, ImageHeader]) -> Reader:
-        """The same reader for one request, of whose images ``files`` were fetched, by their URLs. Until all
-        are, reading it raises NeedsFiles.
+    def knowing(
+        self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
+    ) -> Reader:
+        """The same reader for one request of ``client``, of whose images ``files`` were fetched, by their
+        URLs. Until all are, reading it raises NeedsFiles. ``grammars`` replaces that of the reader.
         """
-        if not files:
+        if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
         made._files = files
+        made._client = client
+        made._grammars = grammars or self._grammars
         return made
 
-    @functools.cached_property
+    @property
     def system_inside(self) -> bool:
-        """Whether the chat template shows a system message that is not the first one."""
-        return shows_system_inside(self.text.chat)
+        """True when the chat template shows a system message that is not the first one."""
+        return self._shown.system_inside
 
-    @functools.cached_property
+    @property
     def users_apart(self) -> bool:
-        """Whether the chat template takes two messages of the user in a row."""
-        return shows_users_apart(self.text.chat)
+        """True when the chat template takes two messages of the user in a row."""
+        return self._shown.users_apart
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
@@ -370,8 +401,9 @@ class Reader:
         """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
         if self._grammars is None:
             return
-        task = self._grammars.service().submit(grammar)
+        task = self._grammars.submit(grammar, self._client)
         if not (self._waits or task.done()):
+            assert isinstance(task, Compile)
             raise Compiling(task)
         try:
             task.wait()

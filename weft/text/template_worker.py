@@ -1,8 +1,8 @@
 """A process that compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
 
-A payload is a JSON object: ``source``, and to render ``variables`` and ``seconds``. The answer has ``facts`` of
-the template or the ``text``; or ``error`` and ``param``. JSON of the standard library, because variables may
-hold integers of any size and lone surrogates.
+A payload is a JSON object: ``source``, and to render ``variables`` and ``seconds``. The answer has ``facts``
+of the template or the ``text``; or ``error`` and ``param``. JSON of the standard library, because variables
+may hold integers of any size and lone surrogates.
 """
 
 from __future__ import annotations

@@ -1,0 +1,20 @@
+"""Threads with stacks that are large enough for libraries that recurse over the rules of a grammar."""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+STACK_BYTES: Final = 256 << 20
+"""An overflow would end the process. Only the used part takes memory."""
+_lock = threading.Lock()
+
+
+def with_stack(thread: threading.Thread) -> None:
+    """Start ``thread`` with a stack of ``STACK_BYTES``; the size is a setting of the process, put back."""
+    with _lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
