@@ -21,13 +21,11 @@ from weft.common.workers import Answer, serve
 from weft.grammar.base import GrammarCompiler
 from weft.grammar.guarded import MAX_BYTES, Backend, Verdict
 from weft.grammar.registry import make_compiler
-from weft.grammar.stack import STACK_BYTES, with_stack
+from weft.grammar.stack import LONG_S, STACK_BYTES, step_back, with_stack
 from weft.types.grammar import Grammar
 
 log = get_logger(__name__)
 
-NICENESS = 10
-"""Steps of the engine go first where cores are short."""
 MEMORY = STACK_BYTES + (512 << 20)
 """Bytes of address space beyond those of the started process."""
 
@@ -45,12 +43,15 @@ def main() -> None:
             found: list[Verdict] = []
             thread = threading.Thread(target=lambda: found.append(judge(compiler, decode(payload))))
             with_stack(thread)
-            thread.join()
+            thread.join(LONG_S)
+            if thread.is_alive():
+                step_back(thread)
+                thread.join()
             return (msgspec.msgpack.encode(found[0] if found else Verdict(message=None)),)
 
         return answer
 
-    serve(prepare, NICENESS, float(sys.argv[1]))
+    serve(prepare, 0, float(sys.argv[1]))
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -22,6 +23,7 @@ from weft.common.guard import CpuSpent, Guard
 from weft.common.workers import WorkerDied
 from weft.grammar.base import CompiledGrammar, GrammarCompiler, Matcher
 from weft.grammar.registry import resolved
+from weft.grammar.stack import LONG_S, step_back
 from weft.types.grammar import Grammar
 
 CPU_SECONDS = {"llguidance": 2.0}
@@ -89,6 +91,7 @@ class GuardedCompiler:
         """Raises InvalidRequest (400) for a grammar that the backend cannot hold to, or that costs too much;
         DeadlineExceeded (504) when the machine had no time for it."""
         guard, compiler = self._parts()
+        begin = time.monotonic()
         try:
             verdict = _decode(guard.call(msgspec.msgpack.encode(grammar), self._seconds))
         except CpuSpent:
@@ -111,6 +114,8 @@ class GuardedCompiler:
             raise WeftError("the grammar could not be compiled")
         if verdict.message:
             raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
+        if time.monotonic() - begin > LONG_S:  # another one may follow in this thread, but not often
+            step_back(threading.current_thread())
         return Proved() if compiler is None else compiler.build(verdict.source, verdict.nbytes)
 
     def close(self) -> None:

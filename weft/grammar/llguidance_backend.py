@@ -169,7 +169,7 @@ class LlguidanceMatcher:
                 self._taken.append(token)
                 self._shared.tokens += 1
             return True
-        if self._lexer_renewed():
+        if self._ends == 0 and token not in self._vocabulary.end_ids and self._lexer_renewed():
             return self.accept(token)
         self._raise_errors()
         if token in self._vocabulary.end_ids and (self._ends > 0 or self._matcher.is_accepting()):
@@ -197,7 +197,7 @@ class LlguidanceMatcher:
             scratch = np.empty(count, np.int32)
             self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
             words[:] = scratch[: words.size]
-        if self._lexer_renewed():
+        if self._matcher.is_error() and self._lexer_renewed():
             self.fill(words)
             return
         self._raise_errors()
@@ -248,14 +248,17 @@ class LlguidanceMatcher:
             bits[number // 32] |= np.uint32(1 << (number % 32))
 
     def _lexer_renewed(self) -> bool:
-        """Go on with a lexer of its own where the shared one is full. False where nothing was changed.
+        """Go on with a lexer of its own where the shared one may be full. False where nothing was changed.
 
         The states of a shared lexer come from other outputs, too, and those must not decide about this one.
+        A full lexer shows as an error of a mask, but a token that needs a new state is just refused: so the
+        first refusal without an error is tried again. Masks allow what is sampled, so refusals are rare.
         """
-        if self._shared is None or not self._matcher.is_error() or _FULL not in self._matcher.get_error():
+        failed = self._matcher.is_error()
+        if self._shared is None or (failed and _FULL not in self._matcher.get_error()):
             return False
         grammar, self._shared = self._shared, None
-        grammar.full = True
+        grammar.full |= failed
         if grammar.renew is None:
             return False
         matcher = grammar.renew()

@@ -8,8 +8,6 @@ them, so no client's slow grammars keep the grammars of another client waiting. 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -37,8 +35,6 @@ CLIENT_WAITING = 128
 MAX_ENTRIES = 256
 MAX_KEPT_BYTES = 64 << 20
 """Size of the grammars in the cache: their sources, and what they take when compiled."""
-NICENESS = 10
-"""Of threads that compile: steps go first where cores are short."""
 
 
 class Compile:
@@ -268,8 +264,6 @@ class GrammarService:
 
     def _run(self, work: _Work, client: int) -> None:
         """A thread: goes on as long as there is work, so that threads are no more than what they compile."""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         going: tuple[_Work, int] | None = (work, client)
         while going is not None:
             work, client = going
