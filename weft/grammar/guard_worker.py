@@ -26,8 +26,9 @@ from weft.types.grammar import Grammar
 
 log = get_logger(__name__)
 
-MEMORY = STACK_BYTES + (512 << 20)
-"""Bytes of address space beyond those of the started process."""
+MEMORY = 2 * STACK_BYTES + (384 << 20)
+"""Bytes of address space beyond those of the started process. A thread that has just ended may still have its
+stack when the next one starts."""
 
 
 def main() -> None:
