@@ -24,9 +24,10 @@ from weft.front.answers import ModelCard
 from weft.front.body import Bodies
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
+from weft.front.proofs import Compiling, Unproved, digest_of
 from weft.front.rate_limit import RateLimits
-from weft.front.read_worker import Known, ReadAnswer, decode_answer, digest_of, payload_of, read_with
-from weft.front.reading import Compiling, Job, Reader, check_model
+from weft.front.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
+from weft.front.reading import Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import GrammarCheck, Setup, TextSetup
@@ -284,19 +285,19 @@ class Front:
         headers: dict[str, ImageHeader] = {}
         verdicts: dict[str, ErrorInfo | None] = {}
 
-        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | _Unproved:
+        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
             if data is None:
                 answer = read_with(reader.knowing(headers, client), kind, b"".join(body))
             else:
                 answer = _decoded(data)
-            return answer.wanted or _Unproved.of(answer.unproved) or use(answer)
+            return answer.wanted or answer.unproved or use(answer)
 
         with self.media.memory.lease() as own:
             while len(verdicts) < MAX_READS:
                 data = await self._read_large(kind, body, Known(files=headers, verdicts=verdicts))
                 found = await self._read_again(functools.partial(take, data))
-                if isinstance(found, _Unproved):
-                    verdicts[found.digest] = await self._verdict(found.grammar, client)
+                if isinstance(found, Unproved):
+                    verdicts[digest_of(found.grammar)] = await self._verdict(found.grammar, client)
                 elif isinstance(found, tuple):
                     assert not files  # they were all asked for at once
                     files = await self.media.fetch(found, lease or own)
@@ -349,17 +350,6 @@ class Front:
         """A served model, as /v1/models shows it: never by a name that is only accepted."""
         shown = name if name in self.names else self.names[0]
         return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
-
-
-class _Unproved(msgspec.Struct, frozen=True):
-    """A grammar that a large body asks for, and its name."""
-
-    grammar: Grammar
-    digest: str
-
-    @classmethod
-    def of(cls, grammar: Grammar | None) -> _Unproved | None:
-        return None if grammar is None else cls(grammar, digest_of(grammar))
 
 
 async def _ended(task: Compile) -> None:

@@ -7,20 +7,19 @@ known of its images and grammars, another one, and its body.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError, WeftError
+from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
 from weft.front.kinds import KINDS, MADE
+from weft.front.proofs import NeedsProof, Told, Unproved
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
 from weft.media.headers import ImageHeader
 from weft.media.pictures import NeedsFiles, Wanted
-from weft.types.grammar import Grammar
 
 log = get_logger(__name__)
 
@@ -36,7 +35,7 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer's JSON, where no engine is needed for it."""
     wanted: tuple[Wanted, ...] = ()
     """Files that have to be fetched before it can be read."""
-    unproved: Grammar | None = None
+    unproved: Unproved | None = None
     """A grammar that has to be compiled before."""
     error: ErrorInfo | None = None
 
@@ -48,49 +47,6 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     """Headers of images that were fetched, by their URLs."""
     verdicts: dict[str, ErrorInfo | None] = {}
     """Why grammars do not compile, or None, by ``digest_of``."""
-
-
-class Unproved(Exception):
-    """Nothing is known of this grammar yet."""
-
-    def __init__(self, grammar: Grammar) -> None:
-        super().__init__("a grammar was not compiled")
-        self.grammar = grammar
-
-
-class Told:
-    """``Grammars`` of one request, from the verdicts of the front."""
-
-    def __init__(self, verdicts: Mapping[str, ErrorInfo | None]) -> None:
-        self._verdicts = verdicts
-
-    def submit(self, grammar: Grammar, client: int) -> _Verdict:
-        """Raises Unproved."""
-        digest = digest_of(grammar)
-        if digest not in self._verdicts:
-            raise Unproved(grammar)
-        return _Verdict(self._verdicts[digest])
-
-
-class _Verdict:
-    def __init__(self, error: ErrorInfo | None) -> None:
-        self._error = error
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Raises InvalidRequest, which readers can answer with a looser grammar, or ReportedError."""
-        if self._error is None:
-            return
-        if self._error.http_status == InvalidRequest.http_status:
-            raise InvalidRequest(self._error.message, param=self._error.param, code=self._error.code)
-        raise ReportedError(self._error)
-
-
-def digest_of(grammar: Grammar) -> str:
-    """The name of ``grammar`` in ``Known``."""
-    return hashlib.sha256(msgspec.msgpack.encode(grammar)).hexdigest()
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
@@ -112,8 +68,8 @@ def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
         return ReadAnswer(job=KINDS[kind](reader, body))
     except NeedsFiles as missing:
         return ReadAnswer(wanted=tuple(missing.wanted))
-    except Unproved as missing:
-        return ReadAnswer(unproved=missing.grammar)
+    except NeedsProof as missing:
+        return ReadAnswer(unproved=missing.unproved)
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:

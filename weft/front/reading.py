@@ -8,9 +8,7 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,15 +16,16 @@ import numpy as np
 from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
 from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
+from weft.front.proofs import Compiling, Grammars
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import shows_system_inside, shows_users_apart
+from weft.front.turns import ShownTurns
 from weft.grammar.service import Compile
 from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
-from weft.text.chat import ChatFormat, ChatPrompt, expanded
+from weft.text.chat import ChatPrompt, expanded
 from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputSpec
 from weft.text.submit import ModelLimits, max_tokens_for, prompt_bytes, resolve_params
@@ -95,46 +94,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The same, decoded."""
 
 
-class Compiling(Exception):
-    """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
-
-    def __init__(self, task: Compile) -> None:
-        super().__init__("a grammar is being compiled")
-        self.task = task
-
-
-class Proof(Protocol):
-    """The part of ``grammar.service.Compile`` that reading needs."""
-
-    def done(self) -> bool:
-        """True when ``wait`` returns at once."""
-
-    def wait(self) -> object:
-        """Raises WeftError for a grammar that does not compile."""
-
-
-class Grammars(Protocol):
-    """Proves that grammars compile: ``setup.GrammarCheck``, ``read_worker.Told``."""
-
-    def submit(self, grammar: Grammar, client: int) -> Proof:
-        """Begins for ``client``; never waits. Raises what makes the front read the body again."""
-
-
-class _Shown:
-    """How the chat template shows messages that not every template takes; found out once."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-
-    @functools.cached_property
-    def system_inside(self) -> bool:
-        return shows_system_inside(self._chat)
-
-    @functools.cached_property
-    def users_apart(self) -> bool:
-        return shows_users_apart(self._chat)
-
-
 class Reader:
     """Reads requests for one server. Thread-safe."""
 
@@ -165,7 +124,7 @@ class Reader:
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
         self._client = 0
-        self._shown = _Shown(text.chat)
+        self._turns = ShownTurns(text.chat)
         self._waits = waits
 
     def knowing(
@@ -185,12 +144,12 @@ class Reader:
     @property
     def system_inside(self) -> bool:
         """True when the chat template shows a system message that is not the first one."""
-        return self._shown.system_inside
+        return self._turns.system_inside
 
     @property
     def users_apart(self) -> bool:
         """True when the chat template takes two messages of the user in a row."""
-        return self._shown.users_apart
+        return self._turns.users_apart
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""

@@ -10,7 +10,8 @@ from weft.config.front_section import FrontSection, template_variables
 from weft.config.media import MediaFacts
 from weft.config.media_section import MediaSection
 from weft.config.resolved import EngineConfig
-from weft.front.reading import Grammars, Reader
+from weft.front.proofs import Grammars
+from weft.front.reading import Reader
 from weft.grammar.guarded import Backend, GuardedCompiler
 from weft.grammar.service import Compile, GrammarService
 from weft.media.pictures import Pictures

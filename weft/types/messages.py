@@ -41,7 +41,6 @@ MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of the sequences with which fronts see whether heads make tokens."""
 
-
 Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
 Pooling: TypeAlias = Literal["", "last", "mean"]
 
@@ -111,11 +110,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     salt: str = ""
     """Prefixes are shared only between equal salts."""
     owner: int = 0
-    """Slots are shared fairly among owners: one id for all sequences of a client's request, of all its
-    prompts; 0 stands for ``request``."""
+    """Slots are shared fairly among owners: one id for all sequences of a client's request; 0: ``request``."""
     client: int = 0
-    """Number of the API key that the request came with, 0 without keys. Places to compile grammars are shared
-    fairly among clients."""
+    """Number of the request's API key, 0 without keys. Compiles of grammars are shared fairly among clients."""
     attempt: int = 0
     """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
     one.
