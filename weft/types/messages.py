@@ -110,9 +110,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     salt: str = ""
     """Prefixes are shared only between equal salts."""
     owner: int = 0
-    """Slots are shared fairly among owners: one id for all sequences of a client's request; 0: ``request``."""
+    """Slots are shared fairly among owners: one id for all sequences of a request; 0: ``request``."""
     client: int = 0
-    """Number of the request's API key, 0 without keys. Compiles of grammars are shared fairly among clients."""
+    """Number of the request's API key, 0 without keys. Keys share the places to compile grammars."""
     attempt: int = 0
     """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
     one.
