@@ -214,7 +214,7 @@ def measure(attack: str, args: argparse.Namespace) -> list[Row]:
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(command, log_file=args.log or Path(folder) / "log") as server,
     ):
-        server.wait_ready(180)
+        server.wait_ready(180, KEYS[0])
         assert server.pid is not None
         asyncio.run(beside(Canary(server.url, args.model, args.canaries, KEYS[0]), None, 3.0))  # warm
         front, whole = Memory(tree(server.pid)[0].pid), Memory(server.pid, whole=True)

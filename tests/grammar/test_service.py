@@ -125,7 +125,7 @@ def test_slow_grammars_of_one_client_keep_no_other_waiting() -> None:
 def test_a_client_with_too_many_grammars_is_refused_alone() -> None:
     gate = Gate()
     with serving(gate) as service:
-        made = [service.submit(Text(f"slow {number}"), client=1) for number in range(200)]
+        made = [service.submit(Text(f"slow {number}"), client=1) for number in range(CLIENT_WAITING + 9)]
         with pytest.raises(Overloaded, match="your grammars"):
             made[-1].result()
         assert service.submit(Text("a"), client=2).wait()

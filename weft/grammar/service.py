@@ -28,9 +28,9 @@ PLACES = 3
 """Compiles at a time."""
 CLIENT_PLACES = 2
 """Compiles of one client at a time."""
-MAX_WAITING = 512
+MAX_WAITING = 1024
 """Compiles that wait for a place."""
-CLIENT_WAITING = 128
+CLIENT_WAITING = 512
 """Compiles of one client that wait."""
 MAX_ENTRIES = 256
 MAX_KEPT_BYTES = 64 << 20
@@ -257,8 +257,8 @@ class GrammarService:
                     else:
                         del self._queues[client]
                     return work, client
-                if not work.taken:
-                    self._under_way.pop(work.key, None)
+                if self._under_way.get(work.key) is work and not work.taken:
+                    del self._under_way[work.key]  # nobody waits for it any more
             del self._queues[client]
         return None
 
