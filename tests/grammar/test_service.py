@@ -150,7 +150,7 @@ def test_the_cache_is_bounded_by_what_compiled_grammars_take() -> None:
         for number in range(20):
             service.compile(Text(str(number)))
         entries, size = service.kept
-        assert entries == 6
+        assert entries == 3
         assert size <= MAX_KEPT_BYTES
         assert service.submit(Text("19")).done()
         assert not service._find((0, b"nothing"))

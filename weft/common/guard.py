@@ -18,13 +18,15 @@ import time
 from collections.abc import Sequence
 
 from weft.common import signals
-from weft.common.errors import DeadlineExceeded, Unavailable
+from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
 from weft.common.workers import HEADER, WorkerDied
 
 START_S = 30.0
-"""Seconds that a new process may take until it works, beside the time for its first payload."""
+"""Seconds that a new process may take until it is ready."""
 IDLE_S = 60.0
-"""Seconds without work after which a process ends."""
+"""Seconds without work after which the last process ends."""
+SPARE_S = 5.0
+"""Seconds without work after which the others end."""
 
 
 class CpuSpent(DeadlineExceeded):
@@ -36,7 +38,7 @@ class Guard:
 
     def __init__(self, command: Sequence[str], greeting: bytes, *, idle: float = IDLE_S) -> None:
         """``command``: a program that calls ``workers.serve``. ``greeting``: its first payload. ``idle``:
-        seconds after which a process without work ends."""
+        seconds after which the last process without work ends."""
         self._command = tuple(command)
         self._greeting = greeting
         self._idle_s = idle
@@ -54,22 +56,15 @@ class Guard:
         payload is over, WorkerDied when the process died of the payload in another way, Unavailable when the
         guard is closed.
         """
-        process, seconds = self._take(seconds)
+        process = self._take() or self._start()
         try:
             answer = process.exchange(payload, seconds)
-        except TimeoutError:
-            self._drop(process)
-            raise DeadlineExceeded("a task took longer than its time") from None
-        except (OSError, EOFError):
-            code = self._drop(process)
-            if self._closed:
-                raise Unavailable("the server is shutting down") from None
-            if code == -signal.SIGPROF:
-                raise CpuSpent("a task took more CPU time than it may") from None
-            raise WorkerDied(f"a process died of its task (status {code})") from None
-        except BaseException:
-            self._drop(process)
-            raise
+        except BaseException as error:
+            failure = self._failure(process, error)
+            # The caller that lost a process waits for the next one, and not whoever calls next.
+            with contextlib.suppress(WeftError):
+                self._put_back(self._start())
+            raise failure from None
         self._put_back(process)
         return answer
 
@@ -91,19 +86,35 @@ class Guard:
         for _, process in idle:
             process.end()
 
-    def _take(self, seconds: float) -> tuple[_Process, float]:
-        """Return a process, and the seconds in which it must answer."""
+    def _failure(self, process: _Process, error: BaseException) -> BaseException:
+        """End ``process``. Return the error that says why it gave no answer."""
+        code = self._drop(process)
+        if isinstance(error, TimeoutError):
+            return DeadlineExceeded("a task took longer than its time")
+        if not isinstance(error, OSError | EOFError):
+            return error
+        if self._closed:
+            return Unavailable("the server is shutting down")
+        if code == -signal.SIGPROF:
+            return CpuSpent("a task took more CPU time than it may")
+        return WorkerDied(f"a process died of its task (status {code})")
+
+    def _take(self) -> _Process | None:
+        """Return an idle process, if there is one."""
         while True:
             with self._lock:
                 if self._closed:
                     raise Unavailable("the server is shutting down")
                 if not self._idle:
-                    break
+                    return None
                 _, process = self._idle.pop()
                 self._busy.add(process)
             if process.alive:
-                return process, seconds
+                return process
             self._drop(process)  # it died while it had no work
+
+    def _start(self) -> _Process:
+        """Return a new process that is ready."""
         try:
             process = _Process(self._command, self._greeting)
         except OSError as error:
@@ -114,7 +125,11 @@ class Guard:
         if closed:
             self._drop(process)
             raise Unavailable("the server is shutting down")
-        return process, seconds + START_S
+        try:
+            process.get_ready()
+        except (OSError, EOFError) as error:
+            raise self._failure(process, error) from None
+        return process
 
     def _drop(self, process: _Process) -> int | None:
         with self._lock:
@@ -127,14 +142,14 @@ class Guard:
             closed = self._closed
             if not closed:
                 self._idle.append((time.monotonic(), process))
-                self._reap_later(self._idle_s)
+                self._reap_later()
         if closed:
             process.end()
 
-    def _reap_later(self, seconds: float) -> None:
+    def _reap_later(self) -> None:
         """Set the timer that ends idle processes, unless there is one. Under the lock."""
         if self._reaper is None:
-            self._reaper = threading.Timer(seconds, self._reap)
+            self._reaper = threading.Timer(min(self._idle_s, SPARE_S), self._reap)
             self._reaper.daemon = True
             self._reaper.start()
 
@@ -142,10 +157,13 @@ class Guard:
         now = time.monotonic()
         with self._lock:
             self._reaper = None
-            old = [process for since, process in self._idle if now - since >= self._idle_s]
-            self._idle = self._idle[len(old) :]
+            last = len(self._idle) - 1
+            lives = [self._idle_s if place == last else SPARE_S for place in range(len(self._idle))]
+            each = list(zip(self._idle, lives, strict=True))
+            old = [process for (since, process), seconds in each if now - since >= seconds]
+            self._idle = [entry for entry, seconds in each if now - entry[0] < seconds]
             if self._idle and not self._closed:
-                self._reap_later(self._idle[0][0] + self._idle_s - now)
+                self._reap_later()
         for process in old:
             process.end()
 
@@ -173,6 +191,10 @@ class _Process:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def get_ready(self) -> None:
+        """Wait until the process can work. Raises like ``exchange``."""
+        self._receive(HEADER.size, time.monotonic() + START_S)
 
     def exchange(self, payload: bytes, seconds: float) -> bytes:
         """Raises TimeoutError, and EOFError or OSError when the process dies."""

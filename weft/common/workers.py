@@ -166,7 +166,8 @@ def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float 
 
     ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
     are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0: no limit.
-    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer.
+    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer. A
+    process with this limit sends an empty answer when it is ready.
     """
     signals.ignore()  # the pool ends its workers: they live as long as its socket
     with contextlib.suppress(OSError):
@@ -178,6 +179,9 @@ def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float 
     ):
         keep_heap_small()
         answer_to = prepare(_receive(stream))
+        if cpu_seconds:
+            stream.write(HEADER.pack(0))
+            stream.flush()
         while payload := _receive(stream):
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             answer = answer_to(payload)

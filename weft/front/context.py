@@ -241,8 +241,8 @@ class Front:
         """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
 
         ``kind`` is one of ``KINDS``. ``lease``: of the memory of its images; without one they are not
-        decoded. ``client``: number of the API key that the request came with. Raises
-        the WeftError of a request that can't be read, and Overloaded when too much text work waits.
+        decoded. ``client``: number of the API key that the request came with. Raises the WeftError of a
+        request that can't be read, and Overloaded when too much text work waits.
         """
 
         def use(answer: ReadAnswer) -> T | Job:
@@ -309,7 +309,7 @@ class Front:
     async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
         """Why ``grammar`` does not compile; None where it does."""
         assert self._grammars is not None
-        task = self._grammars.submit(grammar, client)
+        task = await self.in_thread(self._grammars.submit, grammar, client)
         await _ended(task)
         try:
             task.result()

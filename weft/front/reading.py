@@ -22,6 +22,7 @@ from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, Completio
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
 from weft.front.turns import ShownTurns
+from weft.grammar.checks import check_tree
 from weft.grammar.service import Compile
 from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
@@ -360,6 +361,10 @@ class Reader:
         """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
         if self._grammars is None:
             return
+        try:
+            check_tree(grammar)  # what waits for its turn is small
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         task = self._grammars.submit(grammar, self._client)
         if not (self._waits or task.done()):
             assert isinstance(task, Compile)

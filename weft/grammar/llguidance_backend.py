@@ -77,7 +77,7 @@ class LlguidanceCompiler:
         self._spare = vocabulary.spare()
 
     def lower(self, grammar: Grammar) -> str:
-        check_tree(grammar, self.name)
+        check_tree(grammar)
         return to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
 
     def build(self, source: str, nbytes: int = 0) -> LlguidanceGrammar:

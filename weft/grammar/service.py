@@ -33,7 +33,7 @@ MAX_WAITING = 1024
 CLIENT_WAITING = 512
 """Compiles of one client that wait."""
 MAX_ENTRIES = 256
-MAX_KEPT_BYTES = 64 << 20
+MAX_KEPT_BYTES = 32 << 20
 """Size of the grammars in the cache: their sources, and what they take when compiled."""
 
 

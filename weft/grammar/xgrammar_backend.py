@@ -59,7 +59,7 @@ class XgrammarCompiler:
         self._width = width
 
     def lower(self, grammar: Grammar) -> str:
-        check_tree(grammar, self.name)
+        check_tree(grammar)
         controls = self._vocabulary.controls
         tag = to_format(lower(grammar, controls), controls, _json_format, _client_rules)
         return json.dumps({"type": "structural_tag", "format": tag})
