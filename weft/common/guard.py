@@ -10,12 +10,13 @@ the same protocol, so a worker program is the same: ``workers.serve``.
 from __future__ import annotations
 
 import contextlib
+import select
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from weft.common import signals
 from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
@@ -23,6 +24,8 @@ from weft.common.workers import HEADER, WorkerDied
 
 START_S = 30.0
 """Seconds that a new process may take until it is ready."""
+LONG_S = 0.05
+"""Seconds after which a payload is a long one."""
 IDLE_S = 60.0
 """Seconds without work after which the last process ends."""
 SPARE_S = 5.0
@@ -48,6 +51,8 @@ class Guard:
         self._busy: set[_Process] = set()
         self._reaper: threading.Timer | None = None
         self._closed = False
+        self._starting = False
+        """True while a spare process starts."""
 
     def call(self, payload: bytes, seconds: float) -> bytes:
         """Return the answer of a process to ``payload``; start a process where none is idle.
@@ -58,7 +63,7 @@ class Guard:
         """
         process = self._take() or self._start()
         try:
-            answer = process.exchange(payload, seconds)
+            answer = process.exchange(payload, seconds, self._prepare_spare)
         except BaseException as error:
             failure = self._failure(process, error)
             # The caller that lost a process waits for the next one, and not whoever calls next.
@@ -98,6 +103,20 @@ class Guard:
         if code == -signal.SIGPROF:
             return CpuSpent("a task took more CPU time than it may")
         return WorkerDied(f"a process died of its task (status {code})")
+
+    def _prepare_spare(self) -> None:
+        """Start a process in the background where no other is idle: a long payload is often not the last."""
+
+        def start() -> None:
+            with contextlib.suppress(WeftError):  # the next caller starts one, or says why there is none
+                self._put_back(self._start())
+            self._starting = False
+
+        with self._lock:
+            wanted = not self._idle and not self._starting
+            self._starting |= wanted
+        if wanted:
+            threading.Thread(target=start, daemon=True).start()
 
     def _take(self) -> _Process | None:
         """Return an idle process, if there is one."""
@@ -196,11 +215,18 @@ class _Process:
         """Wait until the process can work. Raises like ``exchange``."""
         self._receive(HEADER.size, time.monotonic() + START_S)
 
-    def exchange(self, payload: bytes, seconds: float) -> bytes:
-        """Raises TimeoutError, and EOFError or OSError when the process dies."""
+    def exchange(self, payload: bytes, seconds: float, when_long: Callable[[], None]) -> bytes:
+        """Return the answer; call ``when_long`` when there is none after ``LONG_S``.
+
+        Raises TimeoutError, and EOFError or OSError when the process dies.
+        """
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
         self._socket.sendall(HEADER.pack(len(payload)) + payload)
+        waiting = select.poll()  # select.select takes no descriptor beyond 1,023
+        waiting.register(self._socket, select.POLLIN)
+        if not waiting.poll(1000 * min(LONG_S, seconds)):
+            when_long()
         (size,) = HEADER.unpack(self._receive(HEADER.size, deadline))
         return self._receive(size, deadline)
 
