@@ -38,7 +38,9 @@ GROWTH_MB = 100
 
 @pytest.fixture(scope="module")
 def server(start_weft: Any) -> Any:
-    return start_weft("--max-num-seqs", str(SLOTS), "--api-key", "attacker", "--api-key", "canary")
+    running = start_weft("--max-num-seqs", str(SLOTS), "--api-key", "attacker", "--api-key", "canary")
+    running.http.headers["authorization"] = "Bearer canary"
+    return running
 
 
 @mostly_slow("attack", ATTACKS, ["chunks", "never_read"])
