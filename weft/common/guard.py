@@ -66,9 +66,10 @@ class Guard:
             answer = process.exchange(payload, seconds, self._prepare_spare)
         except BaseException as error:
             failure = self._failure(process, error)
-            # The caller that lost a process waits for the next one, and not whoever calls next.
-            with contextlib.suppress(WeftError):
-                self._put_back(self._start())
+            if isinstance(failure, WeftError):
+                # The caller that lost a process waits for the next one, and not whoever calls next.
+                with contextlib.suppress(WeftError):
+                    self._put_back(self._start())
             raise failure from None
         self._put_back(process)
         return answer
