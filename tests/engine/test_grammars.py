@@ -189,14 +189,14 @@ class Slow:
 
     def __init__(self, made: ModelGrammars) -> None:
         self.made, self.go = made, threading.Event()
-        backend = made._backend
-        compile_ = backend.compile
+        compiler = made._compiler
+        compile_ = compiler.compile
 
         def wait(grammar: Grammar) -> Any:
             assert self.go.wait(DEADLINE)
             return compile_(grammar)
 
-        backend.compile = wait  # type: ignore[method-assign]
+        compiler.compile = wait  # type: ignore[method-assign]
 
 
 def test_a_compile_stops_nobody_else_and_wakes_the_loop_when_it_is_done(

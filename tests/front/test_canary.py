@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.canary import Canary, Memory, beside
+from bench.canary import CANARIES, Canary, Memory, beside
 from bench.hostile import ATTACKS
 from tests.support.processes import commands
 from tests.support.slow import mostly_slow
@@ -28,22 +28,29 @@ EXPECTED = {
     "nested": {400},
     "chunks": {0, 400, 413},  # 0: cut before the answer could be read
     "echo_logprobs": {200, 400},
+    "endless_grammars": {400, 429},
+    "large_grammars": {200, 400, 429},
+    "spent_grammars": {200, 400},
+    "exclusive_grammars": {200},
 }
 GROWTH_MB = 100
 
 
 @pytest.fixture(scope="module")
 def server(start_weft: Any) -> Any:
-    return start_weft("--max-num-seqs", str(SLOTS))
+    running = start_weft("--max-num-seqs", str(SLOTS), "--api-key", "attacker", "--api-key", "canary")
+    running.http.headers["authorization"] = "Bearer canary"
+    return running
 
 
 @mostly_slow("attack", ATTACKS, ["chunks", "never_read"])
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
     command += ["--seconds", "1", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]
+    command += ["--key", "attacker"]
     front = Memory(server.process.pid)
     before = front.now()
-    canary = Canary(server.url, server.model)
+    canary = Canary(server.url, server.model, list(CANARIES), "canary")
     told = asyncio.run(beside(canary, command, 1, settle=0.3))
     assert canary.refused == []
     assert len(canary.seconds) > 5

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -16,6 +18,14 @@ SCHEMA = {
     },
     "required": ["name", "apples"],
     "additionalProperties": False,
+}
+PATTERN = "^(a|b)*a(a|b){%d}c{%d}$"
+HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
+    "large": ({"type": "integer", "multipleOf": 98_993}, "grammar_too_large"),
+    "endless": (
+        {"allOf": [{"type": "string", "pattern": PATTERN % (17 + n % 3, 3 + n)} for n in range(59)]},
+        "grammar_timeout",
+    ),
 }
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does he have?"
 
@@ -59,3 +69,31 @@ def test_a_mask_that_leaves_nothing_fails_its_request_alone(weft_server: Any) ->
     assert answer.status_code in (400, 500)
     assert answer.json()["error"]["message"]
     assert weft_server.complete("x", max_tokens=2).status_code == 200
+
+
+def test_grammars_of_large_bodies_are_proved_by_the_front(weft_server: Any) -> None:
+    """The process that reads a large body compiles nothing: the front tells it what compiles."""
+    padding = {"description": "x" * (100 << 10)}
+    schema = {**SCHEMA, **padding}
+    form = {"type": "json_schema", "json_schema": {"name": "apples", "schema": schema, "strict": True}}
+    answer = weft_server.chat(QUESTION, response_format=form, max_tokens=60, seed=1)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]).keys() == {"name", "apples"}
+    bad = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**padding, "uniqueItems": True}}}
+    answer = weft_server.chat(QUESTION, response_format=bad)
+    assert answer.status_code == 400
+    assert "uniqueItems" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("padding", ["", "x" * (100 << 10)], ids=["small", "large"])
+@mostly_slow("name", HOSTILE, ["large"])
+def test_grammars_that_cost_too_much_are_refused(weft_server: Any, name: str, padding: str) -> None:
+    schema, code = HOSTILE[name]
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "a", "schema": {**schema, "description": padding}},
+    }
+    answer = weft_server.chat(QUESTION, response_format=form)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == code
+    assert weft_server.chat(QUESTION, guided_regex="[0-9]", max_tokens=2).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -11,8 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grammar.rig import BACKENDS, Rig, schema
+from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
+from weft.grammar.disjoint import Disjoint
+from weft.grammar.keywords import LLGUIDANCE
 from weft.grammar.patterns import ECMA, whole_pattern
+from weft.grammar.schema import read_schema
 from weft.types.grammar import JsonSchema
 
 
@@ -177,3 +182,66 @@ def test_patterns_that_dialects_read_differently_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequest):
             whole_pattern(pattern)
+
+
+MANY = 199
+EXCLUSIVE: dict[str, list[Any]] = {
+    "lists of values": [{"enum": [f"{n}-{k}" for k in range(60)]} for n in range(MANY)],
+    "values behind references": [{"$ref": f"#/$defs/d{n}"} for n in range(MANY)],
+    "one property": [
+        {"type": "object", "properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(MANY)
+    ],
+    "one property of several": [
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string"}, "kind": {"enum": [n, f"{n}"]}},
+            "required": ["a", "kind"],
+        }
+        for n in range(MANY)
+    ],
+    "types, then values": [
+        {"type": "null"},
+        {"type": "array", "items": {"type": "integer"}},
+        *({"enum": [n]} for n in range(MANY)),
+        *({"enum": [f"{n}"]} for n in range(MANY)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", EXCLUSIVE)
+def test_many_schemas_that_exclude_each_other_are_read_fast(name: str) -> None:
+    """CPU time, because the check holds the interpreter's lock. Quadratic, it took a second and more."""
+    definitions = {f"d{n}": {"enum": [f"{n}-{k}" for k in range(60)]} for n in range(MANY)}
+    text = json.dumps({"oneOf": EXCLUSIVE[name], "$defs": definitions})
+    begin = time.thread_time()
+    read_schema(text, LLGUIDANCE)
+    assert time.thread_time() - begin < deadline(0.3)
+
+
+OVERLAPPING: dict[str, list[Any]] = {
+    "a value twice": [*({"enum": [f"{n}", "x" * (n + 1)]} for n in range(50)), {"enum": ["7"]}],
+    "1 and 1.0": [{"enum": [1]}, {"enum": [1.0]}],
+    "a property's value twice": [
+        {"type": "object", "properties": {"kind": {"const": n % 40}}, "required": ["kind"]} for n in range(50)
+    ],
+    "a property that may be missing": [
+        {"type": "object", "properties": {"kind": {"const": n}}, "required": []} for n in range(3)
+    ],
+    "no type": [{"properties": {"kind": {"const": n}}, "required": ["kind"]} for n in range(3)],
+    "patterns": [{"type": "string", "minLength": n} for n in range(3)],
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_schemas_that_may_overlap_are_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        read_schema(json.dumps({"oneOf": OVERLAPPING[name]}), LLGUIDANCE)
+
+
+def test_references_that_lead_to_each_other_are_followed_once() -> None:
+    knot = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{(n + k) % 9}"} for k in range(9)]} for n in range(9)}
+    schemas = [{"$ref": f"#/$defs/d{n}"} for n in range(9)]
+    disjoint = Disjoint(lambda reference: knot[reference.rpartition("/")[2]])
+    begin = time.thread_time()
+    assert not disjoint.all(schemas)
+    assert time.thread_time() - begin < deadline(2)

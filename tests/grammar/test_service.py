@@ -16,30 +16,43 @@ import pytest
 from tests.grammar.rig import BACKENDS, Rig, folder, schema
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
-from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WeftError
-from weft.grammar.service import MAX_ABANDONED, MAX_KEPT_BYTES, GrammarService
+from weft.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.grammar.service import CLIENT_PLACES, CLIENT_WAITING, MAX_KEPT_BYTES, PLACES, GrammarService
 from weft.types.grammar import ContextFree, Grammar, Regex, Repeated, Text
 
 
+class Made:
+    """What a ``Gate`` compiles to."""
+
+    def __init__(self, grammar: Grammar, nbytes: int) -> None:
+        self.grammar = grammar
+        self.nbytes = nbytes
+        self.spent = False
+
+    def matcher(self) -> Any:
+        raise AssertionError
+
+
 class Gate:
-    """A compiler that waits to be let through; the result is the grammar itself."""
+    """A compiler that waits to be let through: for all grammars, or for those that begin with "slow"."""
 
-    name = "gate"
-
-    def __init__(self, *, open_: bool = True) -> None:
+    def __init__(self, *, open_: bool = True, nbytes: int = 0) -> None:
         self.gate = threading.Event()
+        self.slow = threading.Event()
         self.compiled: list[Grammar] = []
+        self._nbytes = nbytes
         if open_:
             self.gate.set()
 
     def compile(self, grammar: Grammar) -> Any:
+        assert isinstance(grammar, Text)
         self.compiled.append(grammar)
-        assert self.gate.wait(60)
+        assert (self.slow if grammar.text.startswith("slow") else self.gate).wait(60)
         if grammar == Text("bad"):
             raise InvalidRequest("bad", param="schema")
         if grammar == Text("bug"):
             raise KeyError("bug")
-        return grammar
+        return Made(grammar, self._nbytes)
 
 
 @contextmanager
@@ -51,6 +64,7 @@ def serving(compiler: Any, timeout: float = 30, **keywords: Any) -> Iterator[Gra
         service.close()
         if isinstance(compiler, Gate):
             compiler.gate.set()
+            compiler.slow.set()
 
 
 def test_equal_grammars_are_compiled_once_at_a_time_and_kept() -> None:
@@ -76,24 +90,87 @@ def test_refusals_are_kept_and_defects_are_not() -> None:
         assert gate.compiled == [Text("bad"), Text("bug"), Text("bug")]
 
 
-def test_a_late_compile_is_a_504_and_late_threads_are_few() -> None:
+def test_a_late_compile_is_a_504_for_who_waits_and_ends_for_the_next() -> None:
     gate = Gate(open_=False)
     with serving(gate, timeout=0.05) as service:
-        for number in range(MAX_ABANDONED):
+        for number in range(PLACES):
             with pytest.raises(DeadlineExceeded):
-                service.compile(Text(str(number)))
-        assert service.abandoned == MAX_ABANDONED
-        with pytest.raises(Unavailable):
-            service.compile(Text("next"))
+                service.compile(Text(str(number)), client=number)
         with pytest.raises(DeadlineExceeded):  # the same again: no further thread
             service.compile(Text("0"))
-        assert len(gate.compiled) == MAX_ABANDONED
+        assert len(gate.compiled) == PLACES
         gate.gate.set()
         until = time.monotonic() + deadline(30)
-        while service.abandoned and time.monotonic() < until:
+        while service.kept[0] < PLACES and time.monotonic() < until:
             time.sleep(0.01)
-        assert service.compile(Text("next")) == Text("next")
-        assert service.compile(Text("0")) == Text("0")
+        assert service.submit(Text("0")).done()
+        assert service.compile(Text("0")).grammar == Text("0")  # type: ignore[attr-defined]
+
+
+def test_slow_grammars_of_one_client_keep_no_other_waiting() -> None:
+    gate = Gate()
+    with serving(gate, timeout=deadline(60)) as service:
+        slow = [service.submit(Text(f"slow {number}"), client=1) for number in range(CLIENT_WAITING)]
+        for number in range(20):
+            service.submit(Text(f"{number}"), client=2).wait()
+        # the same grammar as one that waits in the other client's queue
+        waiting = service.submit(Text("also"), client=1)
+        assert not waiting.done()
+        service.submit(Text("also"), client=2).wait()
+        assert waiting.done()
+        assert gate.compiled[:CLIENT_PLACES] == [Text("slow 0"), Text("slow 1")]
+        assert not any(one.done() for one in slow)
+
+
+def test_a_client_with_too_many_grammars_is_refused_alone() -> None:
+    gate = Gate()
+    with serving(gate) as service:
+        made = [service.submit(Text(f"slow {number}"), client=1) for number in range(CLIENT_WAITING + 9)]
+        with pytest.raises(Overloaded, match="your grammars"):
+            made[-1].result()
+        assert service.submit(Text("a"), client=2).wait()
+
+
+def test_clients_take_turns() -> None:
+    gate = Gate(open_=False)
+    with serving(gate) as service:
+        first = [service.submit(Text(f"first {number}"), client=1) for number in range(10)]
+        other = [service.submit(Text(f"other {number}"), client=2) for number in range(2)]
+        third = service.submit(Text("third"), client=3)
+        gate.gate.set()
+        for one in [*first, *other, third]:
+            one.wait()
+        names = [one.text for one in gate.compiled if isinstance(one, Text)]
+        assert names.index("third") <= PLACES + 2
+        assert names.index("other 1") < names.index("first 7")
+
+
+def test_the_cache_is_bounded_by_what_compiled_grammars_take() -> None:
+    with serving(Gate(nbytes=10 << 20)) as service:
+        for number in range(20):
+            service.compile(Text(str(number)))
+        entries, size = service.kept
+        assert entries == 3
+        assert size <= MAX_KEPT_BYTES
+        assert service.submit(Text("19")).done()
+        assert not service._find((0, b"nothing"))
+
+
+def test_a_spent_grammar_is_compiled_again() -> None:
+    gate = Gate()
+    with serving(gate) as service:
+        made: Any = service.compile(Text("a"))
+        assert service.compile(Text("a")) is made
+        made.spent = True
+        assert service.compile(Text("a")) is not made
+        assert len(gate.compiled) == 2
+
+
+def test_clients_apart_share_no_compiled_grammar() -> None:
+    gate = Gate()
+    with serving(gate, apart=True) as service:
+        assert service.compile(Text("a"), client=1) is not service.compile(Text("a"), client=2)
+        assert service.compile(Text("a"), client=1) is service.compile(Text("a"), client=1)
 
 
 @pytest.mark.slow

@@ -147,7 +147,7 @@ class Automata:
     """All that were made."""
     closed: bool = False
 
-    def submit(self, grammar: Grammar, ring: Callable[[], None]) -> _Compile:
+    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> _Compile:
         if self.rings:
             threading.Timer(0.05, ring).start()
         return _Compile(self, grammar, self.turns)

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import mostly_slow
+from tests.support.slowness import deadline
 from weft.common.errors import InvalidRequest
-from weft.text.limits import Budget
+from weft.text.chat import ChatFormat
+from weft.text.limits import MAX_SECONDS
 from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
 
 START = "{% set ns = namespace(x='aaaaaaaa', n=3) %}"
 GREEDY = {
@@ -54,7 +58,7 @@ FORBIDDEN = {
 
 
 def render(source: str, seconds: float = 0.5, **variables: Any) -> str:
-    return ChatTemplate(source).render({"messages": [1] * 20, **variables}, Budget(seconds))
+    return ChatTemplate(source).render({"messages": [1] * 20, **variables}, seconds)
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -136,3 +140,38 @@ def test_recognises_templates_that_want_parts() -> None:
     assert ChatTemplate(loops).wants_parts
     assert not ChatTemplate(asks).wants_parts
     assert not ChatTemplate("{{ messages[0].content }}").wants_parts
+
+
+NESTED = "{% set ns = namespace(x=['a']) %}{% for i in range(30) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+ENDLESS = {
+    "written": NESTED + "{{ ns.x }}",
+    "compared": NESTED + "{% set y = ns.x %}" + NESTED + "{{ ns.x == y }}",
+    "as json": NESTED + "{{ ns.x | tojson }}",
+    "as text": NESTED + "{{ ns.x | string | length }}",
+    "joined": NESTED + "{{ ns.x ~ 'a' }}",
+}
+
+
+@mostly_slow("name", ENDLESS, ["written"])
+def test_one_operation_on_nested_lists_ends_with_its_process(name: str) -> None:
+    template = ChatTemplate(ENDLESS[name])
+    before = time.monotonic()
+    with pytest.raises(InvalidRequest) as caught:
+        template.render({"messages": []})
+    assert time.monotonic() - before < deadline(MAX_SECONDS + 2)
+    assert caught.value.param == "messages"
+    assert ChatTemplate("{{ messages | length }}").render({"messages": [1, 2]}) == "2"
+
+
+def test_a_checkpoint_whose_template_has_no_end_loads_and_says_so(
+    all_tokenizers: dict[str, Tokenizer],
+) -> None:
+    before = time.monotonic()
+    chat = ChatFormat(all_tokenizers["byte_level"], ENDLESS["written"])
+    assert chat.end_of_turn() is None
+    assert time.monotonic() - before < deadline(MAX_SECONDS + 2)
+    assert "--chat-template" in (chat.problem or "")
+    before = time.monotonic()
+    with pytest.raises(InvalidRequest, match="more time or memory"):
+        chat.encode([{"role": "user", "content": "a"}])
+    assert time.monotonic() - before < deadline(0.5)

@@ -130,13 +130,14 @@ class ServerProcess:
         self._poller = threading.Thread(target=self._poll, name="memory", daemon=True)
         self._poller.start()
 
-    def wait_ready(self, deadline: float) -> float:
-        """Seconds from the spawn to the end of the first successful generation over HTTP.
+    def wait_ready(self, deadline: float, key: str = "") -> float:
+        """Seconds from the spawn to the end of the first successful generation over HTTP, with an API key.
 
         Raises ServerFailed after ``deadline`` seconds from the spawn, or when the server ends.
         """
         until = self._started + deadline
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as client:
             while time.monotonic() < until:
                 process = self._process
                 if process is None or process.poll() is not None:

@@ -13,6 +13,7 @@ import heapq
 import io
 import itertools
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -160,24 +161,31 @@ Answer: TypeAlias = Callable[[bytes], Sequence[bytes | bytearray | memoryview]]
 """What a worker does: the answer to one payload, in pieces."""
 
 
-def serve(prepare: Callable[[bytes], Answer], niceness: int) -> None:
+def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float = 0.0) -> None:
     """The whole of a worker's process: answers payloads until the pool closes the socket that it inherited.
 
     ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
-    are short.
+    are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0: no limit.
+    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer. A
+    process with this limit sends an empty answer when it is ready.
     """
     signals.ignore()  # the pool ends its workers: they live as long as its socket
     with contextlib.suppress(OSError):
         os.nice(niceness)
     with (
         contextlib.suppress(ConnectionError),  # the pool is gone
-        socket.socket(fileno=int(sys.argv[1])) as link,
+        socket.socket(fileno=int(sys.argv[-1])) as link,
         link.makefile("rwb") as stream,
     ):
         keep_heap_small()
         answer_to = prepare(_receive(stream))
+        if cpu_seconds:
+            stream.write(HEADER.pack(0))
+            stream.flush()
         while payload := _receive(stream):
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             answer = answer_to(payload)
+            signal.setitimer(signal.ITIMER_PROF, 0)
             del payload
             stream.writelines((HEADER.pack(sum(map(len, answer))), *answer))
             stream.flush()

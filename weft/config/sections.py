@@ -355,7 +355,7 @@ class GrammarSection(Section, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=600,
-            description="Seconds that compiling the grammar of one request may take before it gets 504.",
+            description="Seconds that a request waits for its grammar to compile; then it gets 400.",
         ),
     ] = 10.0
 

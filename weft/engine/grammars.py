@@ -20,6 +20,7 @@ from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig
 from weft.engine.step_scheduler import StepScheduler
 from weft.grammar.base import CompiledGrammar, GrammarCompiler
+from weft.grammar.guarded import Backend, GuardedCompiler
 from weft.grammar.registry import make_compiler
 from weft.grammar.service import GrammarService
 from weft.text.model import TextModel
@@ -49,8 +50,9 @@ class Compiler(Protocol):
     def end_ids(self) -> Iterable[int]:
         """Ids that its masks allow where a grammar may end."""
 
-    def submit(self, grammar: Grammar, ring: Callable[[], None]) -> Compile:
-        """Begins; never waits. ``ring`` is called, from any thread, when it has ended, if not in time."""
+    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int) -> Compile:
+        """Begins for ``client``; never waits. ``ring`` is called, from any thread, when it has ended, if not
+        in time."""
 
     def close(self) -> None:
         """Takes no more. Does not wait."""
@@ -83,7 +85,7 @@ class GrammarSource:
         assert submit.grammar is not None
         compiler = self._compiler = self._compiler or self._make()
         self._own_bell()
-        self._pending[submit.sequence] = compiler.submit(submit.grammar, self._ring)
+        self._pending[submit.sequence] = compiler.submit(submit.grammar, self._ring, submit.client)
         return self._settle(submit.sequence, scheduler)
 
     def forget(self, sequence: int) -> None:
@@ -143,44 +145,36 @@ class GrammarSource:
 
 
 class ModelGrammars:
-    """The ``Compiler`` of one model: its tokenizer, and the backend of ``--grammar-backend``."""
+    """The ``Compiler`` of one model: its tokenizer, and the backend of ``--grammar-backend``.
+
+    The backend is made with the first grammar, in the thread that compiles: reading a tokenizer's tokens
+    takes a second, which servers without grammars do not pay.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._backend = _LazyBackend(config)
-        self._service = GrammarService(self._backend, timeout=config.grammar.grammar_compile_timeout)
+        self._config = config
+        self.end_ids: tuple[int, ...] = ()
+        """Once something was compiled."""
+        seconds = config.grammar.grammar_compile_timeout
+        self._compiler = GuardedCompiler(self._backend, seconds, _made)
+        self._service = GrammarService(self._compiler, timeout=seconds, apart=True)
 
-    @property
-    def end_ids(self) -> Iterable[int]:
-        return self._backend.end_ids
-
-    def submit(self, grammar: Grammar, ring: Callable[[], None]) -> Compile:
-        made = self._service.submit(grammar)
+    def submit(self, grammar: Grammar, ring: Callable[[], None], client: int = 0) -> Compile:
+        made = self._service.submit(grammar, client)
         if not made.done():
             made.when_ended(ring)
         return made
 
     def close(self) -> None:
         self._service.close()
+        self._compiler.close()
+
+    def _backend(self) -> Backend:
+        spec, folder = self._config.spec, str(self._config.tokenizer_path)
+        self.end_ids = tuple(sorted({*TextModel.load(folder).end_ids, *spec.eos_ids}))
+        name = self._config.grammar.grammar_backend
+        return Backend(name=name, tokenizer=folder, vocab_size=spec.vocab_size, end_ids=self.end_ids)
 
 
-class _LazyBackend:
-    """Makes its backend with the first grammar, in the thread that compiles it: reading a tokenizer's tokens
-    takes a second, which servers without grammars do not pay."""
-
-    name = "lazy"
-
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
-        self._lock = threading.Lock()
-        self._made: GrammarCompiler | None = None
-        self.end_ids: tuple[int, ...] = ()
-        """Once something was compiled."""
-
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        with self._lock:
-            if self._made is None:
-                spec, folder = self._config.spec, self._config.tokenizer_path
-                self.end_ids = tuple(sorted({*TextModel.load(folder).end_ids, *spec.eos_ids}))
-                backend = self._config.grammar.grammar_backend
-                self._made = make_compiler(backend, folder, spec.vocab_size, self.end_ids)
-        return self._made.compile(grammar)
+def _made(backend: Backend) -> GrammarCompiler:
+    return make_compiler(backend.name, backend.tokenizer, backend.vocab_size, backend.end_ids)

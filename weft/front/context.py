@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 import msgspec
 
 from weft.common.allocator import trim_heap
-from weft.common.errors import Overloaded, ReportedError, Unavailable
+from weft.common.errors import ErrorInfo, Overloaded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import WorkerPool
 from weft.config.front_section import FrontSection
@@ -24,12 +24,13 @@ from weft.front.answers import ModelCard
 from weft.front.body import Bodies
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics, as_vllm
+from weft.front.proofs import Compiling, Unproved, digest_of
 from weft.front.rate_limit import RateLimits
-from weft.front.read_worker import Files, ReadAnswer, decode_answer, payload_of, read_with
-from weft.front.reading import Compiling, Job, Reader, check_model
+from weft.front.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
+from weft.front.reading import Job, Reader, check_model
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
-from weft.front.setup import Setup, TextSetup
+from weft.front.setup import GrammarCheck, Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
@@ -44,6 +45,7 @@ from weft.text.model import TextModel
 from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
+from weft.types.grammar import Grammar
 
 if TYPE_CHECKING:
     from weft.front.generation import Generation
@@ -111,6 +113,7 @@ class Front:
         self._reader: Reader | None = None
         self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
+        self._grammars: GrammarCheck | None = None
         self.media = MediaService(config.media)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
@@ -159,7 +162,8 @@ class Front:
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
-        self._reader = setup.reader(text, waits=False)
+        self._grammars = GrammarCheck(setup)
+        self._reader = setup.reader(text, self._grammars, waits=False)
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
@@ -170,6 +174,8 @@ class Front:
             self._trimming.cancel()
         if self._workers is not None:
             await self._workers.close()
+        if self._grammars is not None:
+            self._grammars.close()
         await self.media.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._spans is not None:
@@ -225,20 +231,25 @@ class Front:
         return self._reader
 
     async def read(
-        self, kind: str, body: list[bytes], then: Callable[[Job], T], lease: Lease | None = None
+        self,
+        kind: str,
+        body: list[bytes],
+        then: Callable[[Job], T],
+        lease: Lease | None = None,
+        client: int = 0,
     ) -> T:
         """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
 
         ``kind`` is one of ``KINDS``. ``lease``: of the memory of its images; without one they are not
-        decoded. Raises the WeftError of a request that can't be read, and Overloaded when too much text work
-        waits.
+        decoded. ``client``: number of the API key that the request came with. Raises the WeftError of a
+        request that can't be read, and Overloaded when too much text work waits.
         """
 
         def use(answer: ReadAnswer) -> T | Job:
             assert answer.job is not None
             return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
-        found, files = await self._read(kind, body, use, lease)
+        found, files = await self._read(kind, body, use, lease, client)
         if not isinstance(found, Job) or lease is None or not found.pictures:
             return cast(T, found)
         media = await self.media.decode(found.pictures, files, lease)
@@ -261,28 +272,52 @@ class Front:
         return (await self._read(kind, body, lambda answer: answer.made, None))[0]
 
     async def _read(
-        self, kind: str, body: list[bytes], use: Callable[[ReadAnswer], T], lease: Lease | None
+        self,
+        kind: str,
+        body: list[bytes],
+        use: Callable[[ReadAnswer], T],
+        lease: Lease | None,
+        client: int = 0,
     ) -> tuple[T, dict[str, memoryview]]:
         """(what ``use`` makes of the request, in a thread; files of its images that were fetched)."""
         reader = self._ready_reader()
         files: dict[str, memoryview] = {}
         headers: dict[str, ImageHeader] = {}
+        verdicts: dict[str, ErrorInfo | None] = {}
 
-        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...]:
-            answer = read_with(reader, kind, b"".join(body), headers) if data is None else _decoded(data)
-            return answer.wanted or use(answer)
+        def take(data: bytes | bytearray | None) -> T | tuple[Wanted, ...] | Unproved:
+            if data is None:
+                answer = read_with(reader.knowing(headers, client), kind, b"".join(body))
+            else:
+                answer = _decoded(data)
+            return answer.wanted or answer.unproved or use(answer)
 
         with self.media.memory.lease() as own:
-            while True:
-                data = await self._read_large(kind, body, headers)
+            while len(verdicts) < MAX_READS:
+                data = await self._read_large(kind, body, Known(files=headers, verdicts=verdicts))
                 found = await self._read_again(functools.partial(take, data))
-                if not isinstance(found, tuple):
+                if isinstance(found, Unproved):
+                    verdicts[digest_of(found.grammar)] = await self._verdict(found.grammar, client)
+                elif isinstance(found, tuple):
+                    assert not files  # they were all asked for at once
+                    files = await self.media.fetch(found, lease or own)
+                    headers = await self.in_thread(headers_of, found, files)
+                else:
                     return found, files
-                assert not files  # they were all asked for at once
-                files = await self.media.fetch(found, lease or own)
-                headers = await self.in_thread(headers_of, found, files)
+        raise Overloaded("grammars wait too long to be compiled; try again later")
 
-    async def _read_large(self, kind: str, body: list[bytes], files: Files) -> bytes | bytearray | None:
+    async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
+        """Why ``grammar`` does not compile; None where it does."""
+        assert self._grammars is not None
+        task = await self.in_thread(self._grammars.submit, grammar, client)
+        await _ended(task)
+        try:
+            task.result()
+        except WeftError as error:
+            return error.info()
+        return None
+
+    async def _read_large(self, kind: str, body: list[bytes], known: Known) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
@@ -290,7 +325,7 @@ class Front:
             return None
         assert self._workers is not None
         self._trim_later()
-        return await self._workers.call(*payload_of(kind, body, files))
+        return await self._workers.call(*payload_of(kind, body, known))
 
     def _trim_later(self) -> None:
         """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""

@@ -50,6 +50,8 @@ class Generation:
         self.choices: list[Choice] = []
         self.headers: Mapping[str, str] = {}
         """Of the request, which may name its session. To be set before ``build``."""
+        self.client = 0
+        """Number of the API key that the request came with. To be set before ``build``."""
         self.explain = False
         """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
         self.tokenizer = front.text.tokenizer
@@ -122,6 +124,7 @@ class Generation:
                 ids=self._front.ids,
                 seed=minted_seed(seed, number) if number and given is None else seed,
                 owner=owner,
+                client=self.client,
                 grammar=job.grammar,
                 explain=self.explain,
                 session=session,

@@ -2,13 +2,12 @@
 
 It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
 is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, what is
-known of its images, another one, and its body.
+known of its images and grammars, another one, and its body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable
 
 import msgspec
 
@@ -16,6 +15,7 @@ from weft.common.errors import ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import Answer, serve
 from weft.front.kinds import KINDS, MADE
+from weft.front.proofs import NeedsProof, Told, Unproved
 from weft.front.reading import Job, Reader
 from weft.front.setup import Setup
 from weft.media.headers import ImageHeader
@@ -35,38 +35,49 @@ class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer's JSON, where no engine is needed for it."""
     wanted: tuple[Wanted, ...] = ()
     """Files that have to be fetched before it can be read."""
+    unproved: Unproved | None = None
+    """A grammar that has to be compiled before."""
     error: ErrorInfo | None = None
+
+
+class Known(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front has found out about a request since it was read first."""
+
+    files: dict[str, ImageHeader] = {}
+    """Headers of images that were fetched, by their URLs."""
+    verdicts: dict[str, ErrorInfo | None] = {}
+    """Why grammars do not compile, or None, by ``digest_of``."""
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
 
 
-Files: TypeAlias = Mapping[str, ImageHeader]
-"""Headers of images that were fetched, by their URLs."""
-_decode_files = msgspec.json.Decoder(dict[str, ImageHeader]).decode
+_decode_known = msgspec.json.Decoder(Known).decode
 
 
-def payload_of(kind: str, body: Iterable[bytes], files: Files | None = None) -> tuple[bytes, ...]:
+def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tuple[bytes, ...]:
     """What a worker is sent to read a body in pieces; in pieces, too."""
-    return (kind.encode() + b"\0" + msgspec.json.encode(files or {}) + b"\0", *body)
+    return (kind.encode() + b"\0" + msgspec.json.encode(known) + b"\0", *body)
 
 
-def read_with(reader: Reader, kind: str, body: bytes, files: Files) -> ReadAnswer:
-    """Reads one request. Raises WeftError."""
+def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
+    """Reads one request. Raises WeftError, Compiling."""
     try:
-        reader = reader.knowing(files)
         if kind in MADE:
             return ReadAnswer(made=MADE[kind](reader, body))
         return ReadAnswer(job=KINDS[kind](reader, body))
     except NeedsFiles as missing:
         return ReadAnswer(wanted=tuple(missing.wanted))
+    except NeedsProof as missing:
+        return ReadAnswer(unproved=missing.unproved)
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
     """Reads one request; whatever goes wrong belongs to it alone."""
-    kind, files, body = payload.split(b"\0", 2)
+    kind, data, body = payload.split(b"\0", 2)
     try:
-        return read_with(reader, kind.decode(), body, _decode_files(files))
+        known = _decode_known(data)
+        return read_with(reader.knowing(known.files, grammars=Told(known.verdicts)), kind.decode(), body)
     except WeftError as error:
         return ReadAnswer(error=error.info())
     except Exception:

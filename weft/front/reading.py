@@ -8,9 +8,7 @@ of the body, so that the same code runs in a thread of the front (small bodies) 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -18,12 +16,14 @@ import numpy as np
 from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
 from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
+from weft.front.proofs import Compiling, Grammars
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import shows_system_inside, shows_users_apart
-from weft.grammar.service import Compile, GrammarService
+from weft.front.turns import ShownTurns
+from weft.grammar.checks import check_tree
+from weft.grammar.service import Compile
 from weft.media.headers import ImageHeader
 from weft.media.pictures import Picture, Pictures
 from weft.text.chat import ChatPrompt, expanded
@@ -95,21 +95,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The same, decoded."""
 
 
-class Compiling(Exception):
-    """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
-
-    def __init__(self, task: Compile) -> None:
-        super().__init__("a grammar is being compiled")
-        self.task = task
-
-
-class Grammars(Protocol):
-    """What is needed of ``setup.GrammarCheck``."""
-
-    def service(self) -> GrammarService:
-        """Compiles grammars."""
-
-
 class Reader:
     """Reads requests for one server. Thread-safe."""
 
@@ -139,27 +124,33 @@ class Reader:
         self.keep_attribution = keep_attribution
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
+        self._client = 0
+        self._turns = ShownTurns(text.chat)
         self._waits = waits
 
-    def knowing(self, files: Mapping[str, ImageHeader]) -> Reader:
-        """The same reader for one request, of whose images ``files`` were fetched, by their URLs. Until all
-        are, reading it raises NeedsFiles.
+    def knowing(
+        self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
+    ) -> Reader:
+        """The same reader for one request of ``client``, of whose images ``files`` were fetched, by their
+        URLs. Until all are, reading it raises NeedsFiles. ``grammars`` replaces that of the reader.
         """
-        if not files:
+        if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
         made._files = files
+        made._client = client
+        made._grammars = grammars or self._grammars
         return made
 
-    @functools.cached_property
+    @property
     def system_inside(self) -> bool:
-        """Whether the chat template shows a system message that is not the first one."""
-        return shows_system_inside(self.text.chat)
+        """True when the chat template shows a system message that is not the first one."""
+        return self._turns.system_inside
 
-    @functools.cached_property
+    @property
     def users_apart(self) -> bool:
-        """Whether the chat template takes two messages of the user in a row."""
-        return shows_users_apart(self.text.chat)
+        """True when the chat template takes two messages of the user in a row."""
+        return self._turns.users_apart
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
@@ -370,8 +361,13 @@ class Reader:
         """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
         if self._grammars is None:
             return
-        task = self._grammars.service().submit(grammar)
+        try:
+            check_tree(grammar)  # what waits for its turn is small
+        except InvalidRequest as error:
+            raise InvalidRequest(error.message, param=param, code=error.error_code) from None
+        task = self._grammars.submit(grammar, self._client)
         if not (self._waits or task.done()):
+            assert isinstance(task, Compile)
             raise Compiling(task)
         try:
             task.wait()

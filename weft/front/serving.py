@@ -19,6 +19,7 @@ from starlette.types import Receive
 
 from weft.common.errors import Cancelled, DeadlineExceeded, ErrorInfo, WeftError
 from weft.common.log import get_logger
+from weft.front.access import key_of
 from weft.front.answers import Usage
 from weft.front.body import read_json
 from weft.front.context import Front
@@ -101,13 +102,14 @@ async def handle(
             held.enter_context(front.lifecycle.request())
             generation = Generation(front, times=times, deadline=deadline, seed=front.seeds.mint())
             generation.headers = request.headers
+            generation.client = key_of(request.scope)
             generation.explain = explains(front.config.cache.explain_cache, request.headers)
             held.callback(generation.close)
             held.callback(lambda: front.access.spend(request.scope, generation.spent()))
             times.mark("body is here")
             images = held.enter_context(front.media.memory.lease())
             async with within(deadline):
-                await front.read(kind, await prepare(body), generation.build, images)
+                await front.read(kind, await prepare(body), generation.build, images, generation.client)
             del body  # it may be large, and the answer long
             upload.close()
             generation.submit()
@@ -131,7 +133,9 @@ async def read_only(front: Front, request: Request, kind: str, prepare: Prepare 
         body = await read_json(request, upload)
         with front.lifecycle.request():
             async with within(deadline):
-                return await front.read(kind, await prepare(body), lambda job: job)
+                return await front.read(
+                    kind, await prepare(body), lambda job: job, client=key_of(request.scope)
+                )
 
 
 async def _answer(

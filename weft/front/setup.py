@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import msgspec
@@ -11,13 +10,15 @@ from weft.config.front_section import FrontSection, template_variables
 from weft.config.media import MediaFacts
 from weft.config.media_section import MediaSection
 from weft.config.resolved import EngineConfig
+from weft.front.proofs import Grammars
 from weft.front.reading import Reader
-from weft.grammar.registry import make_compiler
-from weft.grammar.service import GrammarService
+from weft.grammar.guarded import Backend, GuardedCompiler
+from weft.grammar.service import Compile, GrammarService
 from weft.media.pictures import Pictures
 from weft.text.chat import image_rules
 from weft.text.model import TextModel
 from weft.text.submit import ModelLimits
+from weft.types.grammar import Grammar
 
 CHECKER = "llguidance"
 """Grammars are checked by it whatever compiles them at the heads: it needs no torch."""
@@ -76,35 +77,40 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     grammar_timeout: float = 10.0
     """Seconds in which a grammar must be compiled."""
 
-    def reader(self, text: TextModel, *, waits: bool = True) -> Reader:
-        """A reader over ``text``. ``waits``: see ``Reader``."""
+    def reader(self, text: TextModel, grammars: Grammars | None = None, *, waits: bool = True) -> Reader:
+        """A reader over ``text``. ``grammars``, ``waits``: see ``Reader``."""
         return Reader(
             text,
             self.names,
             self.limits,
             self.max_response_bytes,
             keep_attribution=self.keep_attribution,
-            grammars=GrammarCheck(self),
+            grammars=grammars,
             pictures=None if self.text.images is None else Pictures(self.text.images, self.media),
             waits=waits,
         )
 
 
 class GrammarCheck:
-    """Compiles grammars, to prove that they can be. Made when the first one comes. Thread-safe."""
+    """Compiles grammars, to prove that they can be, in processes that start with the first one.
+    Thread-safe."""
 
     def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._lock = threading.Lock()
-        self._service: GrammarService | None = None
+        limits = setup.limits
+        backend = Backend(
+            name=CHECKER,
+            tokenizer=setup.text.tokenizer,
+            vocab_size=limits.vocab_size,
+            end_ids=tuple(limits.end_ids),
+        )
+        self._compiler = GuardedCompiler(lambda: backend, setup.grammar_timeout)
+        self._service = GrammarService(self._compiler, timeout=setup.grammar_timeout)
 
-    def service(self) -> GrammarService:
-        """The service that compiles."""
-        with self._lock:
-            if self._service is None:
-                limits = self._setup.limits
-                compiler = make_compiler(
-                    CHECKER, self._setup.text.tokenizer, limits.vocab_size, limits.end_ids
-                )
-                self._service = GrammarService(compiler, timeout=self._setup.grammar_timeout)
-            return self._service
+    def submit(self, grammar: Grammar, client: int) -> Compile:
+        """See ``GrammarService.submit``."""
+        return self._service.submit(grammar, client)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._service.close()
+        self._compiler.close()

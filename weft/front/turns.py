@@ -6,6 +6,7 @@ order; everything after that (templates, tools, grammars, limits) is the same fo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from weft.common.errors import InvalidRequest
@@ -141,3 +142,18 @@ def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
         return error
     message = error.message.replace(error.param, names[root])
     return type(error)(message, param=names[root], code=error.error_code)
+
+
+class ShownTurns:
+    """How the chat template shows messages that not every template takes; found out once."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+
+    @functools.cached_property
+    def system_inside(self) -> bool:
+        return shows_system_inside(self._chat)
+
+    @functools.cached_property
+    def users_apart(self) -> bool:
+        return shows_users_apart(self._chat)

@@ -55,17 +55,39 @@ class CompiledGrammar(Protocol):
     def matcher(self) -> Matcher:
         """At the start of an output."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the grammar takes now, about. Grows with the outputs that follow the grammar."""
 
-class GrammarCompiler(Protocol):
+    @property
+    def spent(self) -> bool:
+        """True when further outputs need a grammar that is compiled again."""
+
+
+class Compiler(Protocol):
     """Compiles grammars for one tokenizer. Thread-safe: ``compile`` is called from threads, and releases the
     GIL.
     """
 
-    name: str
-
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Raises InvalidRequest (400), naming the keyword or the position, for what it cannot hold to
         exactly.
+        """
+
+
+class GrammarCompiler(Compiler, Protocol):
+    """A backend: ``compile`` in two parts, of which the first is Python."""
+
+    name: str
+
+    def lower(self, grammar: Grammar) -> str:
+        """The grammar in the library's own language. Raises InvalidRequest (400), naming the keyword or the
+        position, for what it cannot hold to exactly.
+        """
+
+    def build(self, source: str, nbytes: int = 0) -> CompiledGrammar:
+        """Compiles what ``lower`` returned; ``nbytes``: measured before. Releases the GIL. Raises
+        InvalidRequest.
         """
 
 

@@ -23,8 +23,8 @@ from weft.types.grammar import (
 )
 
 
-def check_tree(grammar: Grammar, backend: str) -> None:
-    """Raises InvalidRequest that says what is too large, empty or not supported by ``backend``."""
+def check_tree(grammar: Grammar) -> None:
+    """Raises InvalidRequest that says what is too large or empty."""
     parts = 0
     chars = 0
     stack: list[tuple[Grammar, int]] = [(grammar, 1)]

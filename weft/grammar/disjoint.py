@@ -20,6 +20,13 @@ class Disjoint:
     def __init__(self, resolve: Callable[[str], Any]) -> None:
         self._resolve = resolve
         self._pairs = 0
+        self._known: dict[int, tuple[dict[str, Any], frozenset[str] | None]] = {}
+        """By the id of a schema, which the entry keeps alive: ``_possible`` of the schema. Without these,
+        references that lead to each other would be followed again and again."""
+        self._types: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
+        """``_kinds``, likewise."""
+        self._properties_of: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        """``_required``, likewise."""
 
     def check(self, schemas: list[Any], at: str) -> None:
         """Raises InvalidRequest unless the ``schemas`` of a ``oneOf``, which stands at ``at``, exclude each
@@ -31,10 +38,97 @@ class Disjoint:
             )
 
     def all(self, schemas: list[Any]) -> bool:
-        """Whether no value is valid under two of ``schemas``, as far as is seen. False when in doubt."""
+        """True when no value is valid under two of ``schemas``, as far as is seen. False when in doubt.
+
+        First in one pass: by type, by all values, by the values of one required property. Pairs are compared
+        only among schemas that share a type and that one pass does not tell apart, since pairs are many.
+        """
+        by_type: dict[str, list[Any]] = {}
+        for schema in schemas:
+            for name in self._kinds(schema, 0):
+                by_type.setdefault(name, []).append(schema)
+        return all(
+            self._by_values(group) or (name == "object" and self._by_property(group)) or self._by_pairs(group)
+            for name, group in by_type.items()
+        )
+
+    def _by_values(self, schemas: list[Any]) -> bool:
+        """True when each schema lists its values, and no value is listed twice."""
+        listed = []
+        for schema in schemas:
+            values = self._possible(schema, 0)
+            if values is None:
+                return False
+            listed.append(values)
+        return len(frozenset().union(*listed)) == sum(map(len, listed))
+
+    def _by_property(self, schemas: list[Any]) -> bool:
+        """True when all schemas require one property of objects, and list different values of it."""
+        found = [self._required(schema, 0) for schema in schemas]
+        return any(
+            self._by_values([properties[name] for properties in found])
+            for name in found[0]
+            if all(name in properties for properties in found)
+        )
+
+    def _by_pairs(self, schemas: list[Any]) -> bool:
         return all(
             self._two(one, other, 0) for number, one in enumerate(schemas) for other in schemas[:number]
         )
+
+    def _parts(self, schema: dict[str, Any]) -> list[Any]:
+        """Schemas that hold wherever ``schema`` does."""
+        reference = schema.get("$ref")
+        return [*([self._resolve(reference)] if isinstance(reference, str) else ()), *schema.get("allOf", ())]
+
+    def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
+        """Types of values that may be valid, a superset."""
+        if schema is False:
+            return frozenset()
+        if depth > _MAX_DEPTH or not isinstance(schema, dict):
+            return frozenset(_types({}))
+        if (known := self._types.get(id(schema))) is not None:
+            return known[1]
+        kinds = frozenset(_types(schema))
+        for part in self._parts(schema):
+            kinds &= self._kinds(part, depth + 1)
+        self._types[id(schema)] = (schema, kinds)
+        return kinds
+
+    def _possible(self, schema: Any, depth: int) -> frozenset[str] | None:
+        """All values that may be valid, as texts; None where they are not listed."""
+        if schema is False:
+            return frozenset()
+        if depth > _MAX_DEPTH or not isinstance(schema, dict):
+            return None
+        if (known := self._known.get(id(schema))) is not None:
+            return known[1]
+        constants = _constants(schema)
+        values = None if constants is None else frozenset(map(_plain, constants))
+        parts = iter(self._parts(schema))
+        while values is None and (part := next(parts, None)) is not None:
+            values = self._possible(part, depth + 1)
+        for key in ("anyOf", "oneOf"):
+            if values is None and schema.get(key):
+                listed = [self._possible(part, depth + 1) for part in schema[key]]
+                if None not in listed:
+                    values = frozenset().union(*(each for each in listed if each is not None))
+        self._known[id(schema)] = (schema, values)
+        return values
+
+    def _required(self, schema: Any, depth: int) -> dict[str, Any]:
+        """Schemas of the properties that a valid object has."""
+        found: dict[str, Any] = {}
+        if depth > _MAX_DEPTH or not isinstance(schema, dict):
+            return found
+        if (known := self._properties_of.get(id(schema))) is not None:
+            return known[1]
+        for part in self._parts(schema):
+            found.update(self._required(part, depth + 1))
+        properties = schema.get("properties", {})
+        found.update({name: properties[name] for name in schema.get("required", ()) if name in properties})
+        self._properties_of[id(schema)] = (schema, found)
+        return found
 
     def _two(self, one: Any, other: Any, depth: int) -> bool:
         self._pairs += 1
@@ -47,7 +141,7 @@ class Disjoint:
         return (
             self._inside(one, other, depth)
             or self._inside(other, one, depth)
-            or _values(one, other)
+            or self._values(one, other)
             or not (_types(one) & _types(other))
             or self._properties(one, other, depth)
         )
@@ -64,6 +158,10 @@ class Disjoint:
             if parts and all(self._two(part, other, depth + 1) for part in parts):
                 return True
         return False
+
+    def _values(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        first, second = self._possible(one, 0), self._possible(other, 0)
+        return first is not None and second is not None and first.isdisjoint(second)
 
     def _properties(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
         """Both are objects with a required property that tells them apart."""
@@ -97,13 +195,6 @@ def _constants(schema: dict[str, Any]) -> list[Any] | None:
         return [schema["const"]]
     values: list[Any] | None = schema.get("enum")
     return values
-
-
-def _values(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    first, second = _constants(one), _constants(other)
-    if first is None or second is None:
-        return False
-    return not ({_plain(value) for value in first} & {_plain(value) for value in second})
 
 
 def _plain(value: Any) -> str:

@@ -6,7 +6,8 @@ an end id is allowed exactly where the grammar may end, or where the grammar its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import llguidance
@@ -33,6 +34,16 @@ _LIMITS = llguidance.LLParserLimits(
 )
 """What bounds a compile, the memory of a matcher and the time of one mask."""
 _MESSAGE_CHARS = 300
+_FULL = "too many states"
+"""In the library's message when a lexer has reached ``max_lexer_states``."""
+LEXER_TOKENS = 4096
+"""Output tokens behind which a lexer is handed out no more."""
+TOKEN_BYTES = 6 << 10
+"""Growth of a lexer by one token of an output that is as random as a pattern allows, about."""
+LEXER_BYTES = 50 << 20
+"""Size of a lexer with as many states as the limit allows, about."""
+RENEW_S = 0.05
+"""CPU seconds of a compile that a step may wait for."""
 
 
 class _Tokens:
@@ -65,28 +76,62 @@ class LlguidanceCompiler:
         self._tokens = llguidance.LLTokenizer(cast(TokenizerWrapper, _Tokens(vocabulary)))
         self._spare = vocabulary.spare()
 
+    def lower(self, grammar: Grammar) -> str:
+        check_tree(grammar)
+        return to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
+
+    def build(self, source: str, nbytes: int = 0) -> LlguidanceGrammar:
+        begin = time.thread_time()
+        made = LlguidanceGrammar(self.lexer(source), self._vocabulary, self._tokens.vocab_size, self._spare)
+        made.check_start()
+        made.compiled_bytes = nbytes
+        if time.thread_time() - begin <= RENEW_S:
+            made.renew = lambda: self.lexer(source)
+        return made
+
     def compile(self, grammar: Grammar) -> LlguidanceGrammar:
-        check_tree(grammar, self.name)
-        source = to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
+        return self.build(self.lower(grammar))
+
+    def lexer(self, source: str) -> llguidance.LLMatcher:
+        """A matcher at the start of an output, with a lexer that no other matcher shares."""
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
-        compiled = LlguidanceGrammar(matcher, self._vocabulary, self._tokens.vocab_size, self._spare)
-        compiled.check_start()
-        return compiled
+        return matcher
 
 
 class LlguidanceGrammar:
-    """See ``CompiledGrammar``."""
+    """See ``CompiledGrammar``.
+
+    Its matchers share one lexer. Masks add states to the lexer, and the library refuses to go beyond its
+    limit of states. So no lexer is handed out behind ``LEXER_TOKENS`` tokens, and a matcher whose lexer is
+    full, by whatever output, goes on with a lexer of its own.
+    """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
         self._spare = spare
+        self.compiled_bytes = 0
+        """Measured after the compile."""
+        self.tokens = 0
+        """Taken by all matchers."""
+        self.full = False
+        """A matcher has found the lexer full."""
+        self.renew: Callable[[], llguidance.LLMatcher] | None = None
+        """Makes a lexer of its own for a matcher; None where that takes too long for a step to wait."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.compiled_bytes + min(self.tokens * TOKEN_BYTES, LEXER_BYTES)
+
+    @property
+    def spent(self) -> bool:
+        return self.full or self.tokens >= LEXER_TOKENS
 
     def matcher(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width, self._spare)
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width, self._spare, self)
 
     def check_start(self) -> None:
         """Raises InvalidRequest for a grammar that no output satisfies. Warms what matchers start from."""
@@ -99,17 +144,33 @@ class LlguidanceGrammar:
 class LlguidanceMatcher:
     """See ``Matcher``."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        width: int,
+        spare: int,
+        grammar: LlguidanceGrammar | None = None,
+    ) -> None:
+        """``grammar``: whose lexer ``matcher`` shares; None when ``matcher`` has a lexer of its own."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
         self._spare = spare
+        self._shared = grammar
+        self._taken: list[int] = []
+        """Tokens that the library's matcher took, while the lexer is shared."""
         self._ends = 0
         """End ids taken at the end; the library's matcher does not see them."""
 
     def accept(self, token: int) -> bool:
         if self._ends == 0 and self._matcher.try_consume_tokens([token]) == 1:
+            if self._shared is not None:
+                self._taken.append(token)
+                self._shared.tokens += 1
             return True
+        if self._ends == 0 and token not in self._vocabulary.end_ids and self._lexer_renewed():
+            return self.accept(token)
         self._raise_errors()
         if token in self._vocabulary.end_ids and (self._ends > 0 or self._matcher.is_accepting()):
             self._ends += 1
@@ -121,6 +182,8 @@ class LlguidanceMatcher:
         self._ends -= ends
         if tokens > ends and not self._matcher.rollback(tokens - ends):
             raise ValueError(f"cannot take back {tokens} tokens")
+        if tokens > ends and self._taken:
+            del self._taken[ends - tokens :]
 
     def fill(self, words: np.ndarray) -> None:
         if self._ends > 0:
@@ -134,6 +197,9 @@ class LlguidanceMatcher:
             scratch = np.empty(count, np.int32)
             self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
             words[:] = scratch[: words.size]
+        if self._matcher.is_error() and self._lexer_renewed():
+            self.fill(words)
+            return
         self._raise_errors()
         word, bit = divmod(self._spare, 32)
         if word < words.size:
@@ -180,6 +246,26 @@ class LlguidanceMatcher:
         bits = words.view(np.uint32)
         for number in self._vocabulary.end_ids:
             bits[number // 32] |= np.uint32(1 << (number % 32))
+
+    def _lexer_renewed(self) -> bool:
+        """Go on with a lexer of its own where the shared one may be full. False where nothing was changed.
+
+        The states of a shared lexer come from other outputs, too, and those must not decide about this one.
+        A full lexer shows as an error of a mask, but a token that needs a new state is just refused: so the
+        first refusal without an error is tried again. Masks allow what is sampled, so refusals are rare.
+        """
+        failed = self._matcher.is_error()
+        if self._shared is None or (failed and _FULL not in self._matcher.get_error()):
+            return False
+        grammar, self._shared = self._shared, None
+        grammar.full |= failed
+        if grammar.renew is None:
+            return False
+        matcher = grammar.renew()
+        if matcher.try_consume_tokens(self._taken) != len(self._taken):
+            return False
+        self._matcher, self._taken = matcher, []
+        return True
 
     def _raise_errors(self) -> None:
         if self._matcher.is_error():

@@ -15,9 +15,14 @@ DEFAULT = "llguidance"
 """What ``auto`` is: see docs/adr/0022-grammar-backends.md."""
 
 
+def resolved(name: str) -> str:
+    """The backend's own name for ``auto``."""
+    return DEFAULT if name == "auto" else name
+
+
 def make_compiler(name: str, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
     """The compiler of backend ``name`` (or ``auto``) for a tokenizer: see ``CompilerFactory``.
 
     The front takes ``llguidance`` to check grammars, whatever the heads use: it needs no torch.
     """
-    return backends.get(DEFAULT if name == "auto" else name)(tokenizer, vocab_size, end_ids)
+    return backends.get(resolved(name))(tokenizer, vocab_size, end_ids)

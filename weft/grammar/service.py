@@ -1,8 +1,9 @@
-"""Compiles grammars beside the loop that needs them: bounded cache, deadline, one compile a source.
+"""Compiles grammars beside the loop that needs them: bounded cache, deadlines, places shared by clients.
 
-A compile runs in a thread. One that is not done by its deadline is abandoned: whoever waits is told so, and
-the thread ends when the backend's own limits end it. While ``MAX_ABANDONED`` such threads run, nothing new is
-compiled.
+    submit ──► cache ──► one queue a client ──► a place, in turns ──► every waiter's Compile ends
+
+A compile runs in a thread. ``PLACES`` compiles run at a time, and one client has at most ``CLIENT_PLACES`` of
+them, so no client's slow grammars keep the grammars of another client waiting. Equal grammars compile once.
 """
 
 from __future__ import annotations
@@ -15,28 +16,29 @@ from typing import Final, TypeAlias
 import msgspec
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import DeadlineExceeded, InvalidRequest, Unavailable, WeftError
+from weft.common.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.grammar.base import CompiledGrammar, GrammarCompiler
+from weft.grammar.base import CompiledGrammar, Compiler
+from weft.grammar.stack import with_stack
 from weft.types.grammar import Grammar
 
 _log = get_logger(__name__)
 
-THREADS = 2
-"""Compiles at a time, but for abandoned ones."""
-MAX_ABANDONED = 4
-STACK_BYTES = 256 << 20
-"""Of a compiling thread: backends recurse over rules, and an overflow would end the process. Only what is
-used of it takes memory."""
-MAX_WAITING = 512
-"""Compiles that wait for a thread."""
+PLACES = 3
+"""Compiles at a time."""
+CLIENT_PLACES = 2
+"""Compiles of one client at a time."""
+MAX_WAITING = 1024
+"""Compiles that wait for a place."""
+CLIENT_WAITING = 512
+"""Compiles of one client that wait."""
 MAX_ENTRIES = 256
-MAX_KEPT_BYTES = 8 << 20
-"""Of the sources of compiled grammars; what a grammar takes compiled is bounded by the backend's limits."""
+MAX_KEPT_BYTES = 32 << 20
+"""Size of the grammars in the cache: their sources, and what they take when compiled."""
 
 
 class Compile:
-    """A compile under way, or done. Thread-safe; made by ``submit``, shared by equal sources."""
+    """A compile under way, or done, as one request waits for it. Thread-safe; made by ``submit``."""
 
     def __init__(self, clock: Clock, deadline: float) -> None:
         self._clock = clock
@@ -47,14 +49,15 @@ class Compile:
         self._calls: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        """Whether ``result`` returns at once. True too once the deadline has passed. Never blocks."""
+        """True when ``result`` returns at once, also once the deadline has passed. Never blocks."""
         return self._ended.is_set() or self._clock.now() >= self._deadline
 
     def result(self) -> CompiledGrammar:
         """The compiled grammar; to be called when ``done``.
 
-        Raises InvalidRequest (400) for a grammar that the backend cannot hold to, DeadlineExceeded (504)
-        when the compile took too long, Unavailable (503) when too many abandoned compiles still run.
+        Raises InvalidRequest (400) for a grammar that the backend cannot hold to, or that costs too much,
+        DeadlineExceeded (504) when the compile took too long, Overloaded (429) when this client has too many
+        grammars waiting, Unavailable (503) when all clients together have.
         """
         if self._error is not None:
             error = self._error
@@ -95,13 +98,40 @@ class Compile:
             call()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the compiled grammar takes now."""
+        return 0 if self._compiled is None else self._compiled.nbytes
+
+    @property
+    def holds_spent(self) -> bool:
+        """True when the grammar has to be compiled again for further outputs."""
+        return self._compiled is not None and self._compiled.spent
+
+    @property
     def late(self) -> bool:
-        """Whether the deadline passed without a result."""
+        """True when the deadline passed without a result."""
         return not self._ended.is_set() and self._clock.now() >= self._deadline
 
 
-_Work: TypeAlias = tuple[bytes, Grammar, Compile]
-"""A grammar by its key, and who waits for it."""
+_Key: TypeAlias = tuple[int, bytes]
+"""(client, or 0 where clients share what is compiled; source)."""
+
+
+class _Work:
+    """One grammar to compile, and everybody who waits for it."""
+
+    def __init__(self, key: _Key, grammar: Grammar) -> None:
+        self.key = key
+        self.grammar = grammar
+        self.waiters: list[Compile] = []
+        self.clients: set[int] = set()
+        """Clients in whose queues the work is."""
+        self.taken = False
+        """True from when a thread compiles it."""
+
+    @property
+    def wanted(self) -> bool:
+        return not self.taken and not all(waiter.late for waiter in self.waiters)
 
 
 class GrammarService:
@@ -109,133 +139,143 @@ class GrammarService:
 
     def __init__(
         self,
-        compiler: GrammarCompiler,
+        compiler: Compiler,
         *,
         timeout: float,
+        apart: bool = False,
         clock: Clock | None = None,
         entries: int = MAX_ENTRIES,
         kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
+        """``apart``: clients do not share compiled grammars. One client's outputs must not fill the lexer of
+        another client."""
         self._compiler: Final = compiler
         self._timeout = timeout
+        self._apart = apart
         self._clock = clock or SystemClock()
         self._entries = entries
         self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Compile] = OrderedDict()
+        self._kept: OrderedDict[_Key, Compile] = OrderedDict()
         """Results by source, refusals too; the one that was used longest ago first."""
-        self._bytes = 0
-        self._under_way: dict[bytes, Compile] = {}
-        """Waiting or in a thread, abandoned ones until their threads end."""
-        self._waiting: deque[_Work] = deque()
-        self._running: set[Compile] = set()
+        self._under_way: dict[_Key, _Work] = {}
+        self._queues: OrderedDict[int, deque[_Work]] = OrderedDict()
+        """By client; the client whose turn is next first. None is empty."""
+        self._running: dict[int, int] = {}
+        """Compiles of each client that run."""
         self._closed = False
 
     @property
-    def backend(self) -> str:
-        """Name of the backend that compiles."""
-        return self._compiler.name
-
-    @property
-    def abandoned(self) -> int:
-        """Threads whose compile is past its deadline."""
-        with self._lock:
-            return self._count_late()
-
-    @property
     def kept(self) -> tuple[int, int]:
-        """Entries of the cache, and bytes of their sources."""
+        """Entries of the cache, and their bytes."""
         with self._lock:
-            return len(self._kept), self._bytes
+            return len(self._kept), self._size()
 
-    def submit(self, grammar: Grammar) -> Compile:
-        """Starts to compile ``grammar``, or takes it from the cache. Never blocks, never raises for what the
-        grammar says: ``result`` does."""
-        key = msgspec.msgpack.encode(grammar)
+    def submit(self, grammar: Grammar, client: int = 0) -> Compile:
+        """Starts to compile ``grammar`` for ``client``, or takes it from the cache. Never blocks, never
+        raises for what the grammar says: ``result`` does."""
+        key = (client if self._apart else 0, msgspec.msgpack.encode(grammar))
         with self._lock:
-            found = self._kept.get(key)
-            if found is not None:
-                self._kept.move_to_end(key)
-                return found
-            found = self._under_way.get(key)
+            found = self._find(key)
             if found is not None:
                 return found
             task = Compile(self._clock, self._clock.now() + self._timeout)
-            refusal = self._refusal()
+            work = self._under_way.get(key)
+            refusal = self._refusal(client) if work is None or client not in work.clients else None
             if refusal is not None:
                 task.end(None, refusal)
                 return task
-            self._under_way[key] = task
-            self._waiting.append((key, grammar, task))
+            if work is None:
+                work = self._under_way[key] = _Work(key, grammar)
+            work.waiters.append(task)
+            if client not in work.clients and not work.taken:
+                # also where it waits already, for another client: that one's queue may be long
+                work.clients.add(client)
+                self._queues.setdefault(client, deque()).append(work)
             self._start_threads()
         return task
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
+    def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
         """Compiles, and waits for it up to the deadline."""
-        return self.submit(grammar).wait()
+        return self.submit(grammar, client).wait()
 
     def close(self) -> None:
         """Takes no more; does not wait for threads that compile."""
         with self._lock:
             self._closed = True
-            for _, _, task in self._waiting:
-                task.end(None, Unavailable("the server is stopping"))
-            self._waiting.clear()
+            for work in self._under_way.values():
+                for task in work.waiters:
+                    task.end(None, Unavailable("the server is stopping"))
+            self._queues.clear()
             self._kept.clear()
             self._under_way.clear()
-            self._bytes = 0
 
-    def _refusal(self) -> WeftError | None:
+    def _find(self, key: _Key) -> Compile | None:
+        found = self._kept.get(key)
+        if found is None:
+            return None
+        if found.holds_spent:
+            del self._kept[key]
+            return None
+        self._kept.move_to_end(key)
+        return found
+
+    def _refusal(self, client: int) -> WeftError | None:
         if self._closed:
             return Unavailable("the server is stopping")
-        if self._count_late() >= MAX_ABANDONED:
-            return Unavailable(
-                "too many grammars that take too long are being compiled; try again later",
-                code="grammar_overload",
+        if len(self._queues.get(client, ())) >= CLIENT_WAITING:
+            return Overloaded(
+                "too many of your grammars wait to be compiled; try again later", code="grammar_overload"
             )
-        if len(self._waiting) >= MAX_WAITING:
+        if len(self._under_way) >= MAX_WAITING:
             return Unavailable(
                 "too many grammars wait to be compiled; try again later", code="grammar_overload"
             )
         return None
 
-    def _count_late(self) -> int:
-        return sum(task.late for task in self._running)
-
     def _start_threads(self) -> None:
         """As many threads as there is work for. Under the lock."""
-        while (work := self._next()) is not None:
-            _start(threading.Thread(target=self._run, args=work, daemon=True))
+        while (taken := self._next()) is not None:
+            thread = threading.Thread(target=self._run, args=taken, daemon=True, name="weft-grammar")
+            with_stack(thread)
 
-    def _next(self) -> _Work | None:
-        """What a thread is to compile now; None where enough of them do. Under the lock."""
-        late = self._count_late()
-        while self._waiting and late < MAX_ABANDONED and len(self._running) - late < THREADS:
-            work = self._waiting.popleft()
-            key, _, task = work
-            if not task.late:
-                self._running.add(task)
-                return work
-            self._under_way.pop(key, None)
+    def _next(self) -> tuple[_Work, int] | None:
+        """The work that a place is free for, and the client whose turn it is. Under the lock."""
+        if sum(self._running.values()) >= PLACES:
+            return None
+        for client in list(self._queues):
+            if self._running.get(client, 0) >= CLIENT_PLACES:
+                continue
+            queue = self._queues[client]
+            while queue:
+                work = queue.popleft()
+                if work.wanted:
+                    work.taken = True
+                    self._running[client] = self._running.get(client, 0) + 1
+                    if queue:
+                        self._queues.move_to_end(client)
+                    else:
+                        del self._queues[client]
+                    return work, client
+                if self._under_way.get(work.key) is work and not work.taken:
+                    del self._under_way[work.key]  # nobody waits for it any more
+            del self._queues[client]
         return None
 
-    def _run(self, *work: *_Work) -> None:
+    def _run(self, work: _Work, client: int) -> None:
         """A thread: goes on as long as there is work, so that threads are no more than what they compile."""
-        going: _Work | None = work
+        going: tuple[_Work, int] | None = (work, client)
         while going is not None:
-            key, grammar, task = going
-            compiled, error = self._compile(grammar)
+            work, client = going
+            compiled, error = self._compile(work.grammar)
             with self._lock:
-                late = task.late
-                self._running.discard(task)
-                self._under_way.pop(key, None)
-                task.end(compiled, error)
-                if not self._closed and (compiled is not None or isinstance(error, InvalidRequest)):
-                    self._keep(key, task)
+                self._running[client] -= 1
+                if not self._running[client]:
+                    del self._running[client]
+                if not self._closed:
+                    self._end(work, compiled, error)
                 going = self._next()
                 self._start_threads()
-            if late:
-                _log.warning("a grammar was compiled after its deadline")
 
     def _compile(self, grammar: Grammar) -> tuple[CompiledGrammar | None, WeftError | None]:
         try:
@@ -247,23 +287,17 @@ class GrammarService:
             _log.error("compiling a grammar failed: %s: %s", type(unexpected).__name__, unexpected)
             return None, WeftError("the grammar could not be compiled")
 
-    def _keep(self, key: bytes, task: Compile) -> None:
-        self._kept[key] = task
-        self._bytes += len(key)
-        while len(self._kept) > self._entries or self._bytes > self._kept_bytes:
-            old, _ = self._kept.popitem(last=False)
-            self._bytes -= len(old)
+    def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
+        self._under_way.pop(work.key, None)
+        for task in work.waiters:
+            task.end(compiled, error)
+        if compiled is None and not isinstance(error, InvalidRequest):
+            return
+        self._kept[work.key] = work.waiters[0]
+        size = self._size()
+        while len(self._kept) > self._entries or size > self._kept_bytes:
+            key, old = self._kept.popitem(last=False)
+            size -= len(key[1]) + old.nbytes
 
-
-_stack_lock = threading.Lock()
-
-
-def _start(thread: threading.Thread) -> None:
-    """Starts ``thread`` with a stack of ``STACK_BYTES``; the size is a setting of the process, put back."""
-    thread.name = "weft-grammar"
-    with _stack_lock:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
+    def _size(self) -> int:
+        return sum(len(key[1]) + found.nbytes for key, found in self._kept.items())

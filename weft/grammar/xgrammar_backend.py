@@ -58,23 +58,31 @@ class XgrammarCompiler:
         self._known = frozenset(number for number, token in enumerate(tokens) if token)
         self._width = width
 
-    def compile(self, grammar: Grammar) -> XgrammarGrammar:
-        check_tree(grammar, self.name)
+    def lower(self, grammar: Grammar) -> str:
+        check_tree(grammar)
         controls = self._vocabulary.controls
         tag = to_format(lower(grammar, controls), controls, _json_format, _client_rules)
+        return json.dumps({"type": "structural_tag", "format": tag})
+
+    def build(self, source: str, nbytes: int = 0) -> XgrammarGrammar:
         try:
-            compiled = self._compiler.compile_structural_tag(
-                json.dumps({"type": "structural_tag", "format": tag})
-            )
+            compiled = self._compiler.compile_structural_tag(source)
         except RuntimeError as error:
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(error)}") from None
         result = XgrammarGrammar(compiled, self._vocabulary, self._known, self._width)
+        result.nbytes = nbytes
         _check_start(result, self._vocabulary.size)
         return result
 
+    def compile(self, grammar: Grammar) -> XgrammarGrammar:
+        return self.build(self.lower(grammar))
+
 
 class XgrammarGrammar:
-    """See ``CompiledGrammar``."""
+    """See ``CompiledGrammar``. Outputs leave a grammar as it is."""
+
+    nbytes = 0
+    spent = False
 
     def __init__(self, compiled: Any, vocabulary: Vocabulary, known: frozenset[int], width: int) -> None:
         self._compiled = compiled

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import resource
 import signal
 from collections.abc import Callable, Iterator
 
 import msgspec
 
+from weft.common.confine import confine
 from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
 from weft.common.shared_bytes import SharedName, write_shared
@@ -29,8 +29,6 @@ log = get_logger(__name__)
 
 NICENESS = 10
 """More than that of workers that read requests."""
-FILES = 64
-"""Descriptors that may be open."""
 GRACE_S = 1.0
 """Seconds after a fetch's own deadline in which it is interrupted, wherever it waits."""
 
@@ -47,21 +45,6 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
         return lambda payload: answer_to(payload, fetcher, rules)
 
     serve(prepare, NICENESS)
-
-
-def confine(memory: int) -> None:
-    """Bounds what this process can take from now on: ``memory`` more bytes, few descriptors; no core."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        present = int(file.read().split()[0]) * resource.getpagesize()
-    limits = {
-        resource.RLIMIT_AS: present + memory,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: FILES,
-    }
-    for limit, value in limits.items():
-        _, hard = resource.getrlimit(limit)
-        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (least, least))
 
 
 def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:

@@ -51,6 +51,7 @@ def check_submit(
     _integer("sequence", submit.sequence, 0, SEED_MASK)
     _integer("request", submit.request, 0, SEED_MASK)
     _integer("owner", submit.owner, 0, SEED_MASK)
+    _integer("client", submit.client, 0, SEED_MASK)
     _integer("seed", submit.seed, 0, SEED_MASK)
     _integer("choice", submit.choice, 0, _U32)
     if len(submit.session) > MAX_SESSION:

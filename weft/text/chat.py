@@ -29,7 +29,7 @@ from weft.text.marks import Marks
 from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
-from weft.text.template import ChatTemplate
+from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.video import VideoPart, group_times
 
@@ -273,7 +273,9 @@ class ChatFormat:
         }
         try:
             text = self._template.render({**self._named(), **variables})
-        except InvalidRequest:
+        except InvalidRequest as error:
+            if error.error_code == TOO_EXPENSIVE:  # it would be for every conversation
+                self._template = error
             return None
         _, _, after = text.rpartition(_PROBE)
         added = self._tokenizer.added

@@ -115,6 +115,7 @@ def submits_of(
     priority: int = 0,
     salt: str = "",
     owner: int = 0,
+    client: int = 0,
     grammar: Grammar | None = None,
     pooling: Pooling = "",
     explain: bool = False,
@@ -123,8 +124,8 @@ def submits_of(
 ) -> list[Submit]:
     """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
     bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
-    ``grammar``, ``pooling``, ``session`` and ``media``: see ``Submit``. ``explain``: likewise, of the first
-    choice.
+    ``client``, ``grammar``, ``pooling``, ``session`` and ``media``: see ``Submit``. ``explain``: likewise, of
+    the first choice.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -135,6 +136,7 @@ def submits_of(
         priority=priority,
         salt=salt,
         owner=owner,
+        client=client,
         grammar=grammar,
         pooling=pooling,
         session=session,

@@ -1,26 +1,44 @@
-"""A chat template: compiled once, rendered under a budget."""
+"""A chat template: compiled and rendered in a process of its own, under a budget.
+
+    ChatTemplate ──source, variables──► template_worker ──► CompiledTemplate ──► text, or why there is none
+
+A template comes with a checkpoint, so it is a stranger's code. The sandbox charges what a template does, but
+one operation on nested lists can take longer than any budget. So the process that renders has a limit of CPU
+time and memory, and ends with the template that exceeds it.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import re
+import sys
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
-from weft.common.errors import InvalidRequest
-from weft.text.limits import Budget, TemplateLimit
+from weft.common.errors import DeadlineExceeded, InvalidRequest
+from weft.common.guard import Guard
+from weft.common.workers import WorkerDied
+from weft.text.limits import MAX_SECONDS, Budget, TemplateLimit
 from weft.text.sandbox import TemplateEnvironment
 
 MAX_SOURCE = 1 << 20
+WALL_SECONDS = 10.0
+"""Seconds for one rendering on a machine that is short of cores. CPU time is what ends a template before."""
 
 
-class ChatTemplate:
-    """A compiled chat template. Thread-safe. Raises InvalidRequest when the source does not compile."""
+TOO_EXPENSIVE = "template_too_expensive"
+"""Code of the error when a template's process was ended."""
+
+
+class CompiledTemplate:
+    """A compiled chat template, for the process that renders. Thread-safe. Public attributes are facts that
+    ``ChatTemplate`` has, too. Raises InvalidRequest when the source does not compile."""
 
     def __init__(self, source: str) -> None:
-        if len(source) > MAX_SOURCE:
-            raise InvalidRequest("the chat template is too long", param="chat_template")
         self.source = source
         self._environment = TemplateEnvironment()
         try:
@@ -48,10 +66,63 @@ class ChatTemplate:
             ) from None
 
 
+class ChatTemplate:
+    """A chat template that another process compiles and renders. Thread-safe.
+
+    Raises InvalidRequest when the source does not compile, or takes too long to.
+    """
+
+    takes_parts: bool
+    wants_parts: bool
+    names_developer: bool
+    uses_tools: bool
+
+    def __init__(self, source: str) -> None:
+        if len(source) > MAX_SOURCE:
+            raise InvalidRequest("the chat template is too long", param="chat_template")
+        self.source = source
+        vars(self).update(_asked({"source": source}, "chat_template")["facts"])
+
+    def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
+        """The text for ``variables``, plain JSON values, within ``seconds``.
+
+        Raises InvalidRequest, naming ``messages``, when the template refuses, fails or exceeds its limits.
+        """
+        asked = {"source": self.source, "variables": variables, "seconds": seconds}
+        text: str = _asked(asked, "messages")["text"]
+        return text
+
+
+@functools.cache
+def _guard() -> Guard:
+    """The processes that render, shared by all templates of this process."""
+    guard = Guard((sys.executable, "-m", "weft.text.template_worker"), b"-")
+    atexit.register(guard.close)
+    return guard
+
+
+def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
+    """The answer of a process that renders. Raises InvalidRequest that names ``param``."""
+    try:
+        answer: dict[str, Any] = json.loads(_guard().call(json.dumps(asked).encode(), WALL_SECONDS))
+    except (DeadlineExceeded, WorkerDied):
+        raise InvalidRequest(
+            "the chat template takes more time or memory than it may; give the server another one with "
+            "--chat-template",
+            param=param,
+            code=TOO_EXPENSIVE,
+        ) from None
+    if "error" in answer:
+        raise InvalidRequest(answer["error"], param=answer["param"])
+    return answer
+
+
 def _reason(error: BaseException) -> str:
     """What went wrong in words that hold no path and no repr of an object."""
     if isinstance(error, TemplateLimit):
         return str(error)
+    if isinstance(error, MemoryError):
+        return "it makes too much text"
     if isinstance(error, SecurityError):
         return "it tries something that is not allowed"
     if isinstance(error, UndefinedError):

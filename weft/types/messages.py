@@ -19,7 +19,7 @@ from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 7
+VERSION = 8
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -35,11 +35,11 @@ peer with an older version:
     6   room of MediaItem; the role ``encode``; tower, embeddings and tower_fingerprint of Welcome;
         embedding_transfers and embedding_host_bytes of HeadStats; Profile
     7   probe of Welcome, shared of MediaItem
+    8   client of Submit
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
 """Salt of the sequences with which fronts see whether heads make tokens."""
-
 
 Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
 Pooling: TypeAlias = Literal["", "last", "mean"]
@@ -110,8 +110,9 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     salt: str = ""
     """Prefixes are shared only between equal salts."""
     owner: int = 0
-    """Slots are shared fairly among owners: one id for all sequences of a client's request, of all its
-    prompts; 0 stands for ``request``."""
+    """Slots are shared fairly among owners: one id for all sequences of a request; 0: ``request``."""
+    client: int = 0
+    """Number of the request's API key, 0 without keys. Keys share the places to compile grammars."""
     attempt: int = 0
     """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
     one.

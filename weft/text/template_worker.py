@@ -1,0 +1,53 @@
+"""A process that compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
+
+A payload is a JSON object: ``source``, and to render ``variables`` and ``seconds``. The answer has ``facts``
+of the template or the ``text``; or ``error`` and ``param``. JSON of the standard library, because variables
+may hold integers of any size and lone surrogates.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from weft.common.confine import confine
+from weft.common.errors import InvalidRequest
+from weft.common.workers import Answer, serve
+from weft.text.limits import MAX_SECONDS, Budget
+from weft.text.template import CompiledTemplate
+
+CPU_SECONDS = MAX_SECONDS + 0.5
+"""CPU time of one payload. The budget ends most templates earlier, and says why."""
+MEMORY = 512 << 20
+"""Bytes beyond those of the started process."""
+TEMPLATES = 8
+"""Templates that stay compiled."""
+
+
+def main() -> None:
+    """Runs a template worker."""
+
+    def prepare(greeting: bytes) -> Answer:
+        confine(MEMORY)
+        compiled = functools.lru_cache(TEMPLATES)(CompiledTemplate)
+        return lambda payload: (_answer(compiled, json.loads(payload)),)
+
+    serve(prepare, 0, CPU_SECONDS)
+
+
+def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:
+    answer: dict[str, Any]
+    try:
+        template = compiled(asked["source"])
+        if "variables" in asked:
+            answer = {"text": template.render(asked["variables"], Budget(asked["seconds"]))}
+        else:
+            answer = {"facts": {name: value for name, value in vars(template).items() if name[0] != "_"}}
+    except InvalidRequest as error:
+        answer = {"error": error.message, "param": error.param}
+    return json.dumps(answer).encode()
+
+
+if __name__ == "__main__":
+    main()
