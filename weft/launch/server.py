@@ -56,10 +56,8 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
 
         child.forbid_core_dumps()
         return serve_groups(groups, front.log_level)
-    from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadGroups
     from weft.engine.processes import Spares
-    from weft.front.server import serve as run_front
 
     name = "server" if front.fronts == 1 else "supervisor"
     set_title(name, resolved.served_names[0])
@@ -82,19 +80,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         if front.fronts > 1:
             status = run_fronts(resolved, front, heads, folder, operations)
         else:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-            owner = HeadOwner(
-                heads.members,
-                heads,
-                front.engine_restarts,
-                serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
-                drain_timeout=front.drain_timeout,
-                on_switch=operations.switched,
-            )
-            signal.signal(signals.RESTART, lambda *_: owner.restart())
-            owner.start()
-            operations.compile(owner.switch)
-            status = run_front(resolved, front, owner)
+            status = run_front(resolved, front, heads, operations)
         # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
@@ -149,6 +135,26 @@ class Operations:
         """Ends a compilation that still runs."""
         if self._build is not None:
             self._build.close()
+
+
+def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
+    """Serves with one front, in this process, which owns the heads; returns the exit status."""
+    from weft.cluster.owner import HeadOwner
+    from weft.front.server import serve
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+    owner = HeadOwner(
+        heads.members,
+        heads,
+        front.engine_restarts,
+        serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+        drain_timeout=front.drain_timeout,
+        on_switch=operations.switched,
+    )
+    signal.signal(signals.RESTART, lambda *_: owner.restart())
+    owner.start()
+    operations.compile(owner.switch)
+    return serve(resolved, front, owner)
 
 
 def run_fronts(
