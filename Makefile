@@ -2,16 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 READY := $(VENV)/.ready
-OPS := $(VENV)/.ops
+PIP := $(BIN)/pip --disable-pip-version-check
 # The CPU threads of tests: several processes with many threads each fight. Tests start hundreds of processes: none
 # compiles Weft's modules again, even where the environment keeps Python from writing what it has compiled.
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: serve test quick setup ops lint types imports unit test-slow test-levels test-grid test-clients soak test-gpu simulate bench bench-peers wheel clean help
 
-serve: setup ops  ## serve the bundled model on http://127.0.0.1:8000
-	$(BIN)/weft serve $(ARGS)
+# The server answers before the C++ operations are compiled, and changes to them when they are.
+serve: $(RUNTIME)  ## serve the bundled model on http://127.0.0.1:8000; ARGS="MODEL --port 8001" for another
+	$(BIN)/weft serve --build-ops $(ARGS)
 
 # Two at a time: the tests, and beside the first ones the others by turn, whose words stand among the dots.
 test: setup ops  ## lint, types, import contracts and the default tests
@@ -27,22 +29,27 @@ quick: lint imports setup ops  ## lint, import contracts and the tests that star
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
-setup: $(READY)  ## make .venv with pinned dependencies
+setup: $(READY)  ## make .venv with pinned dependencies, those of tests included
 
-ops: $(OPS)  ## compile the C++ operations for this CPU
-
-$(READY): pyproject.toml requirements/lock.txt
+# What the server needs: half of what the tests need.
+$(RUNTIME): pyproject.toml requirements/runtime.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "Weft needs Python 3.11 or 3.12, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing the pinned dependencies into $(VENV); the first time that downloads torch and takes minutes, in which pip prints nothing"
+	@echo "installing the pinned dependencies into $(VENV): about 1 GB the first time, most of it torch"
 	@bash scripts/install_torch.sh $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/lock.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(PIP) install -r requirements/runtime.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $(RUNTIME)
+
+$(READY): $(RUNTIME) requirements/lock.txt
+	@echo "installing what the tests need besides"
+	$(PIP) install --quiet -r requirements/lock.txt
 	touch $(READY)
 
-# Optional: without a compiler everything runs on torch's operations, slower.
-$(OPS): $(READY) $(wildcard weft/ops/cpu/csrc/*)
-	$(BIN)/weft build-ops && touch $(OPS) || echo "going on without the C++ operations"
+# Asks each time: what is built lies in the user's cache, not in .venv. Without a compiler everything runs on torch's
+# operations, slower.
+ops: $(RUNTIME)  ## compile the C++ operations for this CPU, unless they are compiled
+	@$(BIN)/weft build-ops || echo "going on without the C++ operations"
 
 lint: setup
 	$(BIN)/ruff check .
@@ -68,7 +75,7 @@ test-grid: setup ops  ## every combination of the E0 and E1 grids (very slow)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m grid $(ARGS)
 
 test-clients: setup ops  ## the tests with clients of requirements/clients.txt, and with agents where npm's are found
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/clients.txt
+	$(PIP) install --quiet -r requirements/clients.txt
 	$(TEST_ENV) $(BIN)/python -m pytest -n 1 -m "clients or agents" tests/clients $(ARGS)
 
 soak: setup ops  ## 2,000 requests to two groups that prefill and two that decode, which are killed meanwhile

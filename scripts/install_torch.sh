@@ -4,7 +4,7 @@
 # With a GPU, or when pip finds a CPU build anyway, it does nothing: the next step installs torch like the rest.
 set -euo pipefail
 python=$1
-torch=$(grep '^torch==' requirements/lock.txt)
+torch=$(grep '^torch==' requirements/runtime.txt)
 cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 [ "$(uname)" = Linux ] || exit 0
 command -v nvidia-smi >/dev/null && exit 0
@@ -13,6 +13,6 @@ trap 'rm -f "$report"' EXIT
 "$python" -m pip install --quiet --disable-pip-version-check --dry-run --report "$report" "$torch"
 if grep -q '"name": "nvidia-' "$report"; then
     echo "no GPU here: installing the CPU build of $torch"
-    "$python" -m pip install --quiet --disable-pip-version-check --index-url "$cpu_index" "$torch" ||
+    "$python" -m pip install --disable-pip-version-check --index-url "$cpu_index" "$torch" ||
         echo "that index cannot be reached; pip's own choice follows, with CUDA libraries"
 fi

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.cluster.rolling import QUIT_S, SETTLE_S, Quit, RollingRestart
+from weft.cluster.rolling import QUIT_S, SETTLE_S, Quit, RollingRestart, Switch
 from weft.cluster.table import Kill, Member, ProcessState, ProcessTable, Start
 from weft.common.errors import EngineDead
 
@@ -140,3 +140,86 @@ def test_of_a_domain_that_does_not_come_back_nobody_drains_for_ever() -> None:
     assert Start("head", "1", 2) in actions
     assert not rolling.active
     assert not table.entries["1"].draining
+
+
+def test_a_switch_waits_until_all_are_idle_and_replaces_all_at_once() -> None:
+    """No process of the old operations works beside a process of the new ones."""
+    table, rolling = made(["0", "1"])
+    rolling.begin_switch()
+    assert rolling.watched == {"0": 1, "1": 1}
+    rolling.seen("0", 1, True)
+    rolling.seen("1", 1, False)
+    assert rolling.tick(100.0) == []
+    assert not any(entry.draining for entry in table.entries.values())
+    rolling.seen("0", 1, False)
+    rolling.seen("1", 1, True)
+    assert rolling.tick(101.0) == []  # idle by turns is not idle
+    rolling.seen("0", 1, True)
+    assert rolling.tick(102.0) == []
+    assert all(entry.draining for entry in table.entries.values())
+    answer(table, rolling)
+    assert rolling.tick(102.0 + SETTLE_S / 2) == []
+    answer(table, rolling)
+    assert rolling.tick(102.0 + SETTLE_S) == [Switch(), Quit("0", 1), Quit("1", 1)]
+    for name in ("0", "1"):
+        table.lose(name, 1, GONE, 104.0)
+    answer(table, rolling)
+    assert rolling.tick(105.0) == []
+    assert rolling.watched == {}
+    assert not any(entry.draining for entry in table.entries.values())
+
+
+def test_a_switch_cuts_nothing_that_came_before_fronts_knew() -> None:
+    _, rolling = made(["0"])
+    rolling.begin_switch()
+    rolling.seen("0", 1, True)
+    rolling.tick(1.0)
+    rolling.seen("0", 1, False)
+    for now in (10.0, 1000.0, 100_000.0):
+        assert rolling.tick(now) == []
+    rolling.seen("0", 1, True)
+    assert rolling.tick(100_001.0) == [Switch(), Quit("0", 1)]
+
+
+def test_a_death_before_a_switch_leaves_nobody_draining_and_the_switch_for_later() -> None:
+    """The successor of the dead process has the old operations, and takes work."""
+    table, rolling = made(["0", "1"])
+    rolling.begin_switch()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    assert table.lose("0", 1, GONE, 1.5) == [Kill("head", "0", 1), Start("head", "0", 2)]
+    assert rolling.tick(1.6) == [Kill("head", "1", 1), Start("head", "1", 2)]
+    assert not any(entry.draining for entry in table.entries.values())
+    rolling.seen("0", 1, True)  # old news
+    rolling.seen("0", 2, True)
+    assert rolling.tick(5.0) == []
+    rolling.seen("1", 2, True)
+    rolling.tick(6.0)
+    answer(table, rolling)
+    assert rolling.tick(8.0) == [Switch(), Quit("0", 2), Quit("1", 2)]
+
+
+def test_a_restart_that_is_asked_for_goes_before_a_switch() -> None:
+    table, rolling = made(["0"])
+    rolling.begin_switch()
+    rolling.begin()
+    answer(table, rolling, idle=False)
+    rolling.tick(1.0)
+    answer(table, rolling)
+    assert rolling.tick(3.0) == [Quit("0", 1)]
+    table.lose("0", 1, GONE, 3.5)
+    answer(table, rolling)
+    assert rolling.tick(4.0) == []
+    answer(table, rolling)
+    rolling.tick(5.0)
+    answer(table, rolling)
+    assert rolling.tick(7.0) == [Switch(), Quit("0", 2)]
+
+
+def test_a_server_that_ends_switches_no_more() -> None:
+    _, rolling = made(["0"])
+    rolling.begin_switch()
+    rolling.end()
+    rolling.seen("0", 1, True)
+    assert rolling.tick(5.0) == []
+    assert rolling.watched == {}

@@ -34,8 +34,9 @@ from weft.config.sections import (
     SchedulerSection,
 )
 from weft.config.spec import CacheSpec, ModelSpec, RopeSpec, VisionSpec
+from weft.engine.processes import start_process
 from weft.front.server import serve
-from weft.launch.server import run_fronts
+from weft.launch.server import Operations, run_fronts
 from weft.links.link import Address
 
 VISION = VisionSpec(
@@ -154,7 +155,7 @@ def main(folder: Path, fields: dict[str, Any]) -> int:
         front = msgspec.convert({"port": 0, "engine_restarts": restarts, **fields}, FrontSection)
         try:
             if front.fronts > 1:
-                return run_fronts(config, front, heads, Path(private))  # type: ignore[arg-type]
+                return run_fronts(config, front, heads, Path(private), Operations((), False, start_process))  # type: ignore[arg-type]
             owner = HeadOwner(heads.members, heads, restarts)
             owner.start()
             return serve(config, front, owner)

@@ -17,6 +17,7 @@ SERVER_ONLY = (
     "max_response_bytes",
     "media_workers",
     "media_memory",
+    "build_ops",
     "drain_timeout",
     "request_timeout",
 )

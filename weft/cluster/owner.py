@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from weft.cluster.rolling import Action as Step
-from weft.cluster.rolling import Quit, RollingRestart
+from weft.cluster.rolling import Quit, RollingRestart, Switch
 from weft.cluster.table import Member, ProcessState, ProcessTable, Start
 from weft.common.clock import Clock, SystemClock
 from weft.common.errors import EngineDead, WeftError
@@ -39,15 +39,19 @@ class HeadOwner:
         serves: Callable[[set[str]], bool] = bool,
         drain_timeout: float = 30.0,
         clock: Clock | None = None,
+        on_switch: Callable[[], None] = lambda: None,
     ) -> None:
-        """``restarts`` and ``serves``: see ``ProcessTable``. ``drain_timeout``: see ``RollingRestart``."""
+        """``restarts`` and ``serves``: see ``ProcessTable``. ``drain_timeout``: see ``RollingRestart``.
+        ``on_switch`` carries out `Switch`.
+        """
         self._table = ProcessTable("head", names, restarts, serves)
         self._rolling = RollingRestart(self._table, drain_timeout)
         self._probes = Probes()
         self._starter = starter
         self._clock = clock or SystemClock()
         self._addresses: dict[str, Address] = {}
-        self._asked = self._draining = False
+        self._asked = self._switch_asked = self._draining = False
+        self._on_switch = on_switch
 
     def start(self) -> None:
         """Starts every head; does not wait for them."""
@@ -56,6 +60,10 @@ class HeadOwner:
     def restart(self) -> None:
         """Has all heads replaced, one after the other, with their work done. From a signal's handler, too."""
         self._asked = True
+
+    def switch(self) -> None:
+        """Has all heads replaced together at an idle moment: see ``RollingRestart``. From any thread."""
+        self._switch_asked = True
 
     def drain(self) -> None:
         """The server drains: from now on heads are replaced only when they die."""
@@ -85,6 +93,10 @@ class HeadOwner:
             self._asked = False
             if not self._draining:
                 self._rolling.begin()
+        if self._switch_asked:
+            self._switch_asked = False
+            if not self._draining:
+                self._rolling.begin_switch()
         for name, incarnation, idle in self._probes.look(self._rolling.watched, self._addresses):
             self._rolling.seen(name, incarnation, idle)
         self._carry_out([*self._table.tick(now), *self._rolling.tick(now)])
@@ -95,6 +107,8 @@ class HeadOwner:
                 self._start(action.name, action.incarnation)
             elif isinstance(action, Quit):
                 self._probes.quit(action.name)
+            elif isinstance(action, Switch):
+                self._on_switch()
             else:
                 self._starter.kill(action.name, action.incarnation)
 

@@ -5,6 +5,14 @@
 Processes of one domain are replaced together. One that drains gets nothing new of any front; it ends by the
 table's own rule, without a charge to its budget. What of its work is left then goes on elsewhere, as after
 any loss. When a process does not come back the restart ends there: the others stay as they are.
+
+A *switch* replaces all processes at once, because the new processes compute with other operations:
+
+    all answer, all idle ─► drain all ─all idle─► Switch, quit all ─ended─► all load ─all answer─► done
+
+The bits of the operations differ. No process of the old operations works beside a process of the new ones,
+and no sequence is cut. So no stream and no cached block holds bits of both. A server that is never idle never
+switches.
 """
 
 from __future__ import annotations
@@ -32,7 +40,11 @@ class Quit(NamedTuple):
     incarnation: int
 
 
-Action: TypeAlias = t.Action | Quit
+class Switch(NamedTuple):
+    """Start all processes from now on with the new operations. Comes before the ``Quit`` of a switch."""
+
+
+Action: TypeAlias = t.Action | Quit | Switch
 
 
 class RollingRestart:
@@ -47,24 +59,29 @@ class RollingRestart:
         self._left: deque[dict[str, int]] = deque()
         self._unit: dict[str, int] = {}
         """Name -> incarnation, of those that are being replaced."""
-        self._idle: set[str] = set()
+        self._idle: dict[str, int] = {}
+        """Name -> incarnation, of the watched processes whose last word was that they are idle."""
         self._up: set[str] = set()
         """Of the unit's next processes: those that answer."""
         self._settled = self._deadline = math.inf
         self._told = False
         """Whether the unit was told to quit."""
+        self._wants_switch = False
+        """True from ``begin_switch`` until all processes were told to quit."""
+        self._switching = False
+        """True while the unit is all processes, and drains for a switch."""
 
     @property
     def active(self) -> bool:
-        """Whether one is under way."""
+        """Whether one is under way. A switch that waits for an idle moment is not."""
         return bool(self._asked or self._unit or self._left)
 
     @property
     def watched(self) -> dict[str, int]:
         """Name -> present incarnation, of the processes that ``seen`` should be told of."""
         entries = self._table.entries
-        names = self._running() if self._asked else self._unit
-        return {name: entries[name].incarnation for name in names}
+        waits = self._asked or (self._wants_switch and not self.active)
+        return {name: entries[name].incarnation for name in (self._running() if waits else self._unit)}
 
     def begin(self) -> None:
         """Replaces all processes, once all that run answer. Without effect while one is under way."""
@@ -72,9 +89,16 @@ class RollingRestart:
             log.info("a rolling restart was asked for")
             self._asked, self._up = True, set()
 
+    def begin_switch(self) -> None:
+        """Replaces all processes together, once all answer and none has work. Without effect while a switch
+        waits. A restart that is under way, or that is asked for meanwhile, goes first.
+        """
+        self._wants_switch = True
+
     def end(self) -> None:
         """Replaces no more: the server ends."""
-        self._asked, self._unit = False, {}
+        self._asked = self._wants_switch = self._switching = False
+        self._unit = {}
         self._left.clear()
 
     def seen(self, name: str, incarnation: int, idle: bool | None) -> None:
@@ -83,9 +107,11 @@ class RollingRestart:
         """
         if self._asked:
             self._up.add(name)
-        elif self._unit.get(name) == incarnation:
-            if idle is not None:
-                (self._idle.add if idle else self._idle.discard)(name)
+        elif self._unit.get(name) == incarnation or (not self.active and self._wants_switch):
+            if idle:
+                self._idle[name] = incarnation
+            elif idle is not None:
+                self._idle.pop(name, None)
         elif name in self._unit and self._table.running(name, incarnation) is not None:
             self._up.add(name)
 
@@ -97,32 +123,59 @@ class RollingRestart:
             for name, entry in running.items():
                 units.setdefault(entry.member.domain or f" {name}", {})[name] = entry.incarnation
             self._left.extend(units.values())
+        if not self.active and self._wants_switch:
+            self._drain_for_switch(now)
         if not self._unit:
             return self._next(now)
+        if self._switching and any(not self._table.running(name, old) for name, old in self._unit.items()):
+            # A process died first, and its successor has the old operations. The others leave the drain by a
+            # restart of their own; the switch waits for the next idle moment.
+            self._switching = False
+            return self._abandon(EngineDead("another process died before the switch"), now)
         entries = [self._table.entries[name] for name in self._unit]
         ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
         again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
         if any(again) or any(one.state is not t.ProcessState.RUNNING for one in entries):
             log.error("the rolling restart ends: %s did not come back", " and ".join(self._unit))
-            error = EngineDead("others of its domain did not come back")
-            left = [(name, old) for name, old in self._unit.items() if self._table.running(name, old)]
-            self.end()  # who still drains would get nothing ever again
-            return [one for name, old in left for one in self._table.lose(name, old, error, now)]
+            self._asked = self._wants_switch = False
+            self._left.clear()
+            return self._abandon(EngineDead("others of its domain did not come back"), now)
         if all(ended):
             if self._up >= self._unit.keys():
                 log.info("%s is restarted", " and ".join(self._unit))
                 self._unit = {}
                 return self._next(now)
             return []
-        present = {name: old for name, old in self._unit.items() if self._table.running(name, old)}
+        present = self._present()
         if not self._told:
             if now < self._settled:  # what was said before fronts knew proves nothing
                 self._idle.clear()
-            done = now >= self._settled and self._idle >= present.keys()
+            done = now >= self._settled and self._idle.items() >= present.items()
             return self._quit(present, now) if done or now >= self._deadline else []
         if now < self._deadline:
             return []
         error = EngineDead("the process did not end")
+        return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _drain_for_switch(self, now: float) -> None:
+        """Drains all processes if all are idle.
+
+        No deadline cuts work that comes before fronts know: a sequence's own limits bound the wait.
+        """
+        running = {name: entry.incarnation for name, entry in self._running().items()}
+        if running and self._idle.items() >= running.items():
+            self._switching = True
+            self._left.append(running)
+            self._next(now)
+            self._deadline = math.inf
+
+    def _present(self) -> dict[str, int]:
+        """Return name -> incarnation of the unit's old processes that still run."""
+        return {name: old for name, old in self._unit.items() if self._table.running(name, old)}
+
+    def _abandon(self, error: EngineDead, now: float) -> list[Action]:
+        """Ends the unit's restart: its old processes would drain for ever, so the table replaces them."""
+        present, self._unit = self._present(), {}
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
 
     def _running(self) -> dict[str, t.ProcessEntry]:
@@ -133,7 +186,7 @@ class RollingRestart:
         if not self._left:
             return []
         self._unit = self._left.popleft()
-        self._idle, self._up, self._told = set(), set(), False
+        self._idle, self._up, self._told = {}, set(), False
         self._settled, self._deadline = now + SETTLE_S, now + max(self._drain_timeout, SETTLE_S)
         for name, incarnation in self._unit.items():
             self._table.drain(name, incarnation)
@@ -141,4 +194,8 @@ class RollingRestart:
 
     def _quit(self, present: dict[str, int], now: float) -> list[Action]:
         self._told, self._deadline = True, now + QUIT_S
-        return [Quit(name, incarnation) for name, incarnation in present.items()]
+        quits: list[Action] = [Quit(name, incarnation) for name, incarnation in present.items()]
+        if not self._switching:
+            return quits
+        self._wants_switch = self._switching = False
+        return [Switch(), *quits]

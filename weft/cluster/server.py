@@ -21,7 +21,7 @@ import msgspec
 from weft.cluster import channel, process_registry
 from weft.cluster import supervisor as s
 from weft.cluster.owner import Probes, Starter
-from weft.cluster.rolling import Quit
+from weft.cluster.rolling import Quit, Switch
 from weft.cluster.table import Kill, ProcessState, Start
 from weft.common import signals
 from weft.common.clock import Clock, SystemClock
@@ -52,9 +52,11 @@ class ClusterServer:
         *,
         secret: str | None = None,
         clock: Clock | None = None,
+        on_switch: Callable[[], None] = lambda: None,
     ) -> None:
         """``folder``: for the registry. ``announce`` is called once all fronts answer requests.
-        ``secret``: file with the group's secret, where heads may be on other hosts.
+        ``secret``: file with the group's secret, where heads may be on other hosts. ``on_switch`` carries
+        out `Switch`.
         """
         self._supervisor = supervisor
         self._heads = heads
@@ -68,8 +70,9 @@ class ClusterServer:
         """Name -> incarnation, process and channel."""
         self._selector = selectors.DefaultSelector()
         self._signals: deque[int] = deque()
-        self._asked = False
-        """Whether a rolling restart was asked for."""
+        self._asked = self._switch_asked = False
+        """Whether a rolling restart, or a switch, was asked for."""
+        self._on_switch = on_switch
         self._probes = Probes()
         self._published: process_registry.ProcessRegistry | None = None
         self._status: int | None = None
@@ -96,6 +99,10 @@ class ClusterServer:
     def _ask(self) -> None:
         self._asked = True
 
+    def switch(self) -> None:
+        """Has all heads replaced together at an idle moment: see ``RollingRestart``. From any thread."""
+        self._switch_asked = True
+
     def _start(self) -> None:
         actions = self._supervisor.start(self._clock.now())
         heads = [one for one in actions if isinstance(one, Start) and one.role == "head"]
@@ -119,6 +126,9 @@ class ClusterServer:
         if self._asked:
             self._asked = False
             self._on(s.RestartAsked())
+        if self._switch_asked:
+            self._switch_asked = False
+            self._on(s.SwitchAsked())
         for name, incarnation, idle in self._probes.look(self._supervisor.rolling.watched, self._addresses):
             self._on(s.HeadSeen(name, incarnation, idle))
         self._on(s.Tick())
@@ -157,6 +167,8 @@ class ClusterServer:
                     self._run_front(name, incarnation)
                 case Kill(_, name, _):
                     self._end_front(name)
+                case Switch():
+                    self._on_switch()
                 case Quit(name, _):
                     self._probes.quit(name)
                 case s.Tell(name, order):

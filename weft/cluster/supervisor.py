@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from weft.cluster import table as t
-from weft.cluster.rolling import Quit, RollingRestart
+from weft.cluster.rolling import Quit, RollingRestart, Switch
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 
@@ -89,6 +89,10 @@ class RestartAsked(NamedTuple):
     """All heads are to be replaced, one after the other: see ``weft.cluster.rolling``."""
 
 
+class SwitchAsked(NamedTuple):
+    """All heads are to be replaced together at an idle moment: see ``weft.cluster.rolling``."""
+
+
 class HeadSeen(NamedTuple):
     """A head that is to be replaced, or was, answers. ``idle``: see ``RollingRestart.seen``."""
 
@@ -102,7 +106,15 @@ class Tick(NamedTuple):
 
 
 Event: TypeAlias = (
-    ProcessEnded | FrontLostHead | FrontIsReady | FrontIsAlive | Signalled | RestartAsked | HeadSeen | Tick
+    ProcessEnded
+    | FrontLostHead
+    | FrontIsReady
+    | FrontIsAlive
+    | Signalled
+    | RestartAsked
+    | SwitchAsked
+    | HeadSeen
+    | Tick
 )
 
 # -- actions, besides ``Start`` and ``Kill``
@@ -127,7 +139,7 @@ class Exit(NamedTuple):
     status: int
 
 
-Action: TypeAlias = t.Action | Quit | Tell | Announce | Exit
+Action: TypeAlias = t.Action | Quit | Switch | Tell | Announce | Exit
 
 
 class Supervisor:
@@ -232,6 +244,11 @@ class Supervisor:
             self.rolling.begin()
         return []
 
+    def _switch(self, event: SwitchAsked) -> list[Action]:
+        if self.phase in (ServerPhase.STARTING, ServerPhase.SERVING):
+            self.rolling.begin_switch()
+        return []
+
     def _seen(self, event: HeadSeen) -> list[Action]:
         self.rolling.seen(event.name, event.incarnation, event.idle)
         return []
@@ -291,6 +308,7 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,
     RestartAsked: Supervisor._restart,
+    SwitchAsked: Supervisor._switch,
     HeadSeen: Supervisor._seen,
     Tick: Supervisor._tick,
 }

@@ -129,6 +129,13 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "prompts of /v1/messages: they differ at each call, so prompts share no prefix."
         ),
     ] = False
+    build_ops: Annotated[
+        bool,
+        Meta(
+            description="Compile the C++ operations beside the server where this machine has none (needs g++ "
+            "or clang++). Engines begin on torch's operations, and all change at once when no request runs."
+        ),
+    ] = False
     drain_timeout: Annotated[
         float, Meta(ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     ] = 30.0

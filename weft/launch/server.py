@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +20,22 @@ import msgspec
 
 from weft.common import log, signals
 from weft.common.folder import private_folder
+from weft.common.log import get_logger
 from weft.common.title import set_title
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.config.topology import face, serves
 from weft.launch import child
+from weft.ops import cpu
+from weft.ops.cpu.beside import OperationsBuild, built
 
 if TYPE_CHECKING:
     from weft.engine.heads import HeadGroups
+    from weft.engine.processes import Command, Start
 
 _SECONDS_TO_CLOSE = 5.0
+
+_log = get_logger(__name__)
 
 
 def configure_log(front: FrontSection, host: int) -> None:
@@ -49,10 +56,8 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
 
         child.forbid_core_dumps()
         return serve_groups(groups, front.log_level)
-    from weft.cluster.owner import HeadOwner
     from weft.engine.heads import HeadGroups
     from weft.engine.processes import Spares
-    from weft.front.server import serve as run_front
 
     name = "server" if front.fronts == 1 else "supervisor"
     set_title(name, resolved.served_names[0])
@@ -64,31 +69,25 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
     folder = private_folder()
     heads: HeadGroups | None = None
+    operations: Operations | None = None
     torchless = all(group.scripted for group in groups)
     spares = Spares(front.spare_processes if front.engine_restarts and not torchless else 0)
     patience, status = 0.0, 1
     ends: list[int] = []
     try:
-        heads = HeadGroups(groups, folder, front.log_level, spares.start)
+        operations = Operations(groups, front.build_ops, spares.start)
+        heads = HeadGroups(groups, folder, front.log_level, operations.start)
         if front.fronts > 1:
-            status = run_fronts(resolved, front, heads, folder)
+            status = run_fronts(resolved, front, heads, folder, operations)
         else:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
-            owner = HeadOwner(
-                heads.members,
-                heads,
-                front.engine_restarts,
-                serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
-                drain_timeout=front.drain_timeout,
-            )
-            signal.signal(signals.RESTART, lambda *_: owner.restart())
-            owner.start()
-            status = run_front(resolved, front, owner)
+            status = run_front(resolved, front, heads, operations)
         # After a signal that cuts short there is nothing to wait for: heads still load, or are not to finish.
         patience = 0.0 if status > 128 else _SECONDS_TO_CLOSE
     finally:
         signals.ignore()
         signal.signal(signals.RESTART, signal.SIG_IGN)
+        if operations is not None:
+            operations.close()
         if heads is not None:
             ends = heads.close(patience, 0 if status > 128 else status)
         spares.close()
@@ -96,7 +95,71 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     return 2 if status != 0 and 2 in ends else status
 
 
-def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path) -> int:
+class Operations:
+    """The operations with which a server's engine processes compute on a CPU: the same in all of them.
+
+    A server that begins without the C++ operations stays on torch's, or compiles the C++ operations and
+    changes all its engines at once.
+    """
+
+    def __init__(self, groups: tuple[EngineConfig, ...], compiles: bool, start: Start) -> None:
+        """``compiles``: ``--build-ops``. ``start`` starts a process of an engine."""
+        self._start = start
+        concerned = any(group.device == "cpu" and not group.scripted for group in groups)
+        self._missing = concerned and not built()
+        self._compiles = compiles and self._missing
+        self._build: OperationsBuild | None = None
+
+    def start(self, command: Command) -> subprocess.Popen[bytes]:
+        """Starts a process of an engine. A process may be started again at any time, so what was built
+        meanwhile does not change its operations.
+        """
+        if self._missing:
+            how = cpu.COMPILING if self._compiles else cpu.UNBUILT
+            environment = {**command.environment, "WEFT_DISABLE_CPU_OPS": how}
+            command = command._replace(environment=environment)
+        return self._start(command)
+
+    def compile(self, switch: Callable[[], None]) -> None:
+        """Compiles beside the server, if it is to. ``switch`` asks for the change of all engines."""
+        if self._compiles:
+            _log.info("compiling the C++ operations; until then torch's serve, about half as fast")
+            self._build = OperationsBuild(switch)
+
+    def switched(self) -> None:
+        """All engines have ended, or will take no work: those that start from now on find what was built."""
+        _log.info("engines change to the C++ operations")
+        self._missing = False
+
+    def close(self) -> None:
+        """Ends a compilation that still runs."""
+        if self._build is not None:
+            self._build.close()
+
+
+def run_front(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, operations: Operations) -> int:
+    """Serves with one front, in this process, which owns the heads; returns the exit status."""
+    from weft.cluster.owner import HeadOwner
+    from weft.front.server import serve
+
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPS)
+    owner = HeadOwner(
+        heads.members,
+        heads,
+        front.engine_restarts,
+        serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
+        drain_timeout=front.drain_timeout,
+        on_switch=operations.switched,
+    )
+    signal.signal(signals.RESTART, lambda *_: owner.restart())
+    owner.start()
+    operations.compile(owner.switch)
+    return serve(resolved, front, owner)
+
+
+def run_fronts(
+    resolved: EngineConfig, front: FrontSection, heads: HeadGroups, folder: Path, operations: Operations
+) -> int:
     """Serves with several fronts on one port, as their supervisor; returns the exit status.
 
     ``folder``: for the registry; only this user may enter it. Raises ConfigError when the port can't be used.
@@ -134,4 +197,8 @@ def run_fronts(resolved: EngineConfig, front: FrontSection, heads: HeadGroups, f
             serves=functools.partial(serves, fallback=resolved.transfer.prefill_fallback),
         )
         secret = resolved.parallel.group_secret
-        return ClusterServer(supervisor, heads, start, folder, announce, secret=secret).run()
+        server = ClusterServer(
+            supervisor, heads, start, folder, announce, secret=secret, on_switch=operations.switched
+        )
+        operations.compile(server.switch)
+        return server.run()

@@ -17,6 +17,12 @@ from weft.ops.cpu import build
 
 _log = get_logger(__name__)
 
+UNBUILT, COMPILING = "unbuilt", "compiling"
+"""Values of WEFT_DISABLE_CPU_OPS in the processes of a server that began without the operations.
+
+The processes keep torch's operations, whatever is built meanwhile: a stream that goes on in another process
+keeps its bits."""
+
 
 class CannotCapture(EngineDead):
     """A function makes a call that a program of captured calls cannot hold; what it computed is all right."""
@@ -28,7 +34,10 @@ def load() -> bool:
 
     Says once in the log why not, and what that costs. ``load.cache_clear()`` makes the next call look again.
     """
-    if env.get("WEFT_DISABLE_CPU_OPS") == "1":
+    disabled = env.get("WEFT_DISABLE_CPU_OPS")
+    if disabled == COMPILING:
+        return False
+    if disabled == "1":
         _log.info("the C++ operations are off (WEFT_DISABLE_CPU_OPS)")
         return False
     try:
@@ -36,7 +45,7 @@ def load() -> bool:
     except (OSError, RuntimeError) as error:  # no home folder, or one that can't be read
         _log.warning("the C++ operations cannot be looked for: %s", error)
         return False
-    if library is None:
+    if library is None or disabled == UNBUILT:
         _log.warning(
             "the C++ operations are not built for this machine, so torch's are used: decode on the CPU takes "
             "about twice as long, deterministic prefill several times as long; `weft build-ops` builds them"
