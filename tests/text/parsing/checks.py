@@ -7,13 +7,19 @@ import re
 from collections.abc import Sequence
 
 from tests.text.parsing.families import TOOLS, joined
-from weft.text.parsing.declaration import Kind, OutputFormat
+from weft.text.parsing.declaration import Kind, OutputFormat, Parameters
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
 from weft.text.parsing.parser import OutputSpec
 from weft.text.parsing.tape import Tape
 
-_JSON_MARKUP = re.compile(r'"(?:name|arguments|parameters|id|type)"|"|[{}\[\]():;,=]|null|[A-Za-z0-9_.\-]*"')
+_JSON_MARKUP = re.compile(
+    r"""(["'])(?:name|arguments|parameters|id|type)\1|["']|[{}\[\]():;,=]|null|None|[A-Za-z0-9_.\-]*["']"""
+)
+
+
+_TAG = re.compile(r"</?\s?[\w=.\-｜]{1,64}\s?/?>")
+"""A closing tag, also one that is misspelled."""
 
 
 class Recorder(Tape):
@@ -86,7 +92,8 @@ def _is_json(text: str) -> bool:
 
 def check_markup(declared: OutputFormat, markup: str) -> None:
     """Nothing that a user could miss is called markup."""
-    rest = markup
+    parameters = any(isinstance(call.arguments, Parameters) for call in declared.calls)
+    rest = _TAG.sub(" ", markup) if parameters else markup
     for mark in sorted([*declared.marks(), ' string="'], key=len, reverse=True):
         rest = rest.replace(mark, " ")
     if declared.channels is not None:

@@ -271,7 +271,7 @@ class CallReader:
         """Closes an object at the output's own end, or where the call's end or another call follows."""
         tape = self._tape
         start = tape.at
-        here = tape.ended and not tape.cut and start == tape.end
+        here = tape.ended and start == tape.end
         if not here:
             yield from tape.blank()
             here = (yield from tape.literal(*ends, *self._openings)) is not None
@@ -492,7 +492,7 @@ class CallReader:
                 tape.skip(tape.at)
             elif (char := (yield from tape.peek())) != ")":
                 behind = tape.at
-                missing = not tape.cut if not char else (yield from tape.literal(*ends)) is not None
+                missing = not char or (yield from tape.literal(*ends)) is not None
                 tape.at = behind
                 if missing:
                     tape.arguments("}", tape.done)
@@ -512,4 +512,4 @@ def _prefixes(text: str) -> tuple[int, ...]:
     if not text.startswith(_PREFIX):
         return ()
     size = len(_PREFIX)
-    return (size + 1, size) if text[size : size + 1] in ("." , ":", "_", "-", "/") else (size,)
+    return (size + 1, size) if text[size : size + 1] in (".", ":", "_", "-", "/") else (size,)

@@ -84,10 +84,9 @@ class OutputEngine:
             self._go()
         return self.tape.take()
 
-    def close(self, *, cut: bool = False) -> list[OutputEvent]:
-        """The output has ended; ``cut``: not by itself. Called once."""
+    def close(self) -> list[OutputEvent]:
+        """The output has ended, in whatever way. Called once."""
         self.tape.ended = True
-        self.tape.cut = cut
         self._go()
         return self.tape.take()
 

@@ -43,9 +43,8 @@ class OutputParser(Protocol):
     def feed(self, text: str) -> list[OutputEvent]:
         """What is certain now. Holds back only what may still become markup."""
 
-    def close(self, *, cut: bool = False) -> list[OutputEvent]:
-        """What was held back, at the output's end. ``cut``: the output reached a limit or was aborted, so
-        that a call that misses its end is not whole. Called once."""
+    def close(self) -> list[OutputEvent]:
+        """What was held back, at the output's end, and what only that end makes whole. Called once."""
 
 
 class PlainParser:
@@ -54,5 +53,5 @@ class PlainParser:
     def feed(self, text: str) -> list[OutputEvent]:
         return [Content(text)] if text else []
 
-    def close(self, *, cut: bool = False) -> list[OutputEvent]:
+    def close(self) -> list[OutputEvent]:
         return []

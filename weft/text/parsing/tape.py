@@ -52,8 +52,6 @@ class Tape:
         self.at = 0
         self.done = 0
         self.ended = False
-        self.cut = False
-        """The output did not end by itself: it reached a limit, or was aborted."""
         self.work = 0
         self.calls = 0
         """Calls that have begun."""

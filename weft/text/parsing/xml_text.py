@@ -24,8 +24,8 @@ class CallEnds:
         self.openings = openings
 
     def here(self, *, closed: bool) -> Reading[bool | None]:
-        """True where the call ends at the cursor: behind the texts that close a call the output ends by itself
-        or another call begins. None where other text follows such texts. ``closed``: no such text is needed.
+        """True where the call ends at the cursor: behind the texts that close a call the output ends or another
+        call begins. None where other text follows such texts. ``closed``: no such text is needed.
         The cursor stays."""
         tape = self._tape
         start = tape.at
@@ -41,7 +41,7 @@ class CallEnds:
     def _follows(self) -> Reading[bool]:
         tape = self._tape
         if not (yield from tape.peek()):
-            return not tape.cut
+            return True
         return (yield from tape.literal(*self.openings)) is not None if self.openings else False
 
 
@@ -59,8 +59,12 @@ class ParameterReader:
         """What may stand for the closing tag of the present value."""
         self._marks = Texts(())
         """All that may end the present value."""
+        self._begin = 0
+        """Where the present value begins."""
         self._scan = 0
         """What was looked through for them, as a position."""
+        self._stems = _stems(spelled.key_open)
+        """Beginnings of a parameter that cannot be read, because a part of it is missing."""
         self._ahead = Texts((spelled.value_close, *ends.openings))
         self._next: tuple[int, str] = (-1, "")
         """The first of ``_ahead`` behind the present place: position and text. "" for the output's end."""
@@ -196,7 +200,7 @@ class ParameterReader:
         self._misspelled = _misspelled(spelled.value_close, key)
         closings = self._ends.closings
         self._marks = Texts((spelled.value_close, spelled.key_open, *closings, *self._misspelled))
-        self._scan = self._tape.done
+        self._begin = self._scan = self._tape.done
 
     def _piece(self) -> Reading[tuple[str, bool | None]]:
         """(the next text of a value from ``done``, whether it ends there). None for the end of the output.
@@ -244,7 +248,7 @@ class ParameterReader:
         tape.at = start
         here = yield from self._ends.here(closed=False)
         if here is None and not (yield from self._closed_behind(behind)):
-            here = not tape.cut
+            here = True
         return start if here else None
 
     def _is_end(self, mark: str) -> Reading[bool]:
@@ -254,7 +258,7 @@ class ParameterReader:
         behind = tape.at
         yield from tape.blank()
         start = tape.at
-        if (yield from tape.literal(spelled.key_open, spelled.end)) is not None:
+        if (yield from tape.literal(spelled.key_open, spelled.end, *self._stems)) is not None:
             return True
         if mark == spelled.value_close and tape.ended:
             rest = tape.slice(start, min(tape.end, start + len(spelled.key_open) + len(spelled.end)))
@@ -270,7 +274,8 @@ class ParameterReader:
         """
         tape = self._tape
         spelled = self._spelled
-        if not spelled.value_open and start > tape.done and tape.slice(start - 1, start) != "\n":
+        begins_line = start == self._begin if start == tape.done else tape.slice(start - 1, start) == "\n"
+        if not spelled.value_open and not begins_line:
             return False
         head = yield from self._head()
         properties = self._tool.parameters.get("properties")
@@ -310,6 +315,11 @@ class ParameterReader:
 
 def _without_string(types: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in types if name != "string") or ALL_TYPES[:-1]
+
+
+def _stems(key_open: str) -> tuple[str, ...]:
+    name = re.match(r"<([^\s=>]+)", key_open)
+    return () if name is None else (name[0], "<" + re.split(r"\W", name[1])[-1])
 
 
 def _misspelled(tag: str, key: str) -> frozenset[str]:
