@@ -1,4 +1,4 @@
-"""Stop strings look at content alone: not at thoughts, calls and markup. One parameter has them look at all."""
+"""Stop strings look at content alone: not at thoughts, calls and markup. ``stop_in`` has them look at all."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Choice:
 
         ``visible``: special tokens that give text although others do not: what a parser must see.
 
-        ``scope``: tells content from other text. Stop strings are looked for in stretches of content alone, and
-        complete when their characters are known to be content. None: in all text.
+        ``scope``: tells content from other text. Stop strings are looked for in stretches of content alone,
+        and complete when their characters are known to be content. None: in all text.
         """
         self.sequence = sequence
         self.index = index
@@ -113,10 +113,14 @@ class Choice:
         """Characters that went through the stop finder, or past it."""
         self._exempt = 0
         """Characters of the text, held back ones included, that tokens before ``min_tokens`` made."""
+        self._replays = False
+        """Tokens that the client has are taken: nothing ends here that did not end before."""
+        self._replay(emitted_ids)
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
         self._replays = True
-        """``emitted_ids`` are taken: nothing ends here that did not end before."""
         fresh = _Fresh()
-        for token in emitted_ids:
+        for token in token_ids:
             self.token_ids.append(token)
             self._take_text(self._detokenizer.push(token), fresh)
         self.text = fresh.text

@@ -101,7 +101,7 @@ class CallMade(msgspec.Struct, frozen=True, kw_only=True):
     """As they came: JSON text of an object, unless the model wrote them wrongly."""
 
     def shown(self) -> dict[str, Any]:
-        """The arguments as a template gets them. Text that is no JSON object stands under ``partial_json``."""
+        """The arguments as a template gets them: text that is no JSON object under ``partial_json``."""
         values = self.values()
         return {PARTIAL: self.arguments} if values is None else values
 

@@ -61,8 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_in: StopIn = "content"
-    """Where stop strings are looked for, in outputs that are told apart: in content alone, or also in thoughts,
-    calls and markup. All of any other output is content."""
+    """Where stop strings are looked for in outputs whose parts are told apart: in content alone, or also in
+    thoughts, calls and markup. Any other output is content as a whole."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

@@ -17,6 +17,8 @@ from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content,
 
 CITY = {"city": "Oslo"}
 BOTH = {"city": "Oslo", "days": 3}
+QUOTED = {**BOTH, "note": 'ä "b" \\ 😀'}
+CHANNEL = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>"
 CODER_HEAD = "<tool_call>\n<function=get>\n"
 CODER_TAIL = "\n</function>\n</tool_call>"
 DSML_HEAD = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get">\n'
@@ -87,7 +89,8 @@ MENDED: list[tuple[str, str, Any]] = [
     ("hermes", hermes('{{"city": "Oslo"}}'), CITY),
     ("hermes", hermes('{{"city": "Oslo"}'), CITY),
     ("hermes", "<tool_call>\n{" + '{"name": "get", "arguments": {"city": "Oslo"}}' + "}\n</tool_call>", CITY),
-    ("hermes", hermes(json.dumps(json.dumps({**BOTH, "note": 'ä "b" \\ 😀'}))), {**BOTH, "note": 'ä "b" \\ 😀'}),
+    ("hermes", hermes(json.dumps(json.dumps(QUOTED))), QUOTED),
+    ("hermes", hermes(json.dumps(json.dumps(QUOTED, ensure_ascii=False), ensure_ascii=False)), QUOTED),
     ("hermes", hermes('"{"city": "Oslo"}"'), CITY),
     ("hermes", hermes('""'), {}),
     ("hermes", hermes("{'city': 'Oslo'}"), CITY),
@@ -104,10 +107,8 @@ MENDED: list[tuple[str, str, Any]] = [
     ("mistral", "[TOOL_CALLS]get[ARGS]{'city': 'Oslo'}", CITY),
     ("mistral", '[TOOL_CALLS]get{"city": "Oslo"', CITY),
     ("mistral_list", '[TOOL_CALLS][{"name": "get", "arguments": "{\\"city\\": \\"Oslo\\"}"}]', CITY),
-    ("gpt_oss", '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"city": "Oslo",}<|call|>',
-     CITY),
-    ("gpt_oss", '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"city": "Oslo"<|call|>',
-     CITY),
+    ("gpt_oss", CHANNEL + '{"city": "Oslo",}<|call|>', CITY),
+    ("gpt_oss", CHANNEL + '{"city": "Oslo"<|call|>', CITY),
     ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{"city": "Oslo"', CITY),
     ("deepseek_v3", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n{"city": "Oslo"}'
      "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", CITY),
@@ -277,7 +278,7 @@ def test_an_output_that_ends_early_keeps_the_calls_before(name: str) -> None:
         for end in range(0, len(text), 7):
             events = read(family.declared, SPEC, [text[:end]])
             ended = [event.call for event in events if isinstance(event, CallEnd)]
-            values = {call: value for call, value in _values(whole)}
+            values = dict(_values(whole))
             for call in ended[:-1]:
                 assert dict(_values(by_value(_only(events, call))))[call] == values[call]
 

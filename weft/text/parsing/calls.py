@@ -25,7 +25,8 @@ from weft.text.parsing.declaration import (
     Section,
     Syntax,
 )
-from weft.text.parsing.json_text import JsonObjectScanner, StringDecoder, quoted
+from weft.text.parsing.json_arguments import JsonReader, Span
+from weft.text.parsing.json_text import quoted
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape
@@ -33,10 +34,6 @@ from weft.text.parsing.xml_text import CallEnds, ParameterReader
 
 MAX_NAME = 128
 MAX_KEY = 256
-MAX_HELD = 8192
-"""Arguments that stand before the name they belong to are held back up to this many characters."""
-_WINDOW = 512
-"""Characters of arguments that are looked at together."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]*")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/\-]*")
 _NUMBERED = re.compile(r".*?([:._\-]?[0-9]+)")
@@ -44,7 +41,6 @@ _PREFIX = "functions"
 
 Outcome: TypeAlias = Literal["none", "broken", "whole"]
 """Of reading a call: nothing has begun, it has begun and broke, it is whole."""
-Span: TypeAlias = tuple[int, int]
 
 
 class CallReader:
@@ -60,6 +56,7 @@ class CallReader:
         self._tools = tools
         self._parallel = parallel
         self._openings = openings
+        self._json = JsonReader(tape, openings)
         self._name: Span | None = None
         self._ident: Span | None = None
 
@@ -107,7 +104,7 @@ class CallReader:
             return False
         self._name, self._ident = (start, start + len(name)), None
         self._begin()
-        if (yield from self._json(ends)) == "whole":
+        if (yield from self._json.read(ends)):
             tape.whole()
         tape.at = tape.done
         return True
@@ -162,7 +159,7 @@ class CallReader:
             if (yield from self._tape.peek()) != "{":
                 return "none"
             self._begin()
-            return (yield from self._json(ends))
+            return "whole" if (yield from self._json.read(ends)) else "broken"
         if isinstance(spelled, Parameters):
             return (yield from self._parameters(spelled, tool, ends))
         assert isinstance(spelled, Keywords)
@@ -215,8 +212,8 @@ class CallReader:
         return found is not None
 
     def _name_in(self, text: str) -> tuple[int, int] | None:
-        """Where the name of a known tool stands in ``functions.NAME:NUMBER``. Models leave out the prefix, the
-        number, or the signs between, and write others."""
+        """Where the name of a known tool stands in ``functions.NAME:NUMBER``. Models leave out the prefix,
+        the number or the signs between, and write other signs."""
         whole = _NUMBERED.fullmatch(text)
         ends = [len(text)] if whole is None else [whole.start(1), whole.end()]
         starts = [size for size in (0, *_prefixes(text)) if size < len(text)]
@@ -241,85 +238,6 @@ class CallReader:
 
     # -- JSON
 
-    def _json(self, ends: tuple[str, ...]) -> Reading[Outcome]:
-        """A JSON object as the call's arguments. One of ``ends`` may stand in place of its last brackets."""
-        tape = self._tape
-        reader = JsonObjectScanner()
-        while not reader.whole and not reader.broken:
-            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW))
-            tape.at += self._take(reader, text)
-            tape.arguments(reader.written())
-            if tape.at == tape.end and not reader.whole and not reader.broken:
-                if not (yield from tape.more()):
-                    break
-        if not reader.whole and not (yield from self._closes(reader, ends)):
-            reader.give_up()
-            tape.arguments(reader.written(), tape.done)
-            return "broken"
-        tape.arguments(reader.written(), tape.done)
-        if reader.doubled and (yield from tape.literal("}")) is not None:
-            tape.skip(tape.at)
-        return "whole"
-
-    def _take(self, reader: JsonObjectScanner, text: str) -> int:
-        taken = reader.take(text, 0)
-        self._tape.work += reader.work
-        reader.work = 0
-        return taken
-
-    def _closes(self, reader: JsonObjectScanner, ends: tuple[str, ...]) -> Reading[bool]:
-        """Closes an object at the output's own end, or where the call's end or another call follows."""
-        tape = self._tape
-        start = tape.at
-        here = tape.ended and start == tape.end
-        if not here:
-            yield from tape.blank()
-            here = (yield from tape.literal(*ends, *self._openings)) is not None
-            tape.at = start
-        return here and reader.finish()
-
-    def _quoted_json(self) -> Reading[Outcome]:
-        """Arguments that are quoted as a whole, behind the quote. A quote inside may miss its backslash."""
-        tape = self._tape
-        reader = JsonObjectScanner()
-        decoder = StringDecoder()
-        while True:
-            char = yield from tape.peek()
-            if not char:
-                break
-            text = decoder.push(char)
-            if text is None and reader.whole:
-                tape.at += 1
-                tape.skip(tape.at)
-                return "whole"
-            text = '"' if text is None else text
-            if reader.whole and text.strip():
-                break
-            if not reader.whole and self._take(reader, text) < len(text):
-                break
-            tape.at += 1
-            tape.arguments(reader.written())
-        reader.give_up()
-        tape.arguments(reader.written(), tape.done)
-        return "broken"
-
-    def _held_json(self) -> Reading[tuple[Span, str] | None]:
-        """A JSON object that is not given out yet: where it stands, and its text."""
-        tape = self._tape
-        start = tape.at
-        reader = JsonObjectScanner()
-        while True:
-            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW, start + MAX_HELD))
-            tape.at += self._take(reader, text)
-            if reader.whole:
-                if reader.doubled:
-                    yield from tape.literal("}")
-                return (start, tape.at), reader.written()
-            if reader.broken or tape.at - start >= MAX_HELD:
-                return None
-            if tape.at == tape.end and not (yield from tape.more()):
-                return None
-
     def _object(self, spelled: CallObject, ends: tuple[str, ...], *, bare: bool) -> Reading[Outcome]:
         """An object with name and arguments. Its first brace may stand there twice."""
         tape = self._tape
@@ -337,7 +255,7 @@ class CallReader:
                     if outcome == "whole":
                         yield from self._object_rest(spelled, doubled=doubled)
                     return outcome
-                early = yield from self._held_json()
+                early = yield from self._json.held()
                 if early is None:
                     return "none"
             elif not (yield from self._member(spelled, key)):
@@ -361,13 +279,13 @@ class CallReader:
             return "whole"
         if (yield from tape.peek()) == "{":
             self._begin()
-            return (yield from self._json(ends))
+            return "whole" if (yield from self._json.read(ends)) else "broken"
         if (yield from tape.literal('"')) is None or not (yield from tape.blank()):
             return "none"
         if (yield from tape.peek()) != "{":
             return "none"
         self._begin()
-        return (yield from self._quoted_json())
+        return "whole" if (yield from self._json.read_quoted()) else "broken"
 
     def _object_ends(self, early: tuple[Span, str] | None, *, bare: bool) -> Outcome:
         """The object has ended, with its arguments before its name or without any."""
@@ -461,7 +379,7 @@ class CallReader:
         return "whole" if (yield from reader.read()) else "broken"
 
     def _keywords(self, ends: tuple[str, ...]) -> Reading[Outcome]:
-        """``key=value, ...)``: the opening parenthesis stands in the head. One of ``ends``, or the output's own
+        """``key=value, ...)``: the opening parenthesis stands in the head. One of ``ends``, or the output's
         end, may stand in place of the closing one."""
         tape = self._tape
         if not (yield from tape.blank()):

@@ -209,7 +209,7 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
         return self.calls if not strict or self.calls[:1] != kept[:1] else kept
 
     def openings(self) -> tuple[str, ...]:
-        """Texts that begin a call and are more than a bracket: where one stands, the call before has ended."""
+        """Texts that begin a call and are more than a bracket. Where one stands, the last call has ended."""
         found = (text for call in self.calls for text in (*call.triggers, call.own_trigger) if len(text) > 1)
         return tuple(dict.fromkeys(found))
 

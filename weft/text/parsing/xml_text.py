@@ -24,9 +24,9 @@ class CallEnds:
         self.openings = openings
 
     def here(self, *, closed: bool) -> Reading[bool | None]:
-        """True where the call ends at the cursor: behind the texts that close a call the output ends or another
-        call begins. None where other text follows such texts. ``closed``: no such text is needed.
-        The cursor stays."""
+        """True where the call ends at the cursor: texts that close a call stand here, and behind them the
+        output ends or another call begins. None where other text follows them. ``closed``: no text that
+        closes the call is needed. The cursor stays."""
         tape = self._tape
         start = tape.at
         found = closed
@@ -116,7 +116,8 @@ class ParameterReader:
         return (yield from self._other(types))
 
     def _head(self) -> Reading[tuple[str, tuple[str, ...]] | None]:
-        """(key, types of its value); the cursor goes from behind ``key_open`` to the value. None for no head."""
+        """(key, types of its value). The cursor goes from behind ``key_open`` to the value. None where the
+        head cannot be read."""
         tape = self._tape
         spelled = self._spelled
         key = yield from self._up_to(spelled.key_close)
@@ -203,9 +204,9 @@ class ParameterReader:
         self._begin = self._scan = self._tape.done
 
     def _piece(self) -> Reading[tuple[str, bool | None]]:
-        """(the next text of a value from ``done``, whether it ends there). None for the end of the output.
+        """(the next text of a value from ``done``, whether the value ends there). None at the output's end.
 
-        Where the value ends, the cursor stands behind its closing tag, or at what ends the value without one.
+        Where the value ends, the cursor stands behind the closing tag, or at what ends a value without it.
         """
         tape = self._tape
         while True:
@@ -252,7 +253,8 @@ class ParameterReader:
         return start if here else None
 
     def _is_end(self, mark: str) -> Reading[bool]:
-        """Whether the next parameter or the call's end follows ``mark``, or the output is cut where one may."""
+        """Whether the next parameter or the call's end follows ``mark``, also where the output ends inside of
+        the tag that follows."""
         tape = self._tape
         spelled = self._spelled
         behind = tape.at
@@ -268,9 +270,10 @@ class ParameterReader:
         return (yield from self._ends.here(closed=True)) is True
 
     def _is_next(self, start: int) -> Reading[bool]:
-        """Whether a parameter begins at ``start`` although the last one was not closed. Its key must be one of
-        the tool's that did not come yet, and where the tag is all that it has, it must begin a line. A whole
-        parameter inside of a value is text: behind its closing tag the value goes on.
+        """Whether a parameter begins at ``start`` although the last one was not closed.
+
+        The key must be one of the tool's that did not come yet. A tag without a second one must begin a line.
+        A whole parameter inside of a value is text: the value goes on behind its closing tag.
         """
         tape = self._tape
         spelled = self._spelled
