@@ -68,13 +68,9 @@ class Choice:
         ``stops``: those of ``params``, made once for all choices. Without ``keep_logprobs`` each delta has
         its logprobs, and ``logprobs`` stays empty: a stream's reader has them already.
 
-        ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
-        them. Stop strings that they complete ended the sequence before, so none is looked for in them.
-
-        ``visible``: special tokens that give text although others do not: what a parser must see.
-
-        ``scope``: tells content from other text. Stop strings are looked for in stretches of content alone,
-        and complete when their characters are known to be content. None: in all text.
+        ``emitted_ids`` are output the client has already: they count in everything, no delta repeats them,
+        and no stop string ends them. ``visible``: special tokens that give text although others do not: a
+        parser must see them. ``scope``: stop strings are looked for in its content; None: in all text.
         """
         self.sequence = sequence
         self.index = index
@@ -113,11 +109,10 @@ class Choice:
         """Characters that went through the stop finder, or past it."""
         self._exempt = 0
         """Characters of the text, held back ones included, that tokens before ``min_tokens`` made."""
-        self._replays = False
-        """Tokens that the client has are taken: nothing ends here that did not end before."""
         self._replay(emitted_ids)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that the client has. Nothing ends here that did not end before."""
         self._replays = True
         fresh = _Fresh()
         for token in token_ids:

@@ -206,7 +206,7 @@ class ParameterReader:
     def _piece(self) -> Reading[tuple[str, bool | None]]:
         """(the next text of a value from ``done``, whether the value ends there). None at the output's end.
 
-        Where the value ends, the cursor stands behind the closing tag, or at what ends a value without it.
+        Where the value ends, the cursor stands behind the closing tag, or at what ends the value instead.
         """
         tape = self._tape
         while True:
@@ -237,8 +237,8 @@ class ParameterReader:
         return self._tape.slice(self._tape.done, end).removesuffix("\n")
 
     def _ending(self, mark: str, start: int) -> Reading[int | None]:
-        """Where the value's closing tag ends, if ``mark`` at ``start`` ends the value: ``start`` where the tag
-        is missing. None where ``mark`` is a part of the value."""
+        """The position behind the value's closing tag, if ``mark`` at ``start`` ends the value; ``start``
+        where the tag is missing. None where ``mark`` is a part of the value."""
         tape = self._tape
         behind = start + len(mark)
         tape.at = behind
