@@ -236,6 +236,19 @@ def test_what_breaks_behind_its_beginning_is_a_call_that_is_not_whole(name: str,
     check_output(declared, SPEC, text, raw_arguments=False)
 
 
+def test_a_string_that_is_not_closed_takes_no_later_call_with_it() -> None:
+    broken = '<tool_call>\n{"name": "get", "arguments": {"city": "Oslo\n</tool_call>\n'
+    whole = '<tool_call>\n{"name": "get_weather", "arguments": {"days": 1}}\n</tool_call>'
+    declared = FAMILIES["hermes"].declared
+    events = read(declared, SPEC, [broken + whole])
+    assert read(declared, SPEC, list(broken + whole)) == events
+    begun = [event.name for event in events if isinstance(event, CallBegin)]
+    assert begun == ["get", "get_weather"]
+    assert [event.call for event in events if isinstance(event, CallEnd)] == [1]
+    text = hermes('{"city": "a\n</tool_call>\nb", "days": 3}')
+    assert calls_of(read(declared, SPEC, [text])) == [("get", {"city": "a\n</tool_call>\nb", "days": 3})]
+
+
 SLIPS = (
     ("</parameter>", ""), ("</parameter>", "</parameter/>"), ("</function>", ""), ("</tool_call>", ""),
     ("</arg_value>", ""), ("<arg_value>", ""), ("</｜DSML｜parameter>", ""), (' string="true"', ""),

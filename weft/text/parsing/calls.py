@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from weft.text.parsing.call_ends import CallEnds
 from weft.text.parsing.declaration import (
     Blank,
     Call,
@@ -30,7 +31,7 @@ from weft.text.parsing.json_text import quoted
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape
-from weft.text.parsing.xml_text import CallEnds, ParameterReader
+from weft.text.parsing.xml_text import ParameterReader
 
 MAX_NAME = 128
 MAX_KEY = 256
@@ -56,7 +57,7 @@ class CallReader:
         self._tools = tools
         self._parallel = parallel
         self._openings = openings
-        self._json = JsonReader(tape, openings)
+        self._json = JsonReader(tape)
         self._name: Span | None = None
         self._ident: Span | None = None
 
@@ -104,7 +105,7 @@ class CallReader:
             return False
         self._name, self._ident = (start, start + len(name)), None
         self._begin()
-        if (yield from self._json.read(ends)):
+        if (yield from self._json.read(CallEnds(tape, ends, self._openings))):
             tape.whole()
         tape.at = tape.done
         return True
@@ -148,7 +149,7 @@ class CallReader:
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
         spelled = call.arguments
-        ends = call.closings
+        ends = CallEnds(self._tape, call.closings, self._openings)
         if isinstance(spelled, CallObject):
             return (yield from self._object(spelled, ends, bare=bare))
         name = self._name
@@ -238,7 +239,7 @@ class CallReader:
 
     # -- JSON
 
-    def _object(self, spelled: CallObject, ends: tuple[str, ...], *, bare: bool) -> Reading[Outcome]:
+    def _object(self, spelled: CallObject, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
         """An object with name and arguments. Its first brace may stand there twice."""
         tape = self._tape
         if (yield from tape.literal("{")) is None or not (yield from tape.blank()):
@@ -268,7 +269,7 @@ class CallReader:
                     yield from tape.literal("}")
                 return self._object_ends(early, bare=bare)
 
-    def _object_arguments(self, ends: tuple[str, ...], *, bare: bool) -> Reading[Outcome]:
+    def _object_arguments(self, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
         """The arguments behind their key: an object, one that is quoted as a whole, or nothing."""
         tape = self._tape
         if (yield from tape.literal("null", "None", '""', "''")) is not None:
@@ -366,19 +367,21 @@ class CallReader:
 
     # -- other ways to write arguments
 
-    def _parameters(self, spelled: Parameters, tool: Tool, ends: tuple[str, ...]) -> Reading[Outcome]:
+    def _parameters(self, spelled: Parameters, tool: Tool, ends: CallEnds) -> Reading[Outcome]:
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
         start = tape.at
-        reader = ParameterReader(tape, spelled, tool, CallEnds(tape, (spelled.end, *ends), self._openings))
+        reader = ParameterReader(
+            tape, spelled, tool, CallEnds(tape, (spelled.end, *ends.closings), ends.openings)
+        )
         if not (yield from reader.begins()):
             return "none"
         tape.at = start
         self._begin()
         return "whole" if (yield from reader.read()) else "broken"
 
-    def _keywords(self, ends: tuple[str, ...]) -> Reading[Outcome]:
+    def _keywords(self, ends: CallEnds) -> Reading[Outcome]:
         """``key=value, ...)``: the opening parenthesis stands in the head. One of ``ends``, or the output's
         end, may stand in place of the closing one."""
         tape = self._tape
@@ -410,7 +413,7 @@ class CallReader:
                 tape.skip(tape.at)
             elif (char := (yield from tape.peek())) != ")":
                 behind = tape.at
-                missing = not char or (yield from tape.literal(*ends)) is not None
+                missing = not char or (yield from tape.literal(*ends.closings)) is not None
                 tape.at = behind
                 if missing:
                     tape.arguments("}", tape.done)

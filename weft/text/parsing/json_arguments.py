@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from weft.text.parsing.call_ends import CallEnds
 from weft.text.parsing.json_text import JsonObjectScanner, StringDecoder
-from weft.text.parsing.tape import Reading, Tape
+from weft.text.parsing.tape import Reading, Tape, Texts
 
 MAX_HELD = 8192
 """Arguments that stand before the name they belong to are held back up to this many characters."""
@@ -17,20 +18,31 @@ Span: TypeAlias = tuple[int, int]
 class JsonReader:
     """Reads the arguments of calls that have begun; ``held`` reads those of one that has not."""
 
-    def __init__(self, tape: Tape, openings: tuple[str, ...]) -> None:
-        """``openings``: texts that begin another call."""
+    def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._openings = openings
 
-    def read(self, ends: tuple[str, ...]) -> Reading[bool]:
-        """Reads an object; whether it is whole. One of ``ends`` may stand in place of its last brackets."""
+    def read(self, ends: CallEnds) -> Reading[bool]:
+        """Reads an object; whether it is whole. The call's end may stand in place of its last brackets.
+
+        A string that is not closed ends before a line that ends the call, so that calls behind it are found.
+        """
         tape = self._tape
         scanner = JsonObjectScanner()
+        marks = Texts("\n" + text for text in (*ends.closings, *ends.openings) if len(text) > 1)
         while not scanner.whole and not scanner.broken:
-            tape.at += self._take(scanner, tape.slice(tape.at, min(tape.end, tape.at + _WINDOW)))
-            tape.arguments(scanner.written())
-            ended = tape.at == tape.end and not scanner.whole and not scanner.broken
-            if ended and not (yield from tape.more()):
+            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW))
+            match = marks.pattern.search(text)
+            held = 0 if tape.ended else marks.held(text)
+            free = len(text) - held if match is None else match.start()
+            if free:
+                tape.at += self._take(scanner, text[:free])
+                tape.arguments(scanner.written())
+            elif match is not None:
+                if scanner.in_string and (yield from ends.here(closed=False)):
+                    break
+                tape.at += self._take(scanner, "\n")
+                tape.arguments(scanner.written())
+            elif not (yield from tape.more()) and not held:
                 break
         whole = scanner.whole or (yield from self._closes(scanner, ends))
         if not whole:
@@ -86,13 +98,13 @@ class JsonReader:
         scanner.work = 0
         return taken
 
-    def _closes(self, scanner: JsonObjectScanner, ends: tuple[str, ...]) -> Reading[bool]:
+    def _closes(self, scanner: JsonObjectScanner, ends: CallEnds) -> Reading[bool]:
         """Closes an object at the output's end, or where the call's end or another call follows."""
         tape = self._tape
         start = tape.at
         here = tape.ended and start == tape.end
         if not here:
             yield from tape.blank()
-            here = (yield from tape.literal(*ends, *self._openings)) is not None
+            here = (yield from tape.literal(*ends.closings, *ends.openings)) is not None
             tape.at = start
         return here and scanner.finish()

@@ -74,6 +74,11 @@ class JsonObjectScanner:
         self.work += at - start + 1
         return at
 
+    @property
+    def in_string(self) -> bool:
+        """A string is open."""
+        return self._state in ("string", "escape", "hex")
+
     def written(self) -> str:
         """The JSON text since the last call."""
         text = "".join(self._written)
