@@ -246,10 +246,6 @@ BAD: list[tuple[str, Any]] = [
     ("messages", [{"role": "user", "content": "x", "name": "y"}]),
     (
         "messages",
-        [{"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": "{}"}]}],
-    ),
-    (
-        "messages",
         [
             {
                 "role": "assistant",

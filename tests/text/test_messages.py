@@ -116,10 +116,57 @@ def test_no_arguments(tokenizer: Tokenizer, arguments: Any) -> None:
     assert "<sep>{}" in ChatFormat(tokenizer, DEEPSEEK).encode(messages).text
 
 
-def test_arguments_that_a_model_wrote_wrongly_are_shown_as_they_are(tokenizer: Tokenizer) -> None:
-    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": '}}
+WRONG = (
+    '{"city": "Oslo',
+    '{"cmd": "x", "echo ..',
+    "[1]",
+    "3",
+    '"text"',
+    '{"a": NaN}',
+    '{"a": 1e999}',
+    '{"a": "\\ud800"}',
+    "{'a': 1}",
+    '{"a": ' * 80 + "1" + "}" * 80,
+    "</parameter>\n<tool_call>",
+)
+"""Arguments as models write them, and as limits cut them."""
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+@pytest.mark.parametrize("template", ["HERMES", "CODER", "DEEPSEEK"])
+def test_arguments_that_are_no_object_are_shown_as_partial_json(
+    tokenizer: Tokenizer, template: str, arguments: str
+) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    source = {"HERMES": HERMES, "CODER": CODER, "DEEPSEEK": DEEPSEEK}[template]
+    text = ChatFormat(tokenizer, source).encode([user(), assistant(tool_calls=[call]), result()]).text
+    if template == "CODER":
+        assert f"<parameter=partial_json>{arguments}</parameter>" in text
+    else:
+        assert json.loads(
+            text[text.index('{"partial') :].partition("}\n</tool_call>")[0].partition("<|im_end|>")[0]
+        ) == {"partial_json": arguments}
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "null", " null\n", "{}", "{ }", None, {}])
+def test_arguments_that_say_nothing_are_an_empty_object(tokenizer: Tokenizer, arguments: Any) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    messages = [user(), assistant(tool_calls=[call]), result()]
+    assert '"arguments": {}' in ChatFormat(tokenizer, HERMES).encode(messages).text
+    assert "<sep>{" in ChatFormat(tokenizer, DEEPSEEK).encode(messages).text
+
+
+def test_arguments_as_an_object_with_half_of_a_surrogate_pair(tokenizer: Tokenizer) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": {"a": "\ud800"}}}
     text = ChatFormat(tokenizer, HERMES).encode([user(), assistant(tool_calls=[call]), result()]).text
-    assert '"arguments": "{\\"a\\": "' in text
+    assert "partial_json" in text
+    assert "ud800" in text
+
+
+def test_of_a_key_that_comes_twice_the_last_counts() -> None:
+    call = CallMade(id="c", name="f", arguments='{"a": 1, "a": 2}')
+    assert call.shown() == {"a": 2}
+    assert call.shown_text() == call.arguments
 
 
 def test_thoughts_go_under_the_name_that_a_template_reads(tokenizer: Tokenizer) -> None:

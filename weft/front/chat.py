@@ -122,7 +122,12 @@ class ChatShape:
         yield from r.with_choices(answer, map(self._choice, self._generation.choices))
 
     def _choice(self, choice: Choice) -> r.ChatChoice:
-        end = TextDelta(index=choice.index, text=choice.text, finish_reason=choice.finish_reason)
+        end = TextDelta(
+            index=choice.index,
+            text=choice.text,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
         output = ChoiceOutput(self._generation.parser())
         output.take(end)
         reason = output.finish_reason(end)

@@ -23,6 +23,7 @@ from weft.routing.policy import PromptHashes
 from weft.text.choice import Choice, TextDelta
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.parser import OutputParser
+from weft.text.parsing.scope import ContentScope
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
 from weft.types.messages import READINESS_SALT, Submit, TokenEvent, ids_to_bytes
@@ -146,11 +147,17 @@ class Generation:
                 stops=stops,
                 keep_logprobs=not job.asked.stream,
                 visible=visible,
+                scope=self._scope(job),
             )
             self.choices.append(choice)
         self._by_sequence = {choice.sequence: choice for choice in self.choices}
         if job.thinking_budget is not None:
             self._set_budgets(job, job.thinking_budget)
+
+    def _scope(self, job: Job) -> ContentScope | None:
+        if not job.params.stop or job.params.stop_in == "everything":
+            return None
+        return self._front.text.output.scope(job.output)
 
     def _set_budgets(self, job: Job, tokens: int) -> None:
         for number, choice in enumerate(self.choices):

@@ -61,17 +61,22 @@ class ChoiceOutput:
         """What became certain with ``delta``, ids of calls filled in. The choice's last delta closes the
         parser.
         """
-        found = self._parser.feed(delta.text) if delta.text else []
+        found = [*self._parser.feed(delta.text)] if delta.text else []
         if delta.finish_reason is not None and not self._closed:
             self._closed = True
-            found = [*found, *self._parser.close()]
+            cut = delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
+            # The end of an output that was cut makes no call whole: more was to come.
+            found += [event for event in self._parser.close() if not (cut and isinstance(event, CallEnd))]
         return [self._note(event) for event in found]
 
     def finish_reason(self, delta: TextDelta) -> OutputFinish | None:
         """How the choice ended with ``delta``, which was taken; None while it goes on."""
-        if delta.finish_reason == "stop" and any(call.whole for call in self.calls):
-            return "tool_calls"
-        return delta.finish_reason
+        return "tool_calls" if delta.finish_reason == "stop" and self.calls_whole else delta.finish_reason
+
+    @property
+    def calls_whole(self) -> bool:
+        """Whether there are calls and each of them is whole: a client may carry all of them out."""
+        return bool(self.calls) and all(call.whole for call in self.calls)
 
     @property
     def content(self) -> str:

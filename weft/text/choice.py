@@ -6,7 +6,7 @@ this. Whatever the head sends after the end is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from weft.common.errors import ErrorInfo
 from weft.text.detokenizer import Detokenizer
 from weft.text.logprobs import Logprobs
+from weft.text.parsing.scope import ContentScope
 from weft.text.stop import StopFinder, StopMatch, Stops
 from weft.text.tokenizer import Tokenizer
 from weft.types.messages import CacheMiss, LogprobColumns, TokenEvent
@@ -60,16 +61,16 @@ class Choice:
         stops: Stops | None = None,
         keep_logprobs: bool = True,
         visible: frozenset[int] = frozenset(),
+        scope: ContentScope | None = None,
     ) -> None:
         """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
 
         ``stops``: those of ``params``, made once for all choices. Without ``keep_logprobs`` each delta has
         its logprobs, and ``logprobs`` stays empty: a stream's reader has them already.
 
-        ``emitted_ids`` are output the client has already: they count in everything, and no delta repeats
-        them. Stop strings that they complete ended the sequence before, so none is looked for in them.
-
-        ``visible``: special tokens that give text although others do not: what a parser must see.
+        ``emitted_ids`` are output the client has already: they count in everything, no delta repeats them,
+        and no stop string ends them. ``visible``: special tokens that give text although others do not: a
+        parser must see them. ``scope``: stop strings are looked for in its content; None: in all text.
         """
         self.sequence = sequence
         self.index = index
@@ -100,15 +101,25 @@ class Choice:
             visible=visible,
         )
         self._stops = StopFinder(params.stop if stops is None else stops)
+        self._scope = scope if self._stops.active else None
         self._keep_logprobs = keep_logprobs
+        self._decoded = 0
+        """Characters that came out of the detokenizer."""
         self._searched = 0
-        """Characters that went through the stop finder."""
+        """Characters that went through the stop finder, or past it."""
         self._exempt = 0
         """Characters of the text, held back ones included, that tokens before ``min_tokens`` made."""
-        for token in emitted_ids:
+        self._replay(emitted_ids)
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that the client has. Nothing ends here that did not end before."""
+        self._replays = True
+        fresh = _Fresh()
+        for token in token_ids:
             self.token_ids.append(token)
-            kept = self._stops.push(self._detokenizer.push(token), ignore=True)
-            self.text += kept if isinstance(kept, str) else kept.text
+            self._take_text(self._detokenizer.push(token), fresh)
+        self.text = fresh.text
+        self._replays = False
 
     @property
     def finished(self) -> bool:
@@ -177,38 +188,59 @@ class Choice:
                 return
 
     def _take_text(self, text: str, fresh: _Fresh) -> None:
-        """Passes certain text through the stop finder. What early tokens made completes no stop string, also
-        when it was held back and comes out with a later one."""
-        early = len(self.token_ids) < self._params.min_tokens
-        exempt = len(text) if early else min(max(self._exempt - self._searched, 0), len(text))
+        """Passes certain text on. What early tokens made completes no stop string, also when it was held back
+        and comes out with a later one."""
+        self._decoded += len(text)
+        if len(self.token_ids) < self._params.min_tokens:
+            self._exempt = max(self._exempt, self._decoded)
+        if self._scope is None:
+            self._search(text, fresh)
+        elif text:
+            self._search_stretches(self._scope.push(text), fresh)
+
+    def _search_stretches(self, stretches: Iterable[tuple[bool, str]], fresh: _Fresh) -> None:
+        """Looks through content and lets all else pass. A stop string lies within one stretch of content."""
+        for content, text in stretches:
+            if fresh.match is not None:
+                return
+            if content:
+                self._search(text, fresh)
+            else:
+                fresh.text += self._stops.reset() + text
+                self._searched += len(text)
+
+    def _search(self, text: str, fresh: _Fresh) -> None:
+        exempt = min(max(self._exempt - self._searched, 0), len(text))
         self._searched += len(text)
         for piece, ignore in ((text[:exempt], True), (text[exempt:], False)):
-            if piece:
-                self._search(piece, ignore, fresh)
-
-    def _search(self, text: str, ignore: bool, fresh: _Fresh) -> None:
-        kept = self._stops.push(text, ignore=ignore)
-        if isinstance(kept, StopMatch):
-            fresh.match = kept
-            stop = kept.stop if self._params.include_stop_str_in_output else ""
-            fresh.text += kept.text + stop
-        else:
+            if not piece:
+                continue
+            kept = self._stops.push(piece, ignore=ignore or self._replays)
+            if isinstance(kept, StopMatch):
+                fresh.match = kept
+                stop = kept.stop if self._params.include_stop_str_in_output else ""
+                fresh.text += kept.text + stop
+                return
             fresh.text += kept
 
     def _look_ahead(self, fresh: _Fresh) -> None:
         """Whole characters that the detokenizer holds back end the text if they complete a stop string: then
-        no later token follows that could change them."""
+        no later token follows that could change them. Within a scope they wait until they are certain."""
         if fresh.match is not None or not self._stops.active:
             return
         held = self._detokenizer.preview()
         if len(self.token_ids) < self._params.min_tokens:
-            self._exempt = max(self._exempt, self._searched + len(held))
-        elif self._stops.would_match(held, skip=max(self._exempt - self._searched, 0)):
+            self._exempt = max(self._exempt, self._decoded + len(held))
+        elif self._scope is None and self._stops.would_match(
+            held, skip=max(self._exempt - self._searched, 0)
+        ):
             self._take_text(self._detokenizer.finish(), fresh)
 
     def _take_rest(self, fresh: _Fresh) -> None:
         """What was held back, at an end that no stop string made."""
         self._take_text(self._detokenizer.finish(), fresh)
+        if self._scope is not None and fresh.match is None:
+            self._search_stretches(self._scope.finish(), fresh)
         if fresh.match is None:
             fresh.text += self._stops.finish()
 

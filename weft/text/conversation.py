@@ -100,10 +100,7 @@ def for_template(
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:
-    values = call.values()
-    arguments: Any = call.arguments or "{}"
-    if form == "object" and values is not None:
-        arguments = values
+    arguments: Any = call.shown() if form == "object" else call.shown_text()
     return {
         "id": marks.around(call.id, mark),
         "type": "function",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -35,6 +36,9 @@ _NOT_BUILT = (
 )
 """Fields clients send back with nothing in them; with a value they are refused where they have no meaning."""
 _REASONING = ("reasoning_content", "reasoning")
+PARTIAL = "partial_json"
+"""The key under which a model is shown arguments that are no JSON object."""
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -96,15 +100,56 @@ class CallMade(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str
     """As they came: JSON text of an object, unless the model wrote them wrongly."""
 
+    def shown(self) -> dict[str, Any]:
+        """The arguments as a template gets them: text that is no JSON object under ``partial_json``."""
+        values = self.values()
+        return {PARTIAL: self.arguments} if values is None else values
+
+    def shown_text(self) -> str:
+        """``shown`` as JSON text: the client's own text where that is an object."""
+        own = self.arguments.lstrip().startswith("{") and self.values() is not None
+        return self.arguments if own else json.dumps(self.shown(), ensure_ascii=False)
+
     def values(self) -> dict[str, Any] | None:
-        """The arguments as an object; None where they are none."""
-        if not self.arguments.strip():
+        """The arguments as an object, which is empty for no text and null; None for anything else."""
+        if self.arguments.strip() in ("", "null"):
             return {}
         try:
-            decoded = json.loads(self.arguments)
+            decoded = json.loads(self.arguments, parse_constant=_refuse, parse_float=_finite)
         except (ValueError, RecursionError):
             return None
-        return decoded if isinstance(decoded, dict) and not too_deep(decoded, MAX_DEPTH) else None
+        if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
+            return None
+        escapes = _SURROGATE.search(self.arguments) is not None
+        return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} has no value in JSON")
+    return value
+
+
+def arguments_text(arguments: Any) -> str:
+    """A call's arguments, in whatever form a client sends them back, as JSON text. Half of a surrogate pair,
+    which no tokenizer takes, is written as its escape."""
+    if arguments is None:
+        return ""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return text if _is_text(text) else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,16 +298,13 @@ def _check_call(call: Any, where: str) -> CallMade:
         raise InvalidRequest(f"{where}.function.name must be a string", param=f"{where}.function.name")
     check_text(name, f"{where}.function.name")
     arguments = function.get("arguments")
-    if isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    if arguments is None:
-        arguments = ""
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str | Mapping | None):
         raise InvalidRequest(
             f"{where}.function.arguments must be JSON text", param=f"{where}.function.arguments"
         )
-    check_text(arguments, f"{where}.function.arguments")
-    return CallMade(id=ident, name=name, arguments=arguments)
+    if isinstance(arguments, str):
+        check_text(arguments, f"{where}.function.arguments")
+    return CallMade(id=ident, name=name, arguments=arguments_text(arguments))
 
 
 def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:

@@ -80,6 +80,11 @@ class StopFinder:
         self._states = states
         return any(matched[skip:])
 
+    def reset(self) -> str:
+        """The text still held back: it ends here, and what comes next begins anew."""
+        self._states = [0] * len(self._stops)
+        return self.finish()
+
     def finish(self) -> str:
         """The text still held back: the end came before a stop string did."""
         held = self._held

@@ -7,12 +7,13 @@ request reduced to token ids, with every default resolved; it is what travels to
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
 
+StopIn: TypeAlias = Literal["content", "everything"]
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -59,6 +60,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """None generates until the context is full."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
+    stop_in: StopIn = "content"
+    """Where stop strings are looked for in outputs whose parts are told apart: in content alone, or also in
+    thoughts, calls and markup. Any other output is content as a whole."""
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -157,6 +161,8 @@ def _check_lists(p: SamplingParams) -> None:
         for text in texts:
             if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_CHARS:
                 _fail(name, f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+    if p.stop_in not in get_args(StopIn):
+        _fail("stop_in", "must be content or everything")
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(p, name)
         if ids is None:

@@ -39,6 +39,19 @@ BAD: dict[str, Callable[[int], str]] = {
     "names": lambda size: "[get(" * (size // 5),
     "functions": lambda size: "<function=get><parameter=city>" * (size // 30),
     "closing tags": lambda size: "<tool_call><function=get><parameter=city>" + "</parameter>" * (size // 12),
+    "open parameters": lambda size: (
+        "<tool_call><function=get><parameter=note>" + "\n<parameter=city>" * (size // 17)
+    ),
+    "weak closings": lambda size: (
+        "<tool_call><function=get><parameter=note>" + "\n<parameter=city>\n</parameter>x" * (size // 30)
+    ),
+    "ends of calls": lambda size: "<tool_call><function=get><parameter=note>" + "</function>x" * (size // 12),
+    "calls in a value": lambda size: (
+        "<tool_call><function=get><parameter=note></function>x" + "\n<tool_call>" * (size // 12)
+    ),
+    "escapes": lambda size: '<tool_call>{"name": "get", "arguments": {"a": "' + "\\u1" * (size // 3),
+    "quoted arguments": lambda size: '<tool_call>{"name": "get", "arguments": "{' + '\\"' * (size // 2),
+    "commas and white space": lambda size: '<tool_call>{"name": "get", "arguments": {"a": 1,' + "\n" * size,
     "values": lambda size: "<tool_call><function=get><parameter=tags>" + "[" * size,
     "a long string": lambda size: '<tool_call>{"name": "get", "arguments": {"a": "' + "x" * size,
     "deep arguments": lambda size: '<tool_call>{"name": "get", "arguments": {"a": ' + "[" * size,

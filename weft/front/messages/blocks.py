@@ -61,7 +61,8 @@ class ImageBlock(_Block, frozen=True, kw_only=True):
 class ToolUseBlock(_Block, frozen=True, kw_only=True):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
+    """An object; anything else is what came of a call that was cut."""
     caller: dict[str, Any] | None = None
     toolset_name: str | None = None
 

@@ -25,7 +25,7 @@ from weft.front.thoughts import unsealed
 from weft.front.tool_use import ToolUse
 from weft.front.turns import Parts, Turns
 from weft.grammar import build
-from weft.text.messages import ImagePart
+from weft.text.messages import ImagePart, arguments_text
 from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
 
@@ -84,6 +84,7 @@ def _sampling(asked: MessagesRequest) -> SamplingParams:
     given: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences,
+        "stop_in": asked.stop_in,
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,
@@ -172,7 +173,7 @@ def _add_assistant(turns: Turns, block: b.Block) -> None:
     if isinstance(block, b.TextBlock):
         turns.says(block.text)
     elif isinstance(block, b.ToolUseBlock):
-        turns.calls(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        turns.calls(block.id, block.name, arguments_text(block.input))
     elif isinstance(block, b.ThinkingBlock):
         thought = block.thinking or unsealed(block.signature)
         if thought:

@@ -14,6 +14,7 @@ import msgspec
 from weft.common.errors import InvalidRequest
 from weft.front.protocol.fields import is_one_of
 from weft.front.protocol.parse import Body, between, short
+from weft.types.sampling import StopIn
 
 MAX_LABEL = 4096
 """Characters of a label. Agents put JSON into ``metadata.user_id``."""
@@ -156,6 +157,8 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 
     max_tokens: int
     stop_sequences: list[str] | None = None
+    stop_in: StopIn | None = None
+    """Whether stop sequences are looked for in text blocks alone, as is the default, or everywhere."""
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -95,7 +95,7 @@ class MessagesShape:
             return None, None
         if isinstance(choice.stop_reason, str):
             return "stop_sequence", choice.stop_reason
-        return ("tool_use" if any(call.whole for call in self._output.calls) else "end_turn"), None
+        return ("tool_use" if self._output.calls_whole else "end_turn"), None
 
     def _usage(self, output: int) -> e.MessageUsage:
         tokens = self._generation.job.prompts[0].count

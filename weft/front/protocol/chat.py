@@ -10,7 +10,7 @@ from weft.front.protocol.generate import Generate
 from weft.front.protocol.parse import MAX_NAME, between, missing
 from weft.front.protocol.tools import FunctionTool, ToolChoice, tool_use
 from weft.front.tool_use import ToolUse
-from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams, StopIn
 
 MAX_METADATA = 16
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -34,6 +34,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
     thinking_token_budget: int | None = None
     """Tokens of a thought after which it is ended."""
     max_completion_tokens: int | None = None
+    stop_in: StopIn | None = None
+    """Whether stop strings are looked for in content alone, as is the default, or everywhere."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -87,6 +89,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
             more["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             more["logprobs"] = self.top_logprobs or 0
+        if self.stop_in is not None:
+            more["stop_in"] = self.stop_in
         return self.sampling_with(**more)
 
 

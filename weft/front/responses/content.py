@@ -43,10 +43,14 @@ class Items:
             assert self._open is not None
             return self._open.add(found.text, b"") if found.text else []
         assert isinstance(found, CallEnd)
-        return self.close(whole=True)
+        return self._end(whole=True)
 
     def close(self, *, whole: bool) -> list[e.Event]:
-        """The events of the open item's end, if there is one. ``whole``: whether the model ended it."""
+        """The events of the open item's end, if there is one. ``whole``: whether the model ended it. A call
+        is whole only where the parser says so."""
+        return self._end(whole=whole and not isinstance(self._open, _Call | _CustomCall))
+
+    def _end(self, *, whole: bool) -> list[e.Event]:
         opened, self._open = self._open, None
         if opened is None:
             return []

@@ -143,6 +143,7 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
     given: dict[str, Any] = {
         "max_tokens": asked.max_output_tokens,
         "stop": asked.stop,
+        "stop_in": asked.stop_in,
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,

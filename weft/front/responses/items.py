@@ -30,7 +30,7 @@ class MessageItem(_Item, frozen=True, kw_only=True):
 class CallItem(_Item, frozen=True, kw_only=True):
     call_id: str
     name: str
-    arguments: str
+    arguments: str = ""
     namespace: str | None = None
 
 

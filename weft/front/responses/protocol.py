@@ -11,7 +11,7 @@ from weft.common.errors import InvalidRequest
 from weft.front.protocol.chat import check_metadata
 from weft.front.protocol.fields import is_one_of
 from weft.front.protocol.parse import Body, between, short
-from weft.types.sampling import MAX_TOP_LOGPROBS
+from weft.types.sampling import MAX_TOP_LOGPROBS, StopIn
 
 MAX_LABEL = 4096
 LOGPROBS = "message.output_text.logprobs"
@@ -173,6 +173,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     top_k: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_in: StopIn | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     top_logprobs: int | None = None

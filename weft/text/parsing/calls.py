@@ -1,8 +1,9 @@
 """Reads tool calls as a declaration says they are written.
 
 Until a call has *begun* (its name is complete and known, and its arguments begin) nothing is given out, so
-that what turns out to be no call is text. From then on arguments stream. Where they break, they stay what
-they are, the call gets no ``CallEnd``, and the rest is text.
+that what turns out to be no call is text. From then on arguments stream. Slips whose meaning is clear are
+mended on the way (docs/outputs.md, "Recovery"). Where arguments break, they stay what they are, the call gets
+no ``CallEnd``, and the rest is text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
+from weft.text.parsing.call_ends import CallEnds
 from weft.text.parsing.declaration import (
     Blank,
     Call,
@@ -24,7 +26,8 @@ from weft.text.parsing.declaration import (
     Section,
     Syntax,
 )
-from weft.text.parsing.json_text import JsonObjectScanner, quoted
+from weft.text.parsing.json_arguments import JsonReader, Span
+from weft.text.parsing.json_text import quoted
 from weft.text.parsing.parser import Tool
 from weft.text.parsing.python_text import PythonReader
 from weft.text.parsing.tape import Reading, Tape
@@ -32,27 +35,29 @@ from weft.text.parsing.xml_text import ParameterReader
 
 MAX_NAME = 128
 MAX_KEY = 256
-MAX_HELD = 8192
-"""Arguments that stand before the name they belong to are held back up to this many characters."""
-_WINDOW = 512
-"""Characters of arguments that are looked at together."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]*")
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:/\-]*")
+_NUMBERED = re.compile(r".*?([:._\-]?[0-9]+)")
+_PREFIX = "functions"
 
 Outcome: TypeAlias = Literal["none", "broken", "whole"]
 """Of reading a call: nothing has begun, it has begun and broke, it is whole."""
-Span: TypeAlias = tuple[int, int]
 
 
 class CallReader:
     """Reads the calls of one output."""
 
-    def __init__(self, tape: Tape, tools: Mapping[str, Tool], *, parallel: bool) -> None:
+    def __init__(
+        self, tape: Tape, tools: Mapping[str, Tool], *, parallel: bool, openings: tuple[str, ...] = ()
+    ) -> None:
+        """``openings``: texts that begin a call, of any of the declared ways."""
         self.section: Section | None = None
         """The section that was opened and is not closed."""
         self._tape = tape
         self._tools = tools
         self._parallel = parallel
+        self._openings = openings
+        self._json = JsonReader(tape)
         self._name: Span | None = None
         self._ident: Span | None = None
 
@@ -89,9 +94,9 @@ class CallReader:
             yield from self.end_section()
         return True
 
-    def arguments_of(self, name: str, start: int) -> Reading[bool]:
-        """A call whose head was read up to the cursor; its name stands at ``start``. False where none
-        begins.
+    def arguments_of(self, name: str, start: int, ends: tuple[str, ...]) -> Reading[bool]:
+        """A call whose head was read up to the cursor; its name stands at ``start``, and one of ``ends``
+        follows its arguments. False where none begins.
         """
         tape = self._tape
         if name not in self._tools or not self.allowed or not (yield from tape.blank()):
@@ -100,7 +105,7 @@ class CallReader:
             return False
         self._name, self._ident = (start, start + len(name)), None
         self._begin()
-        if (yield from self._json()) == "whole":
+        if (yield from self._json.read(CallEnds(tape, ends, self._openings))):
             tape.whole()
         tape.at = tape.done
         return True
@@ -144,8 +149,9 @@ class CallReader:
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
         spelled = call.arguments
+        ends = CallEnds(self._tape, call.closings, self._openings)
         if isinstance(spelled, CallObject):
-            return (yield from self._object(spelled, bare=bare))
+            return (yield from self._object(spelled, ends, bare=bare))
         name = self._name
         if name is None:
             return "none"
@@ -154,11 +160,11 @@ class CallReader:
             if (yield from self._tape.peek()) != "{":
                 return "none"
             self._begin()
-            return (yield from self._json())
+            return "whole" if (yield from self._json.read(ends)) else "broken"
         if isinstance(spelled, Parameters):
-            return (yield from self._parameters(spelled, tool))
+            return (yield from self._parameters(spelled, tool, ends))
         assert isinstance(spelled, Keywords)
-        return (yield from self._keywords())
+        return (yield from self._keywords(ends))
 
     def _begin(self) -> None:
         """The call begins. All before the cursor was markup, name and id."""
@@ -187,10 +193,13 @@ class CallReader:
         return True
 
     def _known_name(self) -> Reading[bool]:
-        start = self._tape.at
-        name = yield from self._tape.run(_NAME, MAX_NAME)
-        self._name = (start, self._tape.at)
-        return name in self._tools
+        """The name of a known tool, which may stand in quotes."""
+        tape = self._tape
+        quote = yield from tape.literal('"', "'")
+        start = tape.at
+        name = yield from tape.run(_NAME, MAX_NAME)
+        self._name = (start, tape.at)
+        return name in self._tools and (quote is None or (yield from tape.literal(quote)) is not None)
 
     def _identifier(self, item: Identifier) -> Reading[bool]:
         start = self._tape.at
@@ -198,120 +207,100 @@ class CallReader:
         self._ident = (start, self._tape.at)
         if not item.holds_name:
             return bool(text)
-        name, _, number = text.rpartition(":")
-        if not number.isdecimal():
-            return False
-        prefix = "functions."
-        shift = len(prefix) if name.startswith(prefix) and name not in self._tools else 0
-        self._name = (start + shift, start + len(name))
-        return name[shift:] in self._tools
+        found = self._name_in(text)
+        if found is not None:
+            self._name = (start + found[0], start + found[1])
+        return found is not None
+
+    def _name_in(self, text: str) -> tuple[int, int] | None:
+        """Where the name of a known tool stands in ``functions.NAME:NUMBER``. Models leave out the prefix,
+        the number or the signs between, and write other signs."""
+        whole = _NUMBERED.fullmatch(text)
+        ends = [len(text)] if whole is None else [whole.start(1), whole.end()]
+        starts = [size for size in (0, *_prefixes(text)) if size < len(text)]
+        spans = [(start, end) for end in ends for start in starts]
+        return next((span for span in spans if text[slice(*span)] in self._tools), None)
 
     def _tail(self, items: Syntax) -> Reading[bool]:
-        """Reads what stands of ``items``; each text of them is markup."""
+        """Reads what stands of ``items``; each text of them is markup. Whether the last text stands there."""
         tape = self._tape
+        whole = True
         for item in items:
             if isinstance(item, Blank):
                 yield from tape.blank()
             elif isinstance(item, str):
-                if (yield from tape.literal(item)) is None:
-                    tape.at = tape.done
-                    return False
-                tape.skip(tape.at)
-            elif isinstance(item, Optional) and not (yield from self._tail(item.items)):
-                tape.at = tape.done
-        return True
+                whole = (yield from tape.literal(item)) is not None
+                if whole:
+                    tape.skip(tape.at)
+            elif isinstance(item, Optional):
+                yield from self._tail(item.items)
+        tape.at = tape.done
+        return whole
 
     # -- JSON
 
-    def _json(self) -> Reading[Outcome]:
-        """A JSON object as the call's arguments."""
+    def _object(self, spelled: CallObject, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
+        """An object with name and arguments. Its first brace may stand there twice."""
         tape = self._tape
-        scanner = JsonObjectScanner()
-        while True:
-            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW))
-            taken = scanner.take(text, 0)
-            tape.work += scanner.work
-            scanner.work = 0
-            tape.at += taken
-            tape.arguments(text[:taken])
-            if scanner.whole:
-                return "whole"
-            if scanner.broken or (tape.at == tape.end and not (yield from tape.more())):
-                return "broken"
-
-    def _held_json(self) -> Reading[Span | None]:
-        """A JSON object that is not given out yet."""
-        tape = self._tape
-        start = tape.at
-        scanner = JsonObjectScanner()
-        while True:
-            text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW, start + MAX_HELD))
-            tape.at += scanner.take(text, 0)
-            tape.work += scanner.work
-            scanner.work = 0
-            if scanner.whole:
-                return (start, tape.at)
-            if scanner.broken or tape.at - start >= MAX_HELD:
-                return None
-            if tape.at == tape.end and not (yield from tape.more()):
-                return None
-
-    def _object(self, spelled: CallObject, *, bare: bool) -> Reading[Outcome]:
-        """An object with name and arguments."""
-        tape = self._tape
-        if (yield from tape.literal("{")) is None:
+        if (yield from tape.literal("{")) is None or not (yield from tape.blank()):
             return "none"
-        early: Span | None = None
+        doubled = (yield from tape.literal("{")) is not None
+        early: tuple[Span, str] | None = None
         while True:
             key = yield from self._key(spelled)
             if key is None:
                 return "none"
             if key in spelled.arguments:
                 if self._name is not None:
-                    return (yield from self._object_arguments(spelled, bare=bare))
-                early = yield from self._held_json()
+                    outcome = yield from self._object_arguments(ends, bare=bare)
+                    if outcome == "whole":
+                        yield from self._object_rest(spelled, doubled=doubled)
+                    return outcome
+                early = yield from self._json.held()
                 if early is None:
                     return "none"
             elif not (yield from self._member(spelled, key)):
                 return "none"
-            if not (yield from tape.blank()):
-                return "none"
-            separator = yield from tape.literal(",", "}")
+            separator = yield from self._separator()
             if separator is None:
                 return "none"
             if separator == "}":
+                if doubled:
+                    yield from tape.literal("}")
                 return self._object_ends(early, bare=bare)
 
-    def _object_arguments(self, spelled: CallObject, *, bare: bool) -> Reading[Outcome]:
+    def _object_arguments(self, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
+        """The arguments behind their key: an object, one that is quoted as a whole, or nothing."""
         tape = self._tape
-        if (yield from tape.literal("null")) is not None:
+        if (yield from tape.literal("null", "None", '""', "''")) is not None:
             if bare:
                 return "none"
             self._begin()
             tape.arguments("{}")
-        elif (yield from tape.peek()) != "{":
-            return "none"
-        else:
+            return "whole"
+        if (yield from tape.peek()) == "{":
             self._begin()
-            if (yield from self._json()) != "whole":
-                return "broken"
-        yield from self._object_rest(spelled)
-        return "whole"
-
-    def _object_ends(self, early: Span | None, *, bare: bool) -> Outcome:
-        """The object ended with arguments before the name, or without any."""
-        tape = self._tape
-        if self._name is None or (early is None and bare):
+            return "whole" if (yield from self._json.read(ends)) else "broken"
+        if (yield from tape.literal('"')) is None or not (yield from tape.blank()):
             return "none"
-        end = tape.at
+        if (yield from tape.peek()) != "{":
+            return "none"
+        self._begin()
+        return "whole" if (yield from self._json.read_quoted()) else "broken"
+
+    def _object_ends(self, early: tuple[Span, str] | None, *, bare: bool) -> Outcome:
+        """The object has ended, with its arguments before its name or without any."""
+        tape = self._tape
+        name = self._name
+        if name is None or (bare and early is None):
+            return "none"
         if early is None:
             self._begin()
             tape.arguments("{}")
             return "whole"
-        text = tape.slice(*early)
-        tape.at = early[0]
-        name = self._name
-        tape.begin_behind(name, self._ident, early, text)
+        span, text = early
+        end = tape.at
+        tape.begin_behind(name, self._ident, span, text)
         tape.skip(end)
         return "whole"
 
@@ -321,7 +310,7 @@ class CallReader:
         if not (yield from tape.blank()):
             return None
         keys = (spelled.name, *spelled.arguments, spelled.id, *spelled.ignored)
-        found = yield from tape.literal(*(quoted(key) for key in keys))
+        found = yield from tape.literal(*(quote + key + quote for key in keys for quote in "'\""))
         if found is None or not (yield from tape.blank()) or (yield from tape.literal(":")) is None:
             return None
         return found[1:-1] if (yield from tape.blank()) else None
@@ -329,7 +318,8 @@ class CallReader:
     def _member(self, spelled: CallObject, key: str) -> Reading[bool]:
         """A member that is a word: the name, the id or one without a meaning."""
         tape = self._tape
-        if (yield from tape.literal('"')) is None:
+        quote = yield from tape.literal('"', "'")
+        if quote is None:
             return False
         start = tape.at
         if key == spelled.name:
@@ -341,17 +331,29 @@ class CallReader:
                 return False
             if key == spelled.id and text and self._ident is None:
                 self._ident = (start, tape.at)
-        return (yield from tape.literal('"')) is not None
+        return (yield from tape.literal(quote)) is not None
 
-    def _object_rest(self, spelled: CallObject) -> Reading[None]:
+    def _separator(self) -> Reading[str | None]:
+        """What stands between two members or ends the object. A comma before the end belongs to the end."""
+        tape = self._tape
+        if not (yield from tape.blank()):
+            return None
+        found = yield from tape.literal(",", "}")
+        behind = tape.at
+        if found == "," and (yield from tape.blank()) and (yield from tape.literal("}")) is not None:
+            return "}"
+        tape.at = behind
+        return found
+
+    def _object_rest(self, spelled: CallObject, *, doubled: bool) -> Reading[None]:
         """What follows the arguments inside of the object, if it is what may follow: otherwise it is text."""
         tape = self._tape
         name, ident = self._name, self._ident
         while True:
-            if not (yield from tape.blank()):
-                break
-            separator = yield from tape.literal(",", "}")
+            separator = yield from self._separator()
             if separator == "}":
+                if doubled:
+                    yield from tape.literal("}")
                 tape.skip(tape.at)
             if separator != ",":
                 break
@@ -365,20 +367,23 @@ class CallReader:
 
     # -- other ways to write arguments
 
-    def _parameters(self, spelled: Parameters, tool: Tool) -> Reading[Outcome]:
+    def _parameters(self, spelled: Parameters, tool: Tool, ends: CallEnds) -> Reading[Outcome]:
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
         start = tape.at
-        if (yield from tape.literal(spelled.key_open, spelled.end)) is None:
+        reader = ParameterReader(
+            tape, spelled, tool, CallEnds(tape, (spelled.end, *ends.closings), ends.openings)
+        )
+        if not (yield from reader.begins()):
             return "none"
         tape.at = start
         self._begin()
-        whole = yield from ParameterReader(tape, spelled, tool).read()
-        return "whole" if whole else "broken"
+        return "whole" if (yield from reader.read()) else "broken"
 
-    def _keywords(self) -> Reading[Outcome]:
-        """``key=value, ...)``: the opening parenthesis stands in the head."""
+    def _keywords(self, ends: CallEnds) -> Reading[Outcome]:
+        """``key=value, ...)``: the opening parenthesis stands in the head. One of ``ends``, or the output's
+        end, may stand in place of the closing one."""
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
@@ -406,8 +411,13 @@ class CallReader:
                 return "broken"
             if (yield from tape.literal(",")) is not None:
                 tape.skip(tape.at)
-            elif (yield from tape.peek()) != ")":
-                return "broken"
+            elif (char := (yield from tape.peek())) != ")":
+                behind = tape.at
+                missing = not char or (yield from tape.literal(*ends.closings)) is not None
+                tape.at = behind
+                if missing:
+                    tape.arguments("}", tape.done)
+                return "whole" if missing else "broken"
 
     def _keyword(self) -> Reading[str]:
         """``key =``; "" where something else stands."""
@@ -416,3 +426,11 @@ class CallReader:
         if len(key) > MAX_KEY or not key or not (yield from tape.blank()):
             return ""
         return key if (yield from tape.literal("=")) is not None else ""
+
+
+def _prefixes(text: str) -> tuple[int, ...]:
+    """Lengths of what may stand before the name in an id."""
+    if not text.startswith(_PREFIX):
+        return ()
+    size = len(_PREFIX)
+    return (size + 1, size) if text[size : size + 1] in (".", ":", "_", "-", "/") else (size,)

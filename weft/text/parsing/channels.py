@@ -125,7 +125,7 @@ class ChannelReader:
         if not self._tells_calls:
             return False
         start = header.recipient_at + len(header.recipient) - len(name)
-        if not (yield from self._calls.arguments_of(name, start)):
+        if not (yield from self._calls.arguments_of(name, start, self._declared.ends)):
             return False
         if (yield from self._calls.ending(self._declared.ends)):
             self.end()

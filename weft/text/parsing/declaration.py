@@ -37,7 +37,8 @@ class Identifier(msgspec.Struct, frozen=True, kw_only=True):
     """An id of the call: word characters."""
 
     holds_name: bool = False
-    """Whether the id is written as ``functions.NAME:NUMBER`` and so is also where the name stands."""
+    """Whether the id is written as ``functions.NAME:NUMBER`` and so is also where the name stands. Prefix and
+    number may be missing, or joined in other ways."""
 
 
 BLANK = Blank()
@@ -77,7 +78,8 @@ class Parameters(_Part, frozen=True, kw_only=True):
     """Each argument in tags of its own; values become JSON by the types that the tool's schema gives them.
 
     ``key_open KEY key_close [string_flag] value_open VALUE value_close``, then the next one or ``end``.
-    A closing tag is only one where the next parameter or ``end`` follows it.
+    A closing tag is only one where the next parameter or ``end`` follows it. docs/outputs.md has the rules
+    for tags that are missing or misspelled.
     """
 
     key_open: str
@@ -122,6 +124,12 @@ class Call(_Part, frozen=True, kw_only=True):
     """What a grammar writes between two calls."""
     line_start: bool = False
     """Whether it begins a call only at the start of a line (one whose trigger is a mere bracket)."""
+
+    @property
+    def closings(self) -> tuple[str, ...]:
+        """Texts behind the arguments, of the call and of its section."""
+        tails = (*self.tail, *(self.section.tail if self.section is not None else ()))
+        return tuple(dict.fromkeys(texts_of(tails)))
 
     @property
     def own_trigger(self) -> str:
@@ -199,6 +207,11 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
         where arguments are held to a schema this is no way beside one with tags."""
         kept = tuple(call for call in self.calls if not call.line_start)
         return self.calls if not strict or self.calls[:1] != kept[:1] else kept
+
+    def openings(self) -> tuple[str, ...]:
+        """Texts that begin a call and are more than a bracket. Where one stands, the last call has ended."""
+        found = (text for call in self.calls for text in (*call.triggers, call.own_trigger) if len(text) > 1)
+        return tuple(dict.fromkeys(found))
 
     def marks(self) -> frozenset[str]:
         """Every text of it that may be a token of its own."""

@@ -7,7 +7,6 @@ other. White space right before a mark goes with it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
@@ -18,7 +17,7 @@ from weft.text.parsing.channels import ChannelReader
 from weft.text.parsing.declaration import OutputFormat, Thought
 from weft.text.parsing.events import OutputEvent
 from weft.text.parsing.parser import OutputSpec
-from weft.text.parsing.tape import BLANKS, MAX_BLANK, Reading, Tape
+from weft.text.parsing.tape import BLANKS, MAX_BLANK, Reading, Tape, Texts
 
 MAX_AGAIN = 1024
 """A beginning that turned out to be none is looked through again for others up to this length."""
@@ -41,18 +40,8 @@ class Marks:
 
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.by_text = {mark.text: mark for mark in marks}
-        texts = sorted(self.by_text, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        self.texts = Texts(self.by_text)
         self.trims = any(mark.trims for mark in self.by_text.values())
-        self._heads = {text[:size] for text in texts for size in range(1, len(text))}
-        self._longest = max(map(len, texts), default=1) - 1
-
-    def held(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of a mark."""
-        for size in range(min(self._longest, len(text)), 0, -1):
-            if text[-size:] in self._heads:
-                return size
-        return 0
 
 
 class OutputEngine:
@@ -62,7 +51,7 @@ class OutputEngine:
         self.tape = Tape() if tape is None else tape
         self._format = declared
         tools = {tool.name: tool for tool in spec.tools} if spec.tool_calls else {}
-        self._calls = CallReader(self.tape, tools, parallel=spec.parallel)
+        self._calls = CallReader(self.tape, tools, parallel=spec.parallel, openings=declared.openings())
         self._tells_calls = bool(tools)
         self._ways = declared.ways(strict=any(tool.strict for tool in tools.values()))
         self._tells_thoughts = spec.reasoning
@@ -153,7 +142,7 @@ class OutputEngine:
             if tape.ended:
                 break
             text = tape.slice(tape.done, tape.end)
-            keep = marks.held(text)
+            keep = marks.texts.held(text)
             if marks.trims:
                 keep += self._blank_before(tape.end - keep)
             self._give(tape.end - keep)
@@ -168,7 +157,7 @@ class OutputEngine:
         tape = self.tape
         start = tape.done
         while True:
-            match = tape.search(marks.pattern, start)
+            match = tape.search(marks.texts.pattern, start)
             if match is None:
                 return None
             mark = marks.by_text[match[0]]

@@ -1,4 +1,4 @@
-"""JSON text, checked character by character while it streams."""
+"""JSON text, read character by character while it streams, and written as strict JSON (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -8,60 +8,110 @@ from typing import Literal
 
 MAX_DEPTH = 128
 """Deeper arguments are broken ones: what reads them does so by recursion."""
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+MAX_NUMBER = 1024
+"""Characters of a number. Python's own reader refuses longer ones."""
+_PLAIN = {quote: re.compile(rf'[^"{quote}\\\x00-\x1f]*') for quote in "'\""}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_WORDS = ("true", "false", "null")
+_WORDS = {
+    "true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
+}  # fmt: skip
 _DIGITS = frozenset("0123456789")
 _STARTS = frozenset("-0123456789")
+_HEX = frozenset("0123456789abcdefABCDEF")
+_BLANKS = frozenset(" \t\r\n")
+_NUMBER_ENDS = frozenset(("zero", "whole", "fraction", "exponent"))
 
 State = Literal[
-    "object",
-    "value",
-    "first",
-    "key",
-    "first key",
-    "colon",
-    "after",
-    "string",
-    "escape",
-    "hex",
-    "number",
+    "object", "value", "first", "key", "first key", "colon", "after", "string", "escape", "hex", "number",
     "word",
-]
+]  # fmt: skip
 
 
 class JsonObjectScanner:
-    """Follows one JSON object (RFC 8259, strictly). ``take`` may be called with any pieces of it."""
+    """Reads one object and writes it as JSON. ``take`` may be called with any pieces of the object.
+
+    A valid object is written as it stands. Slips whose meaning is clear are mended: control characters in
+    strings, escapes that JSON does not have, strings in single quotes, Python's True, False and None, a comma
+    before a closing bracket, and a doubled first brace.
+    """
 
     def __init__(self) -> None:
         self.whole = False
         self.broken = False
+        self.doubled = False
+        """The first brace stands there twice. A second closing brace may follow the object."""
         self.work = 0
         self._state: State = "object"
         self._stack: list[str] = []
+        self._written: list[str] = []
+        self._held: list[str] = []
+        """Characters that were taken and are not written yet: a comma and white space, an escape, a word."""
+        self._quote = '"'
         self._is_key = False
-        self._left = 0
-        self._word = ""
+        self._options: tuple[str, ...] = ()
         self._number = ""
         """Which part of a number comes next: see ``_in_number``."""
+        self._length = 0
+        """Characters of the number."""
 
     def take(self, text: str, start: int) -> int:
-        """Follows ``text`` from ``start``; returns the index behind what belongs to the object.
+        """Reads ``text`` from ``start``; returns the index behind the last character of the object.
 
-        There the text ends, or the object (``whole``), or what stands there cannot be part of it
-        (``broken``).
+        There the text ends, or the object (``whole``), or a character stands there that cannot be part of
+        the object (``broken``).
         """
         at = start
         while at < len(text) and not self.whole and not self.broken:
             if self._state == "string":
-                plain = _PLAIN.match(text, at)
-                at = at if plain is None else plain.end()
+                plain = _PLAIN[self._quote].match(text, at)
+                if plain is not None and plain[0]:
+                    self._written.append(plain[0])
+                    at = plain.end()
                 if at < len(text):
                     at += self._in_string(text[at])
             else:
                 at += self._one(text[at])
         self.work += at - start + 1
         return at
+
+    @property
+    def in_string(self) -> bool:
+        """A string is open."""
+        return self._state in ("string", "escape", "hex")
+
+    def written(self) -> str:
+        """The JSON text since the last call."""
+        text = "".join(self._written)
+        self._written.clear()
+        return text
+
+    def finish(self) -> bool:
+        """Closes the brackets that are open, where nothing else is missing. False, and nothing is written,
+        where a string, a key or a value is open."""
+        after_number = self._state == "number" and self._number in _NUMBER_ENDS
+        if not self._stack or not (after_number or self._state == "after" or self._behind_comma):
+            return False
+        self._drop_comma()
+        self._written += ["}" if char == "{" else "]" for char in reversed(self._stack)]
+        self._stack.clear()
+        self.whole = True
+        return True
+
+    def give_up(self) -> None:
+        """Writes what was held back, as it stands: the object will not become whole."""
+        self._release()
+
+    @property
+    def _behind_comma(self) -> bool:
+        return self._state in ("key", "value") and bool(self._held)
+
+    def _release(self) -> None:
+        self._written += self._held
+        self._held.clear()
+
+    def _drop_comma(self) -> None:
+        self._held[:1] = []
+        self._release()
 
     def _one(self, char: str) -> int:
         """Takes a character outside of a string's plain part: 1, or 0 where it is not taken."""
@@ -72,78 +122,123 @@ class JsonObjectScanner:
             return self._in_word(char)
         if state == "number":
             if self._in_number(char):
-                return 1
-            if self._number not in ("zero", "whole", "fraction", "exponent"):
+                self._length += 1
+                self._written.append(char)
+                return 1 if self._length <= MAX_NUMBER else self._fail(taken=1)
+            if self._number not in _NUMBER_ENDS:
                 return self._fail()
             self._state = state = "after"
-        if char in " \t\r\n" and state != "object":
+        if char in _BLANKS and state != "object":
+            (self._held if self._held else self._written).append(char)
             return 1
         if state == "object":
             return self._open(char) if char == "{" else self._fail()
         if state in ("value", "first"):
-            if char == "]" and state == "first":
+            if char == "]" and (state == "first" or self._behind_comma):
                 return self._close(char)
             return self._begin_value(char)
         if state in ("key", "first key"):
-            if char == "}" and state == "first key":
-                return self._close(char)
-            self._is_key = True
-            return self._to("string") if char == '"' else self._fail()
+            return self._begin_key(char)
         if state == "colon":
-            return self._to("value") if char == ":" else self._fail()
+            return self._write(char, "value") if char == ":" else self._fail()
         if char == ",":
-            return self._to("key" if self._stack[-1] == "{" else "value")
+            self._held.append(char)
+            self._state = "key" if self._stack[-1] == "{" else "value"
+            return 1
         return self._close(char)
+
+    def _begin_key(self, char: str) -> int:
+        if char == "}":
+            return self._close(char)  # behind a comma: the comma goes
+        if char == "{" and self._state == "first key" and self._stack == ["{"] and not self.doubled:
+            self.doubled = True
+            return 1
+        if char not in "'\"":
+            return self._fail()
+        self._is_key = True
+        return self._begin_string(char)
 
     def _begin_value(self, char: str) -> int:
         if char in "{[":
             return self._open(char)
-        if char == '"':
+        if char in "'\"":
             self._is_key = False
-            return self._to("string")
+            return self._begin_string(char)
         if char in _STARTS:
+            self._release()
             self._number = {"-": "sign", "0": "zero"}.get(char, "whole")
-            return self._to("number")
-        for word in _WORDS:
-            if char == word[0]:
-                self._word = word[1:]
-                return self._to("word")
-        return self._fail()
+            self._length = 1
+            return self._write(char, "number")
+        self._options = tuple(word for word in _WORDS if word[0] == char)
+        if not self._options:
+            return self._fail()
+        self._release()
+        self._held.append(char)
+        self._state = "word"
+        return 1
+
+    def _begin_string(self, char: str) -> int:
+        self._release()
+        self._quote = char
+        return self._write('"', "string")
 
     def _open(self, char: str) -> int:
         if len(self._stack) >= MAX_DEPTH:
             return self._fail()
+        self._release()
         self._stack.append(char)
-        return self._to("first key" if char == "{" else "first")
+        return self._write(char, "first key" if char == "{" else "first")
 
     def _close(self, char: str) -> int:
         if (self._stack[-1], char) not in (("{", "}"), ("[", "]")):
             return self._fail()
+        if self._held:
+            self._drop_comma()
         self._stack.pop()
         self.whole = not self._stack
-        return self._to("after")
+        return self._write(char, "after")
 
     def _in_string(self, char: str) -> int:
-        if char == '"':
-            return self._to("colon" if self._is_key else "after")
-        return self._to("escape") if char == "\\" else self._fail()
+        if char == self._quote:
+            return self._write('"', "colon" if self._is_key else "after")
+        if char == "\\":
+            self._held.append(char)
+            self._state = "escape"
+        else:
+            self._written.append(escaped(char))  # a control character, or the other quote
+        return 1
 
     def _in_escape(self, char: str) -> int:
+        """A character behind a backslash. An escape that JSON does not have means what it says, literally."""
+        if self._state == "escape" and char == "u":
+            self._held.append(char)
+            self._state = "hex"
+            return 1
         if self._state == "escape":
-            self._left = 4
-            if char == "u":
-                return self._to("hex")
-            return self._to("string") if char in '"\\/bfnrt' else self._fail()
-        if char not in "0123456789abcdefABCDEF":
-            return self._fail()
-        self._left -= 1
-        return self._to("hex" if self._left else "string")
+            self._held.clear()
+            valid = "\\" + char if char in '"\\/bfnrt' else "'" if char == "'" else escaped("\\" + char)
+            return self._write(valid, "string")
+        if char in _HEX:
+            self._held.append(char)
+            if len(self._held) == len("\\u0000"):
+                self._release()
+                self._state = "string"
+            return 1
+        self._written.append(escaped("".join(self._held)))
+        self._held.clear()
+        self._state = "string"
+        return 0
 
     def _in_word(self, char: str) -> int:
-        if char != self._word[0]:
+        word = "".join((*self._held, char))
+        self._options = tuple(option for option in self._options if option.startswith(word))
+        if not self._options:
             return self._fail()
-        self._word = self._word[1:]
-        return self._to("word" if self._word else "after")
+        self._held.append(char)
+        if word in _WORDS:
+            self._held.clear()
+            return self._write(_WORDS[word], "after")
+        return 1
 
     def _in_number(self, char: str) -> bool:
         part = self._number
@@ -163,13 +258,41 @@ class JsonObjectScanner:
             return True
         return False
 
-    def _to(self, state: State) -> int:
+    def _write(self, text: str, state: State) -> int:
+        self._written.append(text)
         self._state = state
         return 1
 
-    def _fail(self) -> int:
+    def _fail(self, taken: int = 0) -> int:
         self.broken = True
-        return 0
+        return taken
+
+
+class StringDecoder:
+    """Reads what stands in a JSON string, character by character: JSON text that was quoted as a whole."""
+
+    def __init__(self) -> None:
+        self._escape = ""
+
+    def push(self, char: str) -> str | None:
+        """The text that ``char`` completes; None for a quote that is not escaped."""
+        if not self._escape:
+            if char == '"':
+                return None
+            if char != "\\":
+                return char
+            self._escape = char
+            return ""
+        self._escape += char
+        if self._escape.startswith("\\u") and len(self._escape) < len("\\u0000"):
+            return ""
+        whole, self._escape = self._escape, ""
+        try:
+            text = json.loads(f'"{whole}"')
+        except ValueError:
+            return whole
+        # An escape of the text inside keeps its meaning there, and a lone surrogate is no text.
+        return whole if whole.startswith("\\u") and not text.isascii() else str(text)
 
 
 def quoted(text: str) -> str:
@@ -184,4 +307,4 @@ def escaped(text: str) -> str:
 
 def is_number(text: str) -> bool:
     """Whether ``text`` is a JSON number."""
-    return _NUMBER.fullmatch(text) is not None
+    return len(text) <= MAX_NUMBER and _NUMBER.fullmatch(text) is not None

@@ -8,6 +8,7 @@ from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.grammars import OutputGrammars, ToolChoice
 from weft.text.parsing.parser import OutputParser, OutputSpec, PlainParser, Tool
+from weft.text.parsing.scope import ContentScope
 from weft.types.grammar import Grammar
 
 _TAIL = 256
@@ -48,6 +49,12 @@ class ModelOutput:
         if self.declared is None or not (spec.reasoning or spec.tool_calls):
             return PlainParser()
         return OutputEngine(self.declared, spec)
+
+    def scope(self, spec: OutputSpec) -> ContentScope | None:
+        """What tells content from other text in one choice; None where everything is content."""
+        if self.declared is None or not (spec.reasoning or spec.tool_calls):
+            return None
+        return ContentScope(self.declared, spec)
 
     def visible_for(self, spec: OutputSpec) -> frozenset[int]:
         """``visible``, where a parser of ``spec`` looks for anything."""

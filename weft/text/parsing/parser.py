@@ -44,7 +44,7 @@ class OutputParser(Protocol):
         """What is certain now. Holds back only what may still become markup."""
 
     def close(self) -> list[OutputEvent]:
-        """What was held back, at the output's end, however it ended. Called once."""
+        """What was held back, at the output's end, and what only that end makes whole. Called once."""
 
 
 class PlainParser:

@@ -11,7 +11,7 @@ there is more or the output has ended. What they decide depends on the text alon
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TypeAlias, TypeVar
 
 from weft.text.parsing.declaration import Kind
@@ -26,6 +26,23 @@ _FORGET = 1 << 12
 _FENCE = 3
 _BLANK = re.compile(r"[ \t\r\n]*")
 BLANKS = " \t\r\n"
+
+
+class Texts:
+    """Texts to be found in one pass."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        ordered = sorted(set(texts), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, ordered)) or "(?!)")
+        self._heads = {text[:size] for text in ordered for size in range(1, len(text))}
+        self._longest = max(map(len, ordered), default=1) - 1
+
+    def held(self, text: str) -> int:
+        """How many characters at the end of ``text`` may be the beginning of one of them."""
+        for size in range(min(self._longest, len(text)), 0, -1):
+            if text[-size:] in self._heads:
+                return size
+        return 0
 
 
 class Tape:

@@ -21,6 +21,7 @@ from weft.text.parsing.declaration import (
     NAME,
     Call,
     JsonArguments,
+    Optional,
     OutputFormat,
     Parameters,
     Section,
@@ -35,7 +36,7 @@ DEEPSEEK_V3 = OutputFormat(
     calls=(
         Call(
             section=_CALLS,
-            head=(_CALL, "function", _SEP, NAME, LINE, "```json", LINE),
+            head=(_CALL, "function", _SEP, NAME, LINE, Optional(("```json",), written=True), LINE),
             arguments=JsonArguments(),
             tail=(LINE, "```", BLANK, _CALL_END),
         ),

@@ -6,7 +6,15 @@
 
 from __future__ import annotations
 
-from weft.text.parsing.declaration import BLANK, NAMING_IDENTIFIER, Call, JsonArguments, OutputFormat, Section
+from weft.text.parsing.declaration import (
+    BLANK,
+    NAMING_IDENTIFIER,
+    Call,
+    JsonArguments,
+    Optional,
+    OutputFormat,
+    Section,
+)
 
 KIMI_K2 = OutputFormat(
     name="kimi_k2",
@@ -22,7 +30,7 @@ KIMI_K2 = OutputFormat(
                 BLANK,
                 NAMING_IDENTIFIER,
                 BLANK,
-                "<|tool_call_argument_begin|>",
+                Optional(("<|tool_call_argument_begin|>",), written=True),
                 BLANK,
             ),
             arguments=JsonArguments(),

@@ -1,0 +1,60 @@
+"""Which stretches of an output are content, as they become certain."""
+
+from __future__ import annotations
+
+from weft.text.parsing.declaration import Kind, OutputFormat
+from weft.text.parsing.engine import OutputEngine
+from weft.text.parsing.parser import OutputSpec
+from weft.text.parsing.tape import Tape
+
+
+class _Noted(Tape):
+    """A tape that notes where content ends and other text begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[bool, int]] = []
+        """(whether it is content, its end) of each stretch since the last look."""
+
+    def mark(self, kind: Kind, end: int) -> None:
+        if end > self.done:
+            self.noted.append((kind == "content", end))
+        super().mark(kind, end)
+
+
+class ContentScope:
+    """Splits the text of one output into content and all else: thoughts, calls, markup. No text is lost."""
+
+    def __init__(self, declared: OutputFormat, spec: OutputSpec) -> None:
+        self._tape = _Noted()
+        self._engine = OutputEngine(declared, spec, self._tape)
+        self._text = ""
+        """What is not certain yet."""
+        self._done = 0
+        """Position of its first character."""
+
+    def push(self, text: str) -> list[tuple[bool, str]]:
+        """The stretches that ``text`` makes certain: (whether it is content, text)."""
+        self._text += text
+        self._engine.feed(text)
+        return self._taken()
+
+    def finish(self) -> list[tuple[bool, str]]:
+        """The rest, at the output's end."""
+        self._engine.close()
+        return self._taken()
+
+    def _taken(self) -> list[tuple[bool, str]]:
+        noted, self._tape.noted = self._tape.noted, []
+        stretches: list[tuple[bool, str]] = []
+        start = 0
+        for content, position in noted:
+            end = position - self._done
+            if stretches and stretches[-1][0] == content:
+                stretches[-1] = (content, stretches[-1][1] + self._text[start:end])
+            else:
+                stretches.append((content, self._text[start:end]))
+            start = end
+        self._text = self._text[start:]
+        self._done += start
+        return stretches
