@@ -50,7 +50,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
     ),
     "fp8 exponents": (
         {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "weight_block_size": [128, 128]},
-        QuantizedSpec(method="fp8", block=(128, 128), bits=5),
+        QuantizedSpec(method="fp8", block=(128, 128), bits=8.5, expert_bits=4.25),
     ),
     "mxfp4": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
@@ -92,7 +92,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
-        QuantizedSpec(method="modelopt", bits=5),
+        QuantizedSpec(method="modelopt", bits=4.5),
     ),
     "modelopt mixed": (
         {
@@ -100,7 +100,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}},
         },
-        QuantizedSpec(method="modelopt"),
+        QuantizedSpec(method="modelopt", bits=8.5),
     ),
 }
 
@@ -126,7 +126,7 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     beside = tmp_path / "hf_quant_config.json"
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["x"]}
     beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
-    assert _load(tmp_path) == QuantizedSpec(method="modelopt", bits=5)
+    assert _load(tmp_path) == QuantizedSpec(method="modelopt", bits=4.5)
     beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert _load(tmp_path) is None
     beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))

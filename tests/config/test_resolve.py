@@ -68,10 +68,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> str:
-    """A folder with a config.json and an (empty) safetensors file."""
+    """A folder with a config.json and a safetensors file without tensors."""
     config = {**BASE, "architectures": [architecture], **FAMILIES[architecture], **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return str(folder)
 
 

@@ -109,15 +109,14 @@ def cache_bytes(
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
     """
+    weights = planned_weights(spec, dtype, device, model, parallel)
+    ranks = ranks_on_device(parallel, device, host)
+    check_weights(weights, device, ranks)
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, ranks_on_device(parallel, device, host))
+        _check_asked(asked, device, ranks)
         return asked
-    kind = model.quantization
-    layout = parallel.layout
-    extra = parallel.redundant_experts
-    weights = weight_bytes(spec, dtype, kind, layout, extra, packed=_stays_packed(spec, dtype, device))
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
@@ -126,7 +125,7 @@ def cache_bytes(
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
-        available //= ranks_on_device(parallel, device, host)
+        available //= ranks
         share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
@@ -136,7 +135,7 @@ def cache_bytes(
             "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
             param="--kv-cache-memory",
         )
-    budget = int(total * cache.gpu_memory_utilization) // ranks_on_device(parallel, device, host)
+    budget = int(total * cache.gpu_memory_utilization) // ranks
     left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
@@ -147,6 +146,34 @@ def cache_bytes(
             param="--gpu-memory-utilization",
         )
     return min(left, usable)
+
+
+def planned_weights(
+    spec: ModelSpec, dtype: str, device: str, model: ModelSection, parallel: ParallelSection
+) -> int:
+    """Bytes of a rank's share of the weights: see ``weight_bytes``. ``spec``: of the whole model."""
+    packed = _stays_packed(spec, dtype, device)
+    kind, extra = model.quantization, parallel.redundant_experts
+    return weight_bytes(spec, dtype, kind, parallel.layout, extra, packed=packed)
+
+
+def check_weights(weights: int, device: str, ranks: int) -> None:
+    """Raises ConfigError where a rank's ``weights``, in bytes, exceed the memory of its device.
+
+    ``ranks``: that share the device's memory.
+    """
+    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    if have is None or weights <= have // ranks:
+        return
+    # Ranks that share one memory need more of them on other devices, not on this one.
+    where = "this machine" if device == "cpu" else "a GPU"
+    shared = f" for each of {ranks} ranks" if ranks > 1 else ""
+    raise ConfigError(
+        f"the model's weights need {show_bytes(weights)} of memory{shared}, and {where} has "
+        f"{show_bytes(have // ranks)} available{shared}: take a quantized checkpoint or --quantization int4, "
+        "divide the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
+        param="--model",
+    )
 
 
 def _stays_packed(spec: ModelSpec, dtype: str, device: str) -> bool:

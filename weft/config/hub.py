@@ -4,12 +4,12 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from weft.common import env
 from weft.common.errors import ConfigError
-from weft.gguf.folder import checkpoint_folder, find_gguf
+from weft.common.spelling import misspelt
+from weft.gguf.folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 
@@ -61,8 +61,8 @@ def resolve_model_path(
         found = find_gguf(folder)
         return str(folder) if found is None else checkpoint_folder(found)
     if not _is_repository(name):
-        near = difflib.get_close_matches(name, bundled, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = misspelt(name, bundled)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ConfigError(
             f"there is no folder {name!r}, no bundled model of that name (there are: "
             f"{', '.join(bundled) or 'none'}), and it is not a hub name (owner/name).{hint}",
@@ -77,8 +77,12 @@ def _is_repository(name: str) -> bool:
 
 
 def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
-    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError."""
-    return model_path if name is None else resolve_model_path(name, load_format="dummy")
+    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError, also for the folder of a
+    GGUF file with a tokenizer that cannot be read.
+    """
+    path = model_path if name is None else resolve_model_path(name, load_format="dummy")
+    check_tokenizer(Path(path))
+    return path
 
 
 def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:

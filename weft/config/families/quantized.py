@@ -8,9 +8,12 @@ What would change results and is not implemented is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
@@ -43,6 +46,10 @@ _COMPRESSED_FORMATS = (
 
 #: Bits of an element that is published in so many, with its scales; integers of 2 bits are held in 4.
 _ABOUT = {2: 5.0, 4: 5.0, 8: 8.5}
+_ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
+"""Bits of an element by a part of ModelOpt's name, with scales of one byte for 32, and for 16."""
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
+"""Names of modules of routed experts."""
 
 
 class _Fields:
@@ -114,17 +121,24 @@ class _Fields:
 
     def each(self, name: str) -> list[_Fields]:
         """The objects in the object ``name``."""
+        return [fields for _, fields in self.named(name)]
+
+    def named(self, name: str) -> list[tuple[str, _Fields]]:
+        """The objects in the object ``name``, each with its key."""
         found = self.inner(name)
         if found is None:
             return []
-        made = [found.inner(key) for key in found._found]
-        return [fields for fields in made if fields is not None]
+        made = [(key, found.inner(key)) for key in found._found]
+        return [(key, fields) for key, fields in made if fields is not None]
 
 
 def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
-    """What ``config.json`` (or ``hf_quant_config.json`` beside it) says; None for plain weights.
+    """Return how the weights are quantized; None for plain weights.
 
-    Raises ConfigError that names the field and its value for what is unknown or not implemented.
+    ``config.json`` says so, or ``hf_quant_config.json`` beside it.
+
+    Older ModelOpt writes its fields into ``quantization_config`` without ``quant_method``. Raises ConfigError
+    that names the field and its value for what is unknown or not implemented.
     """
     for field in ("quantization_config", "compression_config"):
         found = facts.get(field)
@@ -134,27 +148,47 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
             raise facts.fail(field, f"must be an object, not {found!r}")
         fields = _Fields(found, f"config.json: {field}")
         default = "compressed-tensors" if field == "compression_config" else None
+        if "quant_algo" in found or isinstance(found.get("quantization"), dict):
+            default = "modelopt"
         method = fields.choice("quant_method", tuple(_METHODS), default=default)
         if method is None:
             raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
+        if method == "fp8":
+            return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
         return _METHODS[method](fields, method)
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
         return None
-    inner = _Fields(beside, MODELOPT_FILE).inner("quantization")
-    if inner is None:
+    if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
-    return None if inner.get("quant_algo") in (None, "") else _modelopt(inner, "modelopt")
+    return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
 
 
 def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
-    experts = fields.choice("expert_dtype", ("fp8", "fp4"))
     fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    bits = _ABOUT[4 if experts == "fp4" else 8]  # experts are nearly all
-    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=bits)
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_ABOUT[8])
+
+
+def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
+    """``spec`` of a checkpoint in FP8 with the bits of routed experts, where these are of another format.
+
+    DeepSeek V4 says ``expert_dtype`` at the top of config.json (``beside``), others in
+    ``quantization_config``. ModelOpt's ``moe_quant_algo`` overrides both: such a checkpoint was made of one
+    whose fields remain.
+    """
+    inside = fields.choice("expert_dtype", ("fp8", "fp4"))
+    if beside not in (None, "fp8", "fp4"):
+        raise ConfigError(
+            f"config.json: expert_dtype = {beside!r} is not supported; there are: fp8, fp4", param="--model"
+        )
+    bits = _ALGORITHM_BITS["MXFP4"] if (inside or beside) == "fp4" else None
+    algorithm = fields.choice("moe_quant_algo", _MODELOPT_ALGORITHMS)
+    if algorithm is not None:
+        bits = _algorithm_bits(algorithm)
+    return msgspec.structs.replace(spec, expert_bits=bits)
 
 
 def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
@@ -220,32 +254,84 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     return QuantizedSpec(method=method, block=block, bits=_ABOUT.get(max(w or 16 for w in widths or {16})))
 
 
-def _modelopt(fields: _Fields, method: str) -> QuantizedSpec:
+def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
+    """AutoRound's tensors are GPTQ's or AWQ's, as the packing says. Bits are read off each layer's tensors."""
+    packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
+    like = _PACKINGS[packing]
+    fields.choice("data_type", ("int",))
+    fields.group_size("group_size")
+    fields.choice("sym", (True, False))
+    allowed = (4,) if like == "awq" else (2, 4, 8)
+    bits = fields.choice("bits", allowed)
+    for layer in fields.each("extra_config"):
+        # Layers of 16 bits and more are plain; a field of None is the whole model's.
+        if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
+            layer.choice("data_type", ("int",))
+    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_ABOUT.get(bits))
+
+
+def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
+    fields = fields.inner("quantization") or fields
     algorithm = fields.get("quant_algo")
+    if algorithm in (None, ""):  # the KV cache alone is quantized
+        return None
     upper = algorithm.upper() if isinstance(algorithm, str) else algorithm
     if upper not in _MODELOPT_ALGORITHMS:
         shown = ", ".join(_MODELOPT_ALGORITHMS)
         raise fields.fail("quant_algo", f"= {algorithm!r} is not supported; there are: {shown}")
     fields.group_size("group_size")
     fields.names("ignore", "exclude_modules")
-    for layer in fields.each("quantized_layers"):
-        layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
-        layer.refuse("weight_scale_encoding")
     fields.refuse("weight_scale_encoding")
     fields.choice("has_zero_point", (False,))
     fields.refuse("pre_quant_scale", False)
-    bits = _ABOUT[8 if "FP8" in upper else 4] if not fields.each("quantized_layers") else None
-    return QuantizedSpec(method="modelopt", bits=bits)
+    if upper != "MIXED_PRECISION":
+        return QuantizedSpec(method="modelopt", bits=_algorithm_bits(upper))
+    return _mixed(fields)
 
 
-_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec]] = {
+def _mixed(fields: _Fields) -> QuantizedSpec:
+    """Each layer has a format of its own. The plan of memory takes the widest one of each kind of matrix."""
+    widest: dict[bool, float] = {}
+    for name, layer in fields.named("quantized_layers"):
+        algorithm = layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
+        layer.refuse("weight_scale_encoding")
+        expert = _EXPERTS.search(name) is not None
+        bits = 16.0 if algorithm is None else _algorithm_bits(algorithm)
+        widest[expert] = max(widest.get(expert, 0.0), bits)
+    return QuantizedSpec(method="modelopt", bits=widest.get(False), expert_bits=widest.get(True))
+
+
+def _algorithm_bits(algorithm: str) -> float:
+    """Bits of an element with its scales, of a matrix in one of ModelOpt's formats."""
+    for name, bits in _ALGORITHM_BITS.items():
+        if name in algorithm:
+            return bits
+    return _ABOUT[8]
+
+
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_awq": "awq",
+    "awq": "awq",
+}
+"""AutoRound's ``packing_format``, and whose tensors it means."""
+
+_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "awq": _awq,
     "gptq": _gptq,
     "gguf": _gguf,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
 }
