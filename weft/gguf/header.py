@@ -133,7 +133,8 @@ class _Walk:
     def _few_entries(self, key: bytes) -> None:
         if self._entries > _MOST_ENTRIES:
             raise Damaged(
-                f"its lists up to {_shown(key)} have {self._entries} entries, at most {_MOST_ENTRIES} are read"
+                f"its lists up to {_shown(key)} have {self._entries} entries, "
+                f"at most {_MOST_ENTRIES} are read"
             )
 
     def _tensor(self) -> HeaderTensor:

@@ -255,7 +255,7 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
 
 
 def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
-    """AutoRound's tensors are GPTQ's or AWQ's, as the packing says. Bits are read off each layer's tensors."""
+    """AutoRound's tensors are GPTQ's or AWQ's, as the packing says. A layer's bits are read off them."""
     packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
     like = _PACKINGS[packing]
     fields.choice("data_type", ("int",))

@@ -95,7 +95,7 @@ def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: b
         raise ConfigError(f"{index_name} has no weight_map", param="--model")
     shards = sorted({shard for name, shard in names.items() if str(name).startswith(prefixes)})
     for shard in shards:
-        if Path(shard).name != shard or "\0" in shard:
+        if Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
             raise ConfigError(
                 f"{index_name} names {shard[:100]!r}, a file outside the model folder", param="--model"
             )
