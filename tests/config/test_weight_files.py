@@ -123,7 +123,7 @@ def test_a_download_that_was_cut(length: int, folder: Path) -> None:
         ("../model.safetensors", "names '../model.safetensors', a file outside the model folder"),
         ("/etc/passwd", "names '/etc/passwd', a file outside the model folder"),
         ("a/b.safetensors", "a file outside the model folder"),
-        ("..", "which is missing"),
+        ("..", "a file outside the model folder"),
         ("", "a file outside the model folder"),
         ("a\0b", "a file outside the model folder"),
         ("other.safetensors", "names other.safetensors, which is missing: download the model again"),

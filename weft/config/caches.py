@@ -111,7 +111,7 @@ def cache_bytes(
     """
     weights = planned_weights(spec, dtype, device, model, parallel)
     ranks = ranks_on_device(parallel, device, host)
-    check_weights(spec, dtype, device, model, parallel, ranks)
+    check_weights(weights, spec, dtype, device, model, parallel, ranks)
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
@@ -158,27 +158,36 @@ def planned_weights(
 
 
 def check_weights(
-    spec: ModelSpec, dtype: str, device: str, model: ModelSection, parallel: ParallelSection, ranks: int
+    weights: int,
+    spec: ModelSpec,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    parallel: ParallelSection,
+    ranks: int,
 ) -> None:
-    """Raises ConfigError where a rank's weights exceed the memory of its device, before any is read.
+    """Raises ConfigError where a rank's ``weights``, in bytes, exceed its device's memory.
+
+    No weight is read before.
 
     ``ranks``: that share the device's memory. On a CPU ``--quantization`` rounds what was loaded whole.
     """
-    rounds = model.quantization != "none"
-    if device == "cpu" and rounds and model.load_format != "dummy":
-        model = msgspec.structs.replace(model, quantization="none")
-    weights = planned_weights(spec, dtype, device, model, parallel)
+    until, way = "", ""
+    if device == "cpu" and model.quantization != "none" and model.load_format != "dummy":
+        whole = msgspec.structs.replace(model, quantization="none")
+        weights = planned_weights(spec, dtype, device, whole, parallel)
+        until = " until --quantization has rounded them"
+    elif device != "cpu" and model.quantization == "none":
+        way = " or --quantization int4"
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     if have is None or weights <= have // ranks:
         return
+    where = "this machine" if device == "cpu" else "a GPU"
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
-    where = "this machine has" if device == "cpu" else "a GPU has"
-    first = " until --quantization has rounded them" if rounds and model.quantization == "none" else ""
-    way = " or --quantization int4" if device != "cpu" and not rounds else ""
     raise ConfigError(
-        f"the model's weights need {show_bytes(weights)} of memory{first}, and {where} "
-        f"{show_bytes(have // ranks)} available{each}: take a checkpoint that is published quantized{way}, divide "
-        "the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
+        f"the model's weights need {show_bytes(weights)} of memory{until}, and {where} has "
+        f"{show_bytes(have // ranks)} available{each}: take a checkpoint that is published quantized{way}, "
+        "divide the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
         param="--model",
     )
 
