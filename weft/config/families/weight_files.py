@@ -172,21 +172,21 @@ def read_header(path: Path) -> dict[str, Any]:
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     """Where the tensor begins and ends behind the header. Raises ConfigError."""
-    shape = entry.get("shape") if isinstance(entry, dict) else None
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    entry = entry if isinstance(entry, dict) else {}
+    shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    if shape is None or place is None or len(place) != 2 or place[0] > place[1]:
         raise _damaged(path, f"its entry of tensor {name!r} has no shape or no place: {str(entry)[:100]}")
-    bits = _BITS.get(entry.get("dtype"))
-    if bits is not None and math.prod(shape) * bits != 8 * (offsets[1] - offsets[0]):
-        raise _damaged(
-            path, f"tensor {name!r} of {entry['dtype']} {shape} has {offsets[1] - offsets[0]} bytes"
-        )
-    return offsets[0], offsets[1], name
+    begin, end = place
+    bits = _BITS.get(str(entry.get("dtype")))
+    if bits is not None and math.prod(shape) * bits != 8 * (end - begin):
+        raise _damaged(path, f"tensor {name!r} of {entry['dtype']} {shape} has {end - begin} bytes")
+    return begin, end, name
 
 
-def _counts(value: Any) -> bool:
-    """True for a list of integers of at least 0."""
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+def _counts(value: Any) -> list[int] | None:
+    """``value``, a list of integers of at least 0; None for anything else."""
+    right = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return value if right else None
 
 
 def _damaged(path: Path, why: str) -> ConfigError:
