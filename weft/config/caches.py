@@ -168,17 +168,15 @@ def check_weights(
 ) -> None:
     """Raises ConfigError where a rank's ``weights``, in bytes, exceed its device's memory.
 
-    No weight is read before.
-
     ``ranks``: that share the device's memory. On a CPU ``--quantization`` rounds what was loaded whole.
     """
-    until, way = "", ""
+    until, way = "", "that is published quantized" if spec.quantized is None else "quantized to fewer bits"
     if device == "cpu" and model.quantization != "none" and model.load_format != "dummy":
         whole = msgspec.structs.replace(model, quantization="none")
         weights = planned_weights(spec, dtype, device, whole, parallel)
         until = " until --quantization has rounded them"
     elif device != "cpu" and model.quantization == "none":
-        way = " or --quantization int4"
+        way += " or --quantization int4"
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     if have is None or weights <= have // ranks:
         return
@@ -186,7 +184,7 @@ def check_weights(
     each = f" for each of {ranks} ranks" if ranks > 1 else ""
     raise ConfigError(
         f"the model's weights need {show_bytes(weights)} of memory{until}, and {where} has "
-        f"{show_bytes(have // ranks)} available{each}: take a checkpoint that is published quantized{way}, "
+        f"{show_bytes(have // ranks)} available{each}: take a checkpoint {way}, "
         "divide the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
         param="--model",
     )
