@@ -80,8 +80,9 @@ def load_spec(
     """The facts of the checkpoint in ``folder``.
 
     End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. Names of tensors
-    say whether there is an output head (``ModelSpec.head``). A checkpoint that brings code (``auto_map``) is refused unless ``trust_remote_code``; with it, the code is still not run:
-    the architecture must be one of Weft's own. Modules that predict further tokens are left out, but for the
+    say whether there is an output head (``ModelSpec.head``). A checkpoint that brings code (``auto_map``)
+    is refused unless ``trust_remote_code``. The code is not run even then: the architecture must be one of
+    Weft's own. Modules that predict further tokens are left out, but for the
     first ``mtp``; so is a vision tower with ``language_model_only``. Raises ConfigError for anything that
     cannot be served.
     """
