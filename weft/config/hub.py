@@ -9,6 +9,7 @@ from pathlib import Path
 from weft.common import env
 from weft.common.errors import ConfigError
 from weft.common.spelling import misspelt
+from weft.config.families.load import refuse_unserved
 from weft.gguf.folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -97,15 +98,26 @@ def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str 
 
     offline = env.get("HF_HUB_OFFLINE").upper() in ("1", "TRUE", "YES", "ON")
     shown = f"{name} at revision {revision}" if revision else name
-    try:
+    weights = _WEIGHTS.get(load_format, ["*.safetensors"])
+
+    def fetched(patterns: list[str]) -> str:
         return snapshot_download(
             name,
             revision=revision,
             cache_dir=cache_dir,
-            allow_patterns=_SMALL_FILES + _WEIGHTS.get(load_format, ["*.safetensors"]),
+            allow_patterns=patterns,
             ignore_patterns=_OTHER_FORMATS,
             local_files_only=offline,
         )
+
+    try:
+        small = fetched(_SMALL_FILES)
+        if not weights:
+            return small
+        refuse_unserved(Path(small))  # weights can take hours
+        return fetched(_SMALL_FILES + weights)
+    except ConfigError:
+        raise
     except GatedRepoError as error:
         raise ConfigError(
             f"{shown} is gated: accept its terms on the hub and log in (hf auth login)"

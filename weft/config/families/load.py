@@ -120,6 +120,16 @@ def load_spec(
     )
 
 
+def refuse_unserved(folder: Path) -> None:
+    """Raises ConfigError where ``config.json`` in ``folder`` names an architecture that is not served.
+
+    For folders whose weights are not there yet: ``load_spec`` checks everything else.
+    """
+    config = read_json(folder, "config.json")
+    if config is not None and config.get("architectures"):
+        FAMILIES.get(_architecture(Facts(config)))
+
+
 def _text_facts(facts: Facts) -> Facts:
     """Of the text model, where it has a configuration of its own."""
     text = facts.get("text_config")

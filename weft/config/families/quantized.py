@@ -44,8 +44,10 @@ _COMPRESSED_FORMATS = (
 )
 
 
-#: Bits of an element that is published in so many, with its scales; integers of 2 bits are held in 4.
-_ABOUT = {2: 5.0, 4: 5.0, 8: 8.5}
+_FP8_BITS = 8.25
+"""Bits of an element in FP8 with a float32 scale for each row and 128 inputs: see docs/quantization.md."""
+_GROUP = 128
+"""Inputs of a group of integers where the configuration does not say."""
 _ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
 """Bits of an element by a part of ModelOpt's name, with scales of one byte for 32, and for 16."""
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
@@ -103,13 +105,14 @@ class _Fields:
             raise self.fail(name, f"must be two positive integers, not {value!r}")
         return value[0], value[1]
 
-    def group_size(self, name: str) -> None:
-        """A positive integer, or -1 for one group."""
+    def group_size(self, name: str) -> int | None:
+        """A positive integer, or -1 for one group; None where the field is missing or null."""
         value = self.get(name)
         if value is None or value == -1:
-            return
+            return None if value is None else -1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.fail(name, f"must be a positive integer or -1, not {value!r}")
+        return value
 
     def inner(self, name: str) -> _Fields | None:
         value = self.get(name)
@@ -169,7 +172,7 @@ def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
     fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_ABOUT[8])
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_FP8_BITS)
 
 
 def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
@@ -201,7 +204,7 @@ def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
 
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method, bits=_ABOUT[4])
+    return QuantizedSpec(method=method, bits=_ALGORITHM_BITS["MXFP4"])
 
 
 def _awq(fields: _Fields, method: str) -> QuantizedSpec:
@@ -211,14 +214,14 @@ def _awq(fields: _Fields, method: str) -> QuantizedSpec:
         raise fields.fail("version", f"= {version!r} is not supported; there are: gemm")
     fields.choice("zero_point", (True,))
     fields.choice("backend", ("autoawq",))
-    fields.group_size("group_size")
+    group = fields.group_size("group_size")
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method, bits=_ABOUT[4])
+    return QuantizedSpec(method=method, bits=_integer_bits(4, group))
 
 
 def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     bits = fields.choice("bits", (2, 4, 8))
-    fields.group_size("group_size")
+    group = fields.group_size("group_size")
     for flag in ("desc_act", "sym", "static_groups", "lm_head"):
         fields.choice(flag, (True, False))
     fields.refuse("is_marlin_format", False)
@@ -227,7 +230,7 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     form = form or fields.choice("format", ("gptq", "gptq_v2", ""))
     # The first form of the format stores zero points less one.
     offset = 0 if form == "gptq_v2" else 1
-    return QuantizedSpec(method=method, zero_offset=offset, bits=_ABOUT.get(bits))
+    return QuantizedSpec(method=method, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
 def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
@@ -238,20 +241,26 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     if sparsity is not None:
         sparsity.choice("format", ("dense",))
     block = None
-    widths = set[int | None]()
+    widest = 0.0
     for group in fields.each("config_groups"):
         group.choice("format", _COMPRESSED_FORMATS)
         weights = group.inner("weights")
         if weights is None:
             continue
-        widths.add(weights.choice("num_bits", (4, 8)))
+        width = weights.choice("num_bits", (4, 8))
         kind = weights.choice("type", ("float", "int"))
+        size = weights.group_size("group_size")
+        if kind == "float":
+            bits = _FP8_BITS if width == 8 else 4 + 8 / (size or 32)  # a byte of scale
+        else:
+            bits = _integer_bits(width, size or -1) or 16.0
+        widest = max(widest, bits)
         weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"))
         if kind == "float":
             weights.choice("symmetric", (True,))
         weights.choice("dynamic", (False,))
         block = weights.pair("block_structure") or block
-    return QuantizedSpec(method=method, block=block, bits=_ABOUT.get(max(w or 16 for w in widths or {16})))
+    return QuantizedSpec(method=method, block=block, bits=widest or None)
 
 
 def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
@@ -259,7 +268,7 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
     packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
     like = _PACKINGS[packing]
     fields.choice("data_type", ("int",))
-    fields.group_size("group_size")
+    group = fields.group_size("group_size")
     fields.choice("sym", (True, False))
     allowed = (4,) if like == "awq" else (2, 4, 8)
     bits = fields.choice("bits", allowed)
@@ -267,7 +276,7 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
         # Layers of 16 bits and more are plain; a field of None is the whole model's.
         if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
             layer.choice("data_type", ("int",))
-    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_ABOUT.get(bits))
+    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_integer_bits(bits, group))
 
 
 def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
@@ -306,7 +315,18 @@ def _algorithm_bits(algorithm: str) -> float:
     for name, bits in _ALGORITHM_BITS.items():
         if name in algorithm:
             return bits
-    return _ABOUT[8]
+    return _FP8_BITS
+
+
+def _integer_bits(bits: int | None, group: int | None) -> float | None:
+    """Bits of an element of ``bits``, with a float32 scale and a byte of zero point for ``group`` inputs.
+
+    Integers of 2 bits are held in 4. ``group``: -1 for whole rows, None where the configuration does not say.
+    """
+    if bits is None:
+        return None
+    size = _GROUP if group is None else group
+    return max(bits, 4) + (40 / size if size > 0 else 0.0)
 
 
 _PACKINGS = {
