@@ -74,6 +74,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a place that ends before it begins": (written({"a": entry(8, 4, [1])}, 8), "tensor 'a' has no shape"),
     "a shape of another size": (written({"a": entry(0, 8, [3])}, 8), "tensor 'a' of F32 [3] has 8 bytes"),
     "a shape that overflows": (written({"a": entry(0, 8, [1 << 62, 1 << 62])}, 8), "has 8 bytes"),
+    "a shape of a million dims": (written({"a": entry(0, 8, [1 << 60] * 1_000_000)}, 8), "has no shape"),
     "a shape of texts": (written({"a": entry(0, 8, ["2"])}, 8), "tensor 'a' has no shape"),
     "tensors that overlap": (
         written({"a": entry(0, 8), "b": entry(4, 12)}, 12),

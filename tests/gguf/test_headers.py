@@ -133,6 +133,10 @@ def test_lists_within_the_file_are_limited_as_well(tmp_path: Path, monkeypatch: 
     path.write_bytes(file_of(lists, []))
     with pytest.raises(ConfigError, match="lists up to 'k1' have 120 entries, at most 100 are read"):
         Container(path)
+    monkeypatch.setattr(header, "_MOST_PARTS", 3)
+    path.write_bytes(file_of([], [tensor(b"t%d" % i, [1]) for i in range(4)], 4))
+    with pytest.raises(ConfigError, match="it has 4 tensors and 0 keys, at most 3 of each are read"):
+        Container(path)
 
 
 def test_every_cut_of_a_right_file_is_refused(tmp_path: Path) -> None:

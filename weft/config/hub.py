@@ -116,8 +116,6 @@ def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str 
             return small
         refuse_unserved(Path(small))  # weights can take hours
         return fetched(_SMALL_FILES + weights)
-    except ConfigError:
-        raise
     except GatedRepoError as error:
         raise ConfigError(
             f"{shown} is gated: accept its terms on the hub and log in (hf auth login)"

@@ -148,7 +148,7 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
             raise Damaged(
                 f"{tensor.name!r} ends at byte {end} and the file at {header.size}: is the download complete?"
             )
-    if unread:
+    if unread:  # one error for all of them, so that the next file is the right one
         kind, tensors = next(iter(unread.items()))
         more = f", {len(tensors) - 1} more of this type" if len(tensors) > 1 else ""
         others = f", and tensors of {', '.join(list(unread)[1:])}" if len(unread) > 1 else ""

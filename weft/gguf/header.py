@@ -25,6 +25,8 @@ _MOST_DIMS = 8
 _MOST_KEY = 1 << 16
 """Bytes of a key, as the specification limits it."""
 _MOST_ELEMENTS = 1 << 50
+_MOST_PARTS = 1 << 17
+"""Tensors, or keys. The largest models have some thousands, with their experts stacked."""
 _MOST_ENTRIES = 4 << 20
 """Entries of all lists together. The largest vocabularies with their merges have a third of them; the library
 that reads the file makes several objects of each entry.
@@ -91,6 +93,10 @@ class _Walk:
         tensors, pairs = self._numbers("<QQ", "the counts of tensors and keys")
         self._holds(tensors, _LEAST_TENSOR, "tensors")
         self._holds(pairs, _LEAST_PAIR, "keys")
+        if max(tensors, pairs) > _MOST_PARTS:
+            raise Damaged(
+                f"it has {tensors} tensors and {pairs} keys, at most {_MOST_PARTS} of each are read"
+            )
         for _ in range(pairs):
             self._pair()
         found = tuple(self._tensor() for _ in range(tensors))
@@ -146,7 +152,7 @@ class _Walk:
         kind, offset = self._numbers("<IQ", "a tensor's type")
         elements = 1
         for dim in dims:
-            elements *= dim  # Python's integers do not overflow, those of a reader may
+            elements *= dim  # Python's integers do not overflow, the library's may
         if not elements or elements > _MOST_ELEMENTS:
             raise Damaged(f"tensor {_shown(name)} has dims {list(dims)}")
         try:

@@ -82,9 +82,8 @@ def load_spec(
     End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. Names of tensors
     say whether there is an output head (``ModelSpec.head``). A checkpoint that brings code (``auto_map``)
     is refused unless ``trust_remote_code``. The code is not run even then: the architecture must be one of
-    Weft's own. Modules that predict further tokens are left out, but for the
-    first ``mtp``; so is a vision tower with ``language_model_only``. Raises ConfigError for anything that
-    cannot be served.
+    Weft's own. Modules that predict further tokens are left out, except the first ``mtp``; so is a vision
+    tower with ``language_model_only``. Raises ConfigError for anything that cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -153,6 +152,7 @@ def _architecture(facts: Facts) -> str:
         )
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
+    # The names of the tensors say later whether there is a head all the same.
     below = f"{names[0].removesuffix('Model')}ForCausalLM"
     return below if names[0].endswith("Model") and below in FAMILIES else names[0]
 

@@ -156,7 +156,7 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
         method = fields.choice("quant_method", tuple(_METHODS), default=default)
         if method is None:
             raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
-        if method == "fp8":
+        if method == "fp8":  # the one method with a field outside of its configuration
             return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
         return _METHODS[method](fields, method)
     beside = read_json(folder, MODELOPT_FILE)
@@ -281,6 +281,7 @@ def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
 
 def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
     fields = fields.inner("quantization") or fields
+    # The file beside config.json has the fields one level deeper than config.json.
     algorithm = fields.get("quant_algo")
     if algorithm in (None, ""):  # the KV cache alone is quantized
         return None

@@ -23,6 +23,7 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.
 _ADAPTER = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model*"
 _MAX_HEADER = 100 << 20
+_MOST_DIMS = 64
 #: Bits of an element, as safetensors names types.
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
@@ -155,6 +156,7 @@ def read_header(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"its header is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise _damaged(path, "its header is not an object")
+    # The library checks the same when it opens the file, in a process that starts much later.
     entries = {name: entry for name, entry in found.items() if name != "__metadata__"}
     spans = sorted(_span(path, name, entry) for name, entry in entries.items())
     end = 0
@@ -174,7 +176,8 @@ def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
     """Where the tensor begins and ends behind the header. Raises ConfigError."""
     entry = entry if isinstance(entry, dict) else {}
     shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
-    if shape is None or place is None or len(place) != 2 or place[0] > place[1]:
+    # A product of very many dims would take long: no tensor has them.
+    if shape is None or place is None or len(shape) > _MOST_DIMS or len(place) != 2 or place[0] > place[1]:
         raise _damaged(path, f"its entry of tensor {name!r} has no shape or no place: {str(entry)[:100]}")
     begin, end = place
     bits = _BITS.get(str(entry.get("dtype")))
@@ -207,7 +210,7 @@ def tensor_names(folder: Path) -> list[str] | None:
 
 def saved_dtype(folder: Path) -> str | None:
     """The type of the first tensor of floating-point numbers, scales excepted, as safetensors names it."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in safetensors_files(folder):
         try:
             header = read_header(path)
         except ConfigError:  # as above
