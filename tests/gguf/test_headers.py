@@ -110,6 +110,11 @@ LIES: dict[str, tuple[bytes, str]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("name", list(LIES))
 def test_a_lie_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
     content, told = LIES[name]

@@ -52,7 +52,7 @@ class HeaderTensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What is checked of a file."""
+    """The facts of a header that are checked."""
 
     tensors: tuple[HeaderTensor, ...]
     data: int

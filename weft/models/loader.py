@@ -232,8 +232,8 @@ def _check_names(
     quantized: bool,
     partial: bool,
 ) -> list[Source]:
-    """What to load of ``files``, of which the names are given. Raises ConfigError for missing, unexpected or
-    doubled names.
+    """The weights to load of ``files``, a map from each file to its names. Raises ConfigError for missing,
+    unexpected or doubled names.
     """
     sources: dict[str, Source] = {}
     unexpected = []

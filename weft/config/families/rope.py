@@ -170,7 +170,7 @@ def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
 
 
 def _attention_factor(read: Facts, spec: RopeSpec) -> float | None:
-    """What cos and sin are multiplied with, where the file says so; None for the temperature of ``spec``.
+    """The factor of cos and sin where the file says so; None for the temperature of ``spec``.
 
     ``attention_factor`` is the whole factor. ``attn_factor``, of the method's own code, multiplies the
     temperature, and ``apply_yarn_scaling`` false leaves the temperature out. Source: arXiv 2309.00071.
