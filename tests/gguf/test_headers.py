@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import transformers
 
@@ -94,6 +96,7 @@ LIES: dict[str, tuple[bytes, str]] = {
         "general.alignment is not a number of 32 bits",
     ),
     "a tensor of many dims": (file_of([NAMED], [tensor(b"t", [1] * 9)]), "tensor 't' has 9 dims"),
+    "a tensor without dims": (file_of([NAMED], [tensor(b"t", [])], 4), "tensor 't' has 0 dims"),
     "dims whose product overflows": (
         file_of([NAMED], [tensor(b"t", [1 << 32, 1 << 32])]),
         "tensor 't' has dims [4294967296, 4294967296]",
@@ -106,7 +109,9 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "a file that was cut": (file_of([NAMED], [tensor(b"t", [64])], 64), "'t' ends at byte"),
     "a name that is no text": (file_of([NAMED], [tensor(b"\xff", [1])], 4), "is not UTF-8"),
-    "a key twice": (file_of([NAMED, NAMED], []), "Duplicate"),
+    "a tensor twice": (file_of([], [tensor(b"t", [1])] * 2, 4), "two tensors have the same name"),
+    "a text that is none": (file_of([pair(b"k", STRING, text(b"\xff"))], []), "a value at 45 is not UTF-8"),
+    "a key twice": (file_of([NAMED, NAMED], []), "the key 'general.architecture' is there twice"),
 }
 
 
@@ -131,7 +136,6 @@ def test_a_lie_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
 
 
 def test_lists_within_the_file_are_limited_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library that reads the metadata makes objects of each entry."""
     monkeypatch.setattr(header, "_MOST_ENTRIES", 100)
     lists = [pair(b"k%d" % i, ARRAY, struct.pack("<IQ", U8, 60) + bytes(60)) for i in range(2)]
     path = tmp_path / "model.gguf"
@@ -142,6 +146,24 @@ def test_lists_within_the_file_are_limited_as_well(tmp_path: Path, monkeypatch: 
     path.write_bytes(file_of([], [tensor(b"t%d" % i, [1]) for i in range(4)], 4))
     with pytest.raises(ConfigError, match="it has 4 tensors and 0 keys, at most 3 of each are read"):
         Container(path)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+def test_what_is_read_is_what_the_library_reads(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    more = {"a.flag": True, "a.numbers": [1, -2, 3], "a.floats": [0.5, 1e-3], "a.flags": [True, False]}
+    write_model(path, tiny(), kind=kind, texts={**some_texts(), **more, "a.text": "\u2581é"})
+    found, library = Container(path), gguf.GGUFReader(str(path))
+    expected = {name: field.contents() for name, field in library.fields.items() if name[:5] != "GGUF."}
+    assert found.metadata == expected
+    tensors = {tensor.name: tensor for tensor in found.tensors()}
+    assert tensors.keys() == {tensor.name for tensor in library.tensors}
+    for other in library.tensors:
+        one = tensors[other.name]
+        assert (one.kind, one.offset) == (other.tensor_type.name, other.data_offset)
+        assert (one.shape, one.dims) == (tuple(reversed(other.shape.tolist())), other.data.shape)
+        assert one.data.dtype == other.data.dtype
+        np.testing.assert_array_equal(one.data, other.data)
 
 
 def test_every_cut_of_a_right_file_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, checked against the file's size before a library reads the file.
+"""The header of a GGUF file: metadata and descriptions of tensors, checked against the file's size.
 
 Counts and lengths in a header are numbers of 64 bits: a file of 49 bytes can say that a list with 2^40
 entries follows. Here no count is believed that the rest of the file cannot hold.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import mmap
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value, by its type. Strings and arrays have none of their own."""
+_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Form of a number, as ``struct`` writes forms, by the number of its type."""
 _LEAST_PAIR = 8 + 4 + 1
 """Bytes of a key with its value, at least: the length of the key, the type, and the value."""
 _LEAST_TENSOR = 8 + 4 + 4 + 8
@@ -28,10 +28,8 @@ _MOST_ELEMENTS = 1 << 50
 _MOST_PARTS = 1 << 17
 """Tensors, or keys. The largest models have some thousands, with their experts stacked."""
 _MOST_ENTRIES = 4 << 20
-"""Entries of all lists together. The largest vocabularies with their merges have a third of them; the library
-that reads the file makes several objects of each entry.
-"""
-_ALIGNMENT_KEY = b"general.alignment"
+"""Entries of all lists together. The largest vocabularies with their merges have a third of them."""
+_ALIGNMENT_KEY = "general.alignment"
 _UINT32 = 4
 
 
@@ -54,6 +52,8 @@ class HeaderTensor(NamedTuple):
 class Header(NamedTuple):
     """The facts of a header that are checked."""
 
+    metadata: dict[str, Any]
+    """Key to value: numbers, booleans, strings, and lists of them."""
     tensors: tuple[HeaderTensor, ...]
     data: int
     """Where tensors begin in the file, in bytes."""
@@ -97,14 +97,20 @@ class _Walk:
             raise Damaged(
                 f"it has {tensors} tensors and {pairs} keys, at most {_MOST_PARTS} of each are read"
             )
+        metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            self._pair()
+            key, value = self._pair()
+            if key in metadata:
+                raise Damaged(f"the key {_shown(key)} is there twice")
+            metadata[key] = value
         found = tuple(self._tensor() for _ in range(tensors))
+        if len({tensor.name for tensor in found}) < tensors:
+            raise Damaged("two tensors have the same name")
         data = -(-self._at // self._alignment) * self._alignment
-        return Header(found, data, self._size)
+        return Header(metadata, found, data, self._size)
 
-    def _pair(self) -> None:
-        key = self._string("a key", _MOST_KEY)
+    def _pair(self) -> tuple[str, Any]:
+        key = self._text("a key", _MOST_KEY)
         (kind,) = self._numbers("<I", "a value's type")
         if key == _ALIGNMENT_KEY:
             if kind != _UINT32:
@@ -113,30 +119,26 @@ class _Walk:
             if alignment < 8 or alignment & (alignment - 1):
                 raise Damaged(f"general.alignment is {alignment}, not a power of two of at least 8")
             self._alignment = alignment
-        elif kind == _ARRAY:
-            self._array(key)
-        elif kind == _STRING:
-            self._string("a value")
-        else:
-            self._skip(self._size_of(kind, key), "a value")
+            return key, alignment
+        if kind == _ARRAY:
+            return key, self._array(key)
+        if kind == _STRING:
+            return key, self._text("a value")
+        return key, self._numbers(f"<{self._form(kind, key)}", "a value")[0]
 
-    def _array(self, key: bytes) -> None:
+    def _array(self, key: str) -> list[Any]:
         kind, count = self._numbers("<IQ", "a list's length")
         if kind == _ARRAY:
             raise Damaged(f"{_shown(key)} is a list of lists, which no key of the format is")
-        self._entries += count
-        if kind != _STRING:
-            each = self._size_of(kind, key)
-            self._holds(count, each, f"entries of {_shown(key)}")
-            self._at += count * each
-            self._few_entries(key)
-            return
-        self._holds(count, 8, f"entries of {_shown(key)}")
-        self._few_entries(key)
-        for _ in range(count):
-            self._string("a text")
+        form = "" if kind == _STRING else self._form(kind, key)
+        self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
+        self._few_entries(key, count)
+        if not form:
+            return [self._text("a text") for _ in range(count)]
+        return list(self._numbers(f"<{count}{form}", "a list"))
 
-    def _few_entries(self, key: bytes) -> None:
+    def _few_entries(self, key: str, count: int) -> None:
+        self._entries += count
         if self._entries > _MOST_ENTRIES:
             raise Damaged(
                 f"its lists up to {_shown(key)} have {self._entries} entries, "
@@ -144,9 +146,9 @@ class _Walk:
             )
 
     def _tensor(self) -> HeaderTensor:
-        name = self._string("a tensor's name", _MOST_KEY)
+        name = self._text("a tensor's name", _MOST_KEY)
         (count,) = self._numbers("<I", "a tensor's number of dims")
-        if count > _MOST_DIMS:
+        if not 1 <= count <= _MOST_DIMS:
             raise Damaged(f"tensor {_shown(name)} has {count} dims")
         dims = self._numbers(f"<{count}Q", "a tensor's dims")
         kind, offset = self._numbers("<IQ", "a tensor's type")
@@ -155,25 +157,25 @@ class _Walk:
             elements *= dim  # Python's integers do not overflow, the library's may
         if not elements or elements > _MOST_ELEMENTS:
             raise Damaged(f"tensor {_shown(name)} has dims {list(dims)}")
-        try:
-            return HeaderTensor(name.decode(), dims, kind, offset)
-        except UnicodeDecodeError:
-            raise Damaged(f"the name of tensor {_shown(name)} is not UTF-8") from None
+        return HeaderTensor(name, dims, kind, offset)
 
-    def _size_of(self, kind: int, key: bytes) -> int:
-        if kind not in _SIZES:
+    def _form(self, kind: int, key: str) -> str:
+        if kind not in _FORMS:
             raise Damaged(f"{_shown(key)} has a value of the unknown type {kind}")
-        return _SIZES[kind]
+        return _FORMS[kind]
 
-    def _string(self, what: str, most: int | None = None) -> bytes:
+    def _text(self, what: str, most: int | None = None) -> str:
         (length,) = self._numbers("<Q", f"the length of {what}")
         if most is not None and length > most:
             raise Damaged(f"{what} has {length} bytes")
         begin = self._at
         self._skip(length, what)
-        return self._mapped[begin : self._at]
+        try:
+            return self._mapped[begin : self._at].decode()
+        except UnicodeDecodeError:
+            raise Damaged(f"{what} at {begin} is not UTF-8") from None
 
-    def _numbers(self, form: str, what: str) -> tuple[int, ...]:
+    def _numbers(self, form: str, what: str) -> tuple[Any, ...]:
         begin = self._at
         self._skip(struct.calcsize(form), what)
         return struct.unpack_from(form, self._mapped, begin)
@@ -191,5 +193,5 @@ class _Walk:
             raise Damaged(f"it says that {count} {what} follow, and the file has {left} more bytes")
 
 
-def _shown(name: bytes) -> str:
-    return repr(name[:80].decode(errors="replace"))
+def _shown(name: str) -> str:
+    return repr(name[:80])
