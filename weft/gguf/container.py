@@ -1,6 +1,6 @@
 """What a GGUF file holds: metadata, and tensors that are mapped, not read.
 
-``header`` reads the file; the package ``gguf`` knows the types of tensors. The package's own reader takes 50
+``header`` reads the file; the package ``gguf`` knows the types of tensors. The package's own reader takes 35
 times as long, because it makes several objects of each entry of the vocabulary, and believes all counts.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
