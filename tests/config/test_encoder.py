@@ -207,10 +207,11 @@ class TestTowerFingerprint:
     def test_a_file_that_is_none(self, models: SeeingModels, tmp_path: Path) -> None:
         copy = tmp_path / "broken"
         shutil.copytree(models.folder("qwen3-vl"), copy)
+        config = config_of(copy, role="encode", dtype="float32")
         text = json.dumps({"model.visual.x": {"dtype": "F32"}}).encode()
         (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(ConfigError, match="tower's weights can't be read"):
-            tower_fingerprint(config_of(copy, role="encode", dtype="float32"))
+            tower_fingerprint(config)
 
     def test_caches_of_sequences_do_not_mind_the_tower(self, models: SeeingModels) -> None:
         folder = models.folder("qwen3-vl")

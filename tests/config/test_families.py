@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 from weft.common.errors import ConfigError
 from weft.config import hub
 from weft.config.families import FAMILIES, load_spec
-from weft.config.spec import ModelSpec
+from weft.config.families.load import MODEL_TYPES
+from weft.config.spec import ModelSpec, RopeSpec
+from weft.layers.rope import attention_factor
 
 _BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -180,6 +183,99 @@ def test_unknown_architecture_lists_what_exists(tmp_path: Path) -> None:
     assert "Did you mean 'Qwen3MoeForCausalLM'?" in raised.value.message
     for name in FAMILIES:
         assert name in raised.value.message
+
+
+def test_other_models_are_not_suggested(tmp_path: Path) -> None:
+    for name in ("MiniMaxM2ForCausalLM", "Qwen4ForCausalLM", "NemotronHForCausalLM"):
+        with pytest.raises(ConfigError, match=f"no architecture called '{name}'. There are: Deepseek"):
+            _load(tmp_path, architectures=[name])
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture"),
+    [
+        ({"architectures": ..., "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": None, "model_type": "mistral"}, "MistralForCausalLM"),
+        ({"architectures": [], "model_type": "qwen3"}, "Qwen3ForCausalLM"),
+        ({"architectures": ["Qwen3Model"]}, "Qwen3ForCausalLM"),
+        ({"architectures": ["MistralModel"]}, "MistralForCausalLM"),
+        ({"architectures": ["Qwen2Model"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
+    ],
+)
+def test_architectures_by_other_names(tmp_path: Path, fields: dict[str, Any], architecture: str) -> None:
+    assert _load(tmp_path, **fields).architecture == architecture
+
+
+def test_every_model_type_means_an_architecture_that_exists() -> None:
+    assert set(MODEL_TYPES.values()) <= set(FAMILIES)
+
+
+def test_a_type_of_model_that_is_not_served_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"architectures must name one.*model_type 'bloom' is none of: llama"
+    ):
+        _load(tmp_path, architectures=..., model_type="bloom")
+    with pytest.raises(ConfigError, match="no architecture called 'GemmaModel'"):
+        _load(tmp_path, architectures=["GemmaModel"])
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_an_automatic_dtype_is_that_of_the_weights(tmp_path: Path, name: str) -> None:
+    save_file({"a.weight": torch.zeros(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert _load(tmp_path, **{"torch_dtype": ..., name: "auto"}).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("field", ["is_causal", "use_bidirectional_attention"])
+def test_attention_to_later_tokens_is_refused(tmp_path: Path, field: str) -> None:
+    """Embedding models that were trained so have the architecture of the model that they were made of."""
+    causal = field == "is_causal"
+    assert _load(tmp_path, **{field: causal}).family == "llama"
+    with pytest.raises(ConfigError, match=f"{field} = {not causal}"):
+        _load(tmp_path, **{field: not causal})
+
+
+def test_a_checkpoint_without_a_head(tmp_path: Path) -> None:
+    def saved(*names: str, **changes: Any) -> bool:
+        save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+        return _load(tmp_path, **changes).head
+
+    assert saved("model.norm.weight", "lm_head.weight")
+    assert saved("model.norm.weight", "model.lm_head.weight")
+    assert saved("norm.weight", "language_model.lm_head.qweight")
+    assert saved("norm.weight", tie_word_embeddings=True)
+    assert not saved("norm.weight", "layers.0.mlp.gate_proj.weight")
+    assert not saved("norm.weight", "model.layers.61.shared_head.head.weight")
+    (tmp_path / "model.safetensors").unlink()
+    assert _load(tmp_path).head, "nothing is known of weights that are not there"
+
+
+def _rope(folder: Path, **more: Any) -> RopeSpec:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    return _load(folder, rope_scaling={**yarn, **more}).rope
+
+
+def test_factors_of_yarn(tmp_path: Path) -> None:
+    """``attention_factor`` is all of it, ``attn_factor`` comes on top."""
+    temperature = 0.1 * math.log(4.0) + 1.0
+    for more, factor in (
+        ({}, temperature),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"attention_factor": None, "attn_factor": None}, temperature),
+        ({"attn_factor": 1.0}, temperature),
+        ({"attn_factor": 1.5}, 1.5 * temperature),
+        ({"attn_factor": 1, "attention_factor": 1.5}, 1.5),
+        ({"attn_factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 2.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, temperature / (0.05 * math.log(4.0) + 1.0)),
+        ({"apply_yarn_scaling": False}, 1.0),
+        ({"apply_yarn_scaling": True, "extrapolation_factor": 1.0}, temperature),
+    ):
+        assert attention_factor(_rope(tmp_path, **more)) == pytest.approx(factor, rel=1e-12), more
+    with pytest.raises(ConfigError, match="attention_factor and attn_factor"):
+        _rope(tmp_path, attention_factor=1.5, attn_factor=2.0)
+    with pytest.raises(ConfigError, match="extrapolation_factor other than 1"):
+        _rope(tmp_path, extrapolation_factor=2.0)
+    with pytest.raises(ConfigError, match="'linear' does not use attn_factor"):
+        _load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0, "attn_factor": 1.0})
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:

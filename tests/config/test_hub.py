@@ -65,6 +65,28 @@ def test_hub_name_from_the_local_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_offline")
+def test_an_architecture_that_is_not_served_is_refused_before_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = _cache(tmp_path)
+    fetched: list[list[str]] = []
+
+    def download(name: str, *, allow_patterns: list[str], **more: object) -> str:
+        fetched.append(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = snapshot / "config.json"
+    config.unlink()
+    config.write_text('{"architectures": ["MiniMaxM2ForCausalLM"]}')
+    with pytest.raises(ConfigError, match="no architecture called 'MiniMaxM2ForCausalLM'"):
+        hub.resolve_model_path("tiny-org/tiny-model")
+    assert [pattern for patterns in fetched for pattern in patterns if "safetensors" in pattern] == []
+    config.write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    assert hub.resolve_model_path("tiny-org/tiny-model") == str(snapshot)
+    assert "*.safetensors" in fetched[-1]
+
+
 def test_what_the_cache_lacks(tmp_path: Path) -> None:
     _cache(tmp_path)
     with pytest.raises(

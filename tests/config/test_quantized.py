@@ -42,31 +42,31 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             "weight_block_size": [128, 128],
             "modules_to_not_convert": ["lm_head"],
         },
-        QuantizedSpec(method="fp8", block=(128, 128), bits=8.5),
+        QuantizedSpec(method="fp8", block=(128, 128), bits=8.25),
     ),
     "fp8 tensor": (
         {"quant_method": "fp8", "activation_scheme": "static"},
-        QuantizedSpec(method="fp8", bits=8.5),
+        QuantizedSpec(method="fp8", bits=8.25),
     ),
     "fp8 exponents": (
         {"quant_method": "fp8", "scale_fmt": "ue8m0", "expert_dtype": "fp4", "weight_block_size": [128, 128]},
-        QuantizedSpec(method="fp8", block=(128, 128), bits=5),
+        QuantizedSpec(method="fp8", block=(128, 128), bits=8.25, expert_bits=4.25),
     ),
     "mxfp4": (
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
-        QuantizedSpec(method="mxfp4", bits=5),
+        QuantizedSpec(method="mxfp4", bits=4.25),
     ),
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "GEMM"},
-        QuantizedSpec(method="awq", bits=5),
+        QuantizedSpec(method="awq", bits=4 + 40 / 128),
     ),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": True},
-        QuantizedSpec(method="gptq", zero_offset=1, bits=5),
+        QuantizedSpec(method="gptq", zero_offset=1, bits=4),
     ),
     "gptq v2": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "checkpoint_format": "gptq_v2"},
-        QuantizedSpec(method="gptq", zero_offset=0, bits=8.5),
+        QuantizedSpec(method="gptq", zero_offset=0, bits=8 + 40 / 32),
     ),
     "compressed fp8": (
         _compressed(
@@ -81,18 +81,26 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             ignore=["lm_head"],
             quantization_status="compressed",
         ),
-        QuantizedSpec(method="compressed-tensors", block=(64, 64), bits=8.5),
+        QuantizedSpec(method="compressed-tensors", block=(64, 64), bits=8.25),
     ),
     "compressed int4": (
         _compressed(
             {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
             format="pack-quantized",
         ),
-        QuantizedSpec(method="compressed-tensors", bits=5),
+        QuantizedSpec(method="compressed-tensors", bits=4 + 40 / 32),
+    ),
+    "compressed int8 by rows": (
+        _compressed({"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
+        QuantizedSpec(method="compressed-tensors", bits=8),
+    ),
+    "compressed floats of 4 bits": (
+        _compressed({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
+        QuantizedSpec(method="compressed-tensors", bits=4.5),
     ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]},
-        QuantizedSpec(method="modelopt", bits=5),
+        QuantizedSpec(method="modelopt", bits=4.5),
     ),
     "modelopt mixed": (
         {
@@ -100,9 +108,87 @@ ACCEPTED: dict[str, tuple[dict[str, Any], QuantizedSpec]] = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}},
         },
-        QuantizedSpec(method="modelopt"),
+        QuantizedSpec(method="modelopt", bits=8.25),
     ),
 }
+
+
+ACCEPTED |= {
+    "modelopt without a method": (
+        {
+            "quant_algo": "FP8",
+            "kv_cache_scheme": "FP8",
+            "ignore": ["lm_head"],
+            "producer": {"name": "modelopt"},
+            "config_groups": {"group_0": {"weights": {"dynamic": False, "num_bits": 8, "type": "float"}}},
+        },
+        QuantizedSpec(method="modelopt", bits=8.25),
+    ),
+    "modelopt of four bits, scales for 32": (
+        {"quant_algo": "MXFP4"},
+        QuantizedSpec(method="modelopt", bits=4.25),
+    ),
+    "modelopt below another field": (
+        {"quantization": {"quant_algo": "nvfp4", "kv_cache_quant_algo": "FP8", "exclude_modules": []}},
+        QuantizedSpec(method="modelopt", bits=4.5),
+    ),
+    "modelopt mixed, experts apart": (
+        {
+            "quant_algo": "MIXED_PRECISION",
+            "quant_method": "modelopt_mixed",
+            "quantized_layers": {
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.mlp.experts.3.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+                "model.layers.0.mlp.shared_experts.up_proj": {"quant_algo": "W4A16_NVFP4"},
+            },
+        },
+        QuantizedSpec(method="modelopt", bits=8.25, expert_bits=4.5),
+    ),
+    "fp8 whose experts modelopt made anew": (
+        {"quant_method": "fp8", "moe_quant_algo": "NVFP4", "weight_block_size": [128, 128]},
+        QuantizedSpec(method="fp8", block=(128, 128), bits=8.25, expert_bits=4.5),
+    ),
+    "autoround as gptq": (
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": 128,
+            "sym": True,
+            "data_type": "int",
+            "autoround_version": "0.8.0",
+            "block_name_to_quantize": "model.layers",
+            "iters": 200,
+            "extra_config": {
+                "lm_head": {"bits": 16, "data_type": "float"},
+                "model.layers.1.mlp.up_proj": {"bits": 8, "group_size": 64},
+            },
+        },
+        QuantizedSpec(method="gptq", zero_offset=1, bits=4 + 40 / 128),
+    ),
+    "autoround as awq": (
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "sym": False},
+        QuantizedSpec(method="awq", bits=4 + 40 / 128),
+    ),
+    "autoround by its other name": (
+        {"quant_method": "intel/auto-round", "bits": 2},
+        QuantizedSpec(method="gptq", zero_offset=1, bits=4 + 40 / 128),
+    ),
+}
+
+
+def test_what_stands_beside_the_quantization(tmp_path: Path) -> None:
+    """DeepSeek V4 has the type of its experts at the top of config.json."""
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    found = _load(tmp_path, quantization_config=fp8, expert_dtype="fp4")
+    assert found == QuantizedSpec(method="fp8", block=(128, 128), bits=8.25, expert_bits=4.25)
+    found = _load(tmp_path, quantization_config={**fp8, "moe_quant_algo": "NVFP4"}, expert_dtype="fp4")
+    assert found is not None
+    assert found.expert_bits == 4.5
+    found = _load(tmp_path, quantization_config=fp8, expert_dtype="fp8")
+    assert found == QuantizedSpec(method="fp8", block=(128, 128), bits=8.25)
+    with pytest.raises(ConfigError, match=r"config\.json: expert_dtype = 'fp6' is not supported"):
+        _load(tmp_path, quantization_config=fp8, expert_dtype="fp6")
 
 
 @pytest.mark.parametrize("name", list(ACCEPTED))
@@ -126,7 +212,7 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
     beside = tmp_path / "hf_quant_config.json"
     said = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["x"]}
     beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
-    assert _load(tmp_path) == QuantizedSpec(method="modelopt", bits=5)
+    assert _load(tmp_path) == QuantizedSpec(method="modelopt", bits=4.5)
     beside.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert _load(tmp_path) is None
     beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
@@ -163,6 +249,26 @@ def test_the_file_that_modelopt_writes_beside(tmp_path: Path) -> None:
         (_compressed({}, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format"),
         (_compressed({}, transform_config={"config_groups": {}}), "transform_config"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ'"),
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ' is not supported"),
+        ({"quant_method": "fp8", "moe_quant_algo": "INT3"}, "moe_quant_algo = 'INT3'"),
+        ({"quant_method": "auto-round", "bits": 3}, "bits = 3"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:gguf"},
+            "packing_format = 'auto_round:g",
+        ),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type = 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "extra_config": {"model.layers.7.mlp": {"bits": 3}}},
+            "extra_config.model.layers.7.mlp.bits = 3",
+        ),
+        (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_awq",
+                "extra_config": {"model.layers.7.mlp": {"bits": 8}},
+            },
+            "extra_config.model.layers.7.mlp.bits = 8",
+        ),
         (
             {
                 "quant_method": "modelopt",

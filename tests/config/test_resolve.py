@@ -68,10 +68,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checkpoint(folder: Path, architecture: str = "LlamaForCausalLM", **changes: Any) -> str:
-    """A folder with a config.json and an (empty) safetensors file."""
+    """A folder with a config.json and a safetensors file without tensors."""
     config = {**BASE, "architectures": [architecture], **FAMILIES[architecture], **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return str(folder)
 
 
@@ -364,6 +364,48 @@ def test_quantized_weights_are_counted_as_they_are_held(
     assert counted == [True, True, False, True, False, True, False, True]
 
 
+SEVENTY: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"kv_cache_memory": "1G"}, {"max_model_len": "auto"}])
+def test_a_model_larger_than_memory_is_refused_with_what_it_needs(
+    tmp_path: Path, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path, **SEVENTY)
+    message = refused(folder, load_format="dummy", **more)
+    assert message.startswith("the model's weights need 132G of memory, and this machine has 8G available")
+    for way in ("published quantized", "--tensor-parallel-size", "smaller model"):
+        assert way in message
+    assert "the model's weights need 40G" in refused(folder, load_format="dummy", quantization="int4", **more)
+    # A CPU rounds what was loaded whole.
+    message = refused(folder, quantization="int4", **more)
+    assert message.startswith("the model's weights need 132G of memory until --quantization has rounded them")
+    monkeypatch.setattr(devices, "available_memory", lambda: 200 * GIB)
+    resolved(folder, load_format="dummy", **more)
+    with monkeypatch.context() as patched:
+        patched.setattr(devices, "gpu_memory", lambda: 80 * GIB)
+        message = refused(folder, load_format="dummy", **more)
+    assert message.startswith("the model's weights need 132G of memory, and a GPU has 80G available")
+    assert "--quantization int4" in message
+
+
+def test_ranks_of_one_machine_share_what_the_weights_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.config.resolve.usable_cores", lambda: 8)
+    message = refused(checkpoint(tmp_path, **SEVENTY), load_format="dummy", tensor_parallel_size=2)
+    assert "need 66G of memory, and this machine has 4G available for each of 2 ranks" in message
+
+
 def test_the_bundled_model_is_float32_on_a_cpu() -> None:
     config = resolve(from_keywords({}))
     assert config.dtype == "float32"
@@ -401,6 +443,28 @@ def test_weight_bytes_of_a_known_model() -> None:
     assert memory.weight_bytes(published, "bfloat16") == 2 * layers + embeddings
     assert memory.weight_bytes(published, "bfloat16", packed=True) == layers * 5 // 8 + embeddings
     assert memory.weight_bytes(published, "bfloat16", "int8", packed=True) == layers + rounded
+
+
+def test_weight_bytes_of_experts_in_another_format() -> None:
+    spec = model_spec(moe=MoESpec(experts=8, top_k=2, intermediate=64, renormalize=True, layers=(0, 1)))
+    plain = memory.weight_bytes(spec, "bfloat16", packed=True)
+    one = msgspec.structs.replace(spec, quantized=QuantizedSpec(method="fp8", bits=8.5))
+    both = msgspec.structs.replace(spec, quantized=QuantizedSpec(method="fp8", bits=8.5, expert_bits=4.25))
+    experts = 2 * 3 * spec.hidden * 8 * 64
+    saved = memory.weight_bytes(one, "bfloat16", packed=True) - memory.weight_bytes(
+        both, "bfloat16", packed=True
+    )
+    assert saved == experts * 4.25 / 8
+    assert plain > memory.weight_bytes(one, "bfloat16", packed=True)
+    assert memory.weight_bytes(both, "bfloat16") == plain, "where it is dequantized"
+
+
+def test_weight_bytes_without_a_head() -> None:
+    spec = model_spec()
+    headless = msgspec.structs.replace(spec, tied=False, head=False)
+    assert memory.weight_bytes(headless, "bfloat16") == memory.weight_bytes(
+        msgspec.structs.replace(spec, tied=True), "bfloat16"
+    )
 
 
 def test_weight_bytes_count_experts_and_what_quantizes_them() -> None:

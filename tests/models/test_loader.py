@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from weft.common.errors import ConfigError
 from weft.config.families import load_spec
+from weft.config.families.weight_files import weight_files
 from weft.models import loader
-from weft.models.files import weight_files
 from weft.models.loader import build_model, load_model
 from weft.models.quantized import filling
 from weft.models.registry import WEIGHTS
@@ -115,7 +115,7 @@ def test_missing_and_unexpected_are_listed_together(checkpoints: Any, tmp_path: 
 
 
 def test_long_lists_are_cut(checkpoints: Any, tmp_path: Path) -> None:
-    message = _message(_folder(checkpoints("llama"), tmp_path, lambda t: [t.pop(n) for n in sorted(t)[:20]]))
+    message = _message(_folder(checkpoints("llama"), tmp_path, lambda t: [t.pop(n) for n in sorted(t)[1:21]]))
     assert "and 12 more" in message
 
 

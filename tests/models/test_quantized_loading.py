@@ -141,7 +141,16 @@ def _like(made: Callable[..., tuple[Tensors, torch.Tensor]], *more: Any, **named
     return lambda name, weight: made(tuple(weight.shape), *more, **named, seed=len(name) + weight.shape[0])
 
 
+def _widths(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor] | None:
+    """AutoRound's: layers of other bits, and some that stay plain."""
+    if "k_proj" in name:
+        return None
+    bits = 8 if "up_proj" in name else 4
+    return make.gptq(tuple(weight.shape), bits, 32, seed=len(name))  # type: ignore[arg-type]
+
+
 _CT = {"quant_method": "compressed-tensors"}
+_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
 FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "fp8 per tensor": (_fp8("tensor"), {"quant_method": "fp8", "activation_scheme": "static"}),
     "fp8 per channel": (_fp8("channel", name="weight_scale"), {**_CT, "format": "float-quantized"}),
@@ -158,6 +167,15 @@ FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "packed 8 bits": (_like(make.packed, 8, 32, zeros=True), {**_CT, "format": "pack-quantized"}),
     "awq": (_like(make.awq, 32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
     "gptq": (_like(make.gptq, 4, 32, desc_act=True), GPTQ),
+    "autoround as gptq": (_widths, {**_ROUND, "packing_format": "auto_round:auto_gptq", "sym": True}),
+    "autoround as awq": (
+        _like(make.awq, 32),
+        {**_ROUND, "packing_format": "auto_round:auto_awq", "sym": False},
+    ),
+    "modelopt without a method": (
+        _fp8("tensor", name="weight_scale"),
+        {"quant_algo": "FP8", "kv_cache_scheme": "FP8", "producer": {"name": "modelopt"}, "ignore": []},
+    ),
     "gptq 8 bits v2": (
         _like(make.gptq, 8, 32, v2=True),
         {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
@@ -173,6 +191,14 @@ def test_formats(name: str, plain: Path, tmp_path: Path) -> None:
     narrow, wanted = _load(packed, torch.bfloat16), _load(exact, torch.bfloat16)
     for (name, ours), (_, theirs) in zip(narrow.named_parameters(), wanted.named_parameters(), strict=True):
         assert torch.allclose(ours.double(), theirs.double(), rtol=2**-8, atol=0), name
+
+
+def test_quantized_weights_below_another_prefix(plain: Path, tmp_path: Path) -> None:
+    packed, exact = _folders(plain, tmp_path, *FORMATS["gptq"])
+    weights = packed / "model.safetensors"
+    renamed = {name.removeprefix("model."): tensor for name, tensor in load_file(weights).items()}
+    save_file(renamed, weights)
+    assert _same(_load(packed), _load(exact))
 
 
 @mostly_slow("name", list(FORMATS), ["awq", "gptq", "fp8 blocks", "nvfp4"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from weft.common.errors import ConfigError
+from weft.common.spelling import misspelt
 
 T = TypeVar("T")
 
@@ -29,10 +29,11 @@ class Registry(Generic[T]):
         self._entries[name] = target
 
     def get(self, name: str) -> T:
-        """The implementation called ``name``. Raises ConfigError that lists what exists and the nearest."""
+        """The implementation called ``name``. Raises ConfigError that lists what exists, and which of them
+        ``name`` may misspell."""
         if name not in self._entries:
-            near = difflib.get_close_matches(name, self._entries, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            near = misspelt(name, self._entries)
+            hint = f" Did you mean {near!r}?" if near else ""
             raise ConfigError(f"no {self._what} called {name!r}.{hint} There are: {', '.join(self)}.")
         module, attribute = self._entries[name].split(":")
         result: T = getattr(importlib.import_module(module), attribute)

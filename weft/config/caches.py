@@ -109,15 +109,14 @@ def cache_bytes(
     On a GPU the default is a first division from estimates; the engine divides again, with ``pools_for``,
     when the weights are loaded.
     """
+    weights = planned_weights(spec, dtype, device, model, parallel)
+    ranks = ranks_on_device(parallel, device, host)
+    check_weights(weights, spec, dtype, device, model, parallel, ranks)
     if cache.kv_cache_memory is not None:
         asked = parse_size(cache.kv_cache_memory)
         assert asked is not None, "checked when the flag was parsed"
-        _check_asked(asked, device, ranks_on_device(parallel, device, host))
+        _check_asked(asked, device, ranks)
         return asked
-    kind = model.quantization
-    layout = parallel.layout
-    extra = parallel.redundant_experts
-    weights = weight_bytes(spec, dtype, kind, layout, extra, packed=_stays_packed(spec, dtype, device))
     spec = local_spec(spec, parallel.layout)
     length = model.max_model_len if isinstance(model.max_model_len, int) else spec.max_position
     needs = partial(bytes_for, spec, cache.block_size, dtype, copies=copies, rooms=rooms)
@@ -126,7 +125,7 @@ def cache_bytes(
         available = devices.available_memory()
         if available is None:
             return min(_CPU_CACHE_MOST, usable)
-        available //= ranks_on_device(parallel, device, host)
+        available //= ranks
         share = int(max(available - weights - images, 0) * _CPU_CACHE_SHARE)
         one = needs(1, length, scheduler)
         return min(share, usable, max(_CPU_CACHE_MOST, one))
@@ -136,7 +135,7 @@ def cache_bytes(
             "the GPU's memory can't be read: set --kv-cache-memory, e.g. --kv-cache-memory 4G",
             param="--kv-cache-memory",
         )
-    budget = int(total * cache.gpu_memory_utilization) // ranks_on_device(parallel, device, host)
+    budget = int(total * cache.gpu_memory_utilization) // ranks
     left = budget - weights - images - activation_bytes(spec, dtype, scheduler)
     if left <= 0:
         raise ConfigError(
@@ -147,6 +146,48 @@ def cache_bytes(
             param="--gpu-memory-utilization",
         )
     return min(left, usable)
+
+
+def planned_weights(
+    spec: ModelSpec, dtype: str, device: str, model: ModelSection, parallel: ParallelSection
+) -> int:
+    """Bytes of a rank's share of the weights: see ``weight_bytes``. ``spec``: of the whole model."""
+    packed = _stays_packed(spec, dtype, device)
+    kind, extra = model.quantization, parallel.redundant_experts
+    return weight_bytes(spec, dtype, kind, parallel.layout, extra, packed=packed)
+
+
+def check_weights(
+    weights: int,
+    spec: ModelSpec,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    parallel: ParallelSection,
+    ranks: int,
+) -> None:
+    """Raises ConfigError where a rank's ``weights``, in bytes, exceed its device's memory.
+
+    ``ranks``: that share the device's memory. On a CPU ``--quantization`` rounds what was loaded whole.
+    """
+    until, way = "", "that is published quantized" if spec.quantized is None else "quantized to fewer bits"
+    if device == "cpu" and model.quantization != "none" and model.load_format != "dummy":
+        whole = msgspec.structs.replace(model, quantization="none")
+        weights = planned_weights(spec, dtype, device, whole, parallel)
+        until = " until --quantization has rounded them"
+    elif device != "cpu" and model.quantization == "none":
+        way += " or --quantization int4"
+    have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
+    if have is None or weights <= have // ranks:
+        return
+    where = "this machine" if device == "cpu" else "a GPU"
+    each = f" for each of {ranks} ranks" if ranks > 1 else ""
+    raise ConfigError(
+        f"the model's weights need {show_bytes(weights)} of memory{until}, and {where} has "
+        f"{show_bytes(have // ranks)} available{each}: take a checkpoint {way}, "
+        "divide the model among more devices or hosts (--tensor-parallel-size), or take a smaller model",
+        param="--model",
+    )
 
 
 def _stays_packed(spec: ModelSpec, dtype: str, device: str) -> bool:

@@ -4,12 +4,13 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from weft.common import env
 from weft.common.errors import ConfigError
-from weft.gguf.folder import checkpoint_folder, find_gguf
+from weft.common.spelling import misspelt
+from weft.config.families.load import refuse_unserved
+from weft.gguf.folder import check_tokenizer, checkpoint_folder, find_gguf
 
 BUNDLED = Path(__file__).resolve().parents[1] / "checkpoints"
 
@@ -61,8 +62,8 @@ def resolve_model_path(
         found = find_gguf(folder)
         return str(folder) if found is None else checkpoint_folder(found)
     if not _is_repository(name):
-        near = difflib.get_close_matches(name, bundled, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = misspelt(name, bundled)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise ConfigError(
             f"there is no folder {name!r}, no bundled model of that name (there are: "
             f"{', '.join(bundled) or 'none'}), and it is not a hub name (owner/name).{hint}",
@@ -77,8 +78,12 @@ def _is_repository(name: str) -> bool:
 
 
 def resolve_tokenizer_path(name: str | None, model_path: str) -> str:
-    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError."""
-    return model_path if name is None else resolve_model_path(name, load_format="dummy")
+    """The folder of ``--tokenizer``, by default the model's own. Raises ConfigError, also for the folder of a
+    GGUF file with a tokenizer that cannot be read.
+    """
+    path = model_path if name is None else resolve_model_path(name, load_format="dummy")
+    check_tokenizer(Path(path))
+    return path
 
 
 def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str | None) -> str:
@@ -93,15 +98,24 @@ def _snapshot(name: str, revision: str | None, load_format: str, cache_dir: str 
 
     offline = env.get("HF_HUB_OFFLINE").upper() in ("1", "TRUE", "YES", "ON")
     shown = f"{name} at revision {revision}" if revision else name
-    try:
+    weights = _WEIGHTS.get(load_format, ["*.safetensors"])
+
+    def fetched(patterns: list[str]) -> str:
         return snapshot_download(
             name,
             revision=revision,
             cache_dir=cache_dir,
-            allow_patterns=_SMALL_FILES + _WEIGHTS.get(load_format, ["*.safetensors"]),
+            allow_patterns=patterns,
             ignore_patterns=_OTHER_FORMATS,
             local_files_only=offline,
         )
+
+    try:
+        small = fetched(_SMALL_FILES)
+        if not weights:
+            return small
+        refuse_unserved(Path(small))  # weights can take hours
+        return fetched(_SMALL_FILES + weights)
     except GatedRepoError as error:
         raise ConfigError(
             f"{shown} is gated: accept its terms on the hub and log in (hf auth login)"

@@ -299,6 +299,7 @@ def weight_bytes(
     matrices += recurrent * _delta_elements(spec)
     dense = 3 * spec.hidden * spec.intermediate
     routers = 0
+    routed = 0
     if spec.moe is None:
         matrices += spec.layers * dense
     else:
@@ -306,16 +307,18 @@ def weight_bytes(
         routing = len(spec.moe.layers)
         matrices += (spec.layers - routing) * dense
         experts = -(-(moe.experts + redundant) // layout.ranks) if layout.expert else moe.experts
-        matrices += routing * 3 * spec.hidden * (experts * moe.intermediate + moe.shared)
+        matrices += routing * 3 * spec.hidden * moe.shared
+        routed = routing * 3 * spec.hidden * experts * moe.intermediate
         routers = routing * moe.experts * spec.hidden * max(4, size)
     table = -(-spec.vocab_size // layout.tensor) * spec.hidden
     head = table * (size if quantization == "none" else 1)
-    embeddings = head if spec.tied else table * size + head
+    embeddings = head if spec.tied else table * size + head * spec.head
     tower = 0 if spec.vision is None else tower_bytes(spec.vision, dtype)
-    bits = _BITS.get(quantization, 8.0 * size)
-    if packed and quantization == "none" and spec.quantized is not None and spec.quantized.bits:
-        bits = spec.quantized.bits
-    return int(matrices * bits / 8) + routers + embeddings + tower
+    bits = expert_bits = _BITS.get(quantization, 8.0 * size)
+    if packed and quantization == "none" and spec.quantized is not None:
+        bits = spec.quantized.bits or bits
+        expert_bits = spec.quantized.expert_bits or bits
+    return int((matrices * bits + routed * expert_bits) / 8) + routers + embeddings + tower
 
 
 #: Of an element, with its share of scales.

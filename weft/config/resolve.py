@@ -7,11 +7,9 @@ The result is frozen and holds no device, no open file and no torch.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -24,6 +22,8 @@ from weft.config.caches import make_caches
 from weft.config.encoder import check_encoder, encoder_caches, encoder_spec
 from weft.config.experts import check_experts
 from weft.config.families import load_spec
+from weft.config.families.facts import read_json
+from weft.config.families.weight_files import check_weight_files, refuse_adapter
 from weft.config.front_section import check_front
 from weft.config.gpus import gpus_here, gpus_of_group
 from weft.config.hosts import check_hosts
@@ -71,6 +71,7 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
     check_ngram(speculation)
     check_grammar(config.grammar)
     spec = read_spec(config, path)
+    check_weight_files(Path(path), model.load_format, _prefixes(spec, transfer.role))
     if not host.ranks:
         check_cores(config.parallel, device)
     here = gpus_here(config.parallel, device)
@@ -104,6 +105,11 @@ def resolve(config: Config, group: str = "", host: HostShare = HostShare()) -> E
         group=group,
         host=host,
     )
+
+
+def _prefixes(spec: ModelSpec, role: str) -> tuple[str, ...]:
+    """Beginnings of the names of all tensors that a group of this role loads."""
+    return spec.vision.published if role == "encode" and spec.vision is not None else ("",)
 
 
 def read_spec(config: Config, path: str) -> ModelSpec:
@@ -202,6 +208,7 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
     """Refuses code and pickles that a checkpoint brings, unless told otherwise, and what is no checkpoint."""
+    refuse_adapter(Path(path))
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
             f"{model.model!r} is no checkpoint that Weft can read: it has neither a config.json beside "
@@ -210,7 +217,7 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
         )
     if not model.trust_remote_code:
         for folder, name in ((path, "config.json"), (tokenizer_path, "tokenizer_config.json")):
-            if _read_object(Path(folder) / name).get("auto_map"):
+            if (read_json(Path(folder), name) or {}).get("auto_map"):
                 raise ConfigError(
                     f"the checkpoint brings its own code (auto_map in {name}), which is refused; "
                     "pass --trust-remote-code if you trust who made it",
@@ -241,19 +248,6 @@ def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> Non
 
 def _has(folder: str, pattern: str) -> bool:
     return any(Path(folder).glob(pattern))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The file's JSON object; empty where there is no such file. Raises ConfigError when it is not one."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path.name} of the checkpoint is not readable JSON", param="--model") from error
-    if not isinstance(result, dict):
-        raise ConfigError(f"{path.name} of the checkpoint is not a JSON object", param="--model")
-    return result
 
 
 def check_cores(parallel: ParallelSection, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,21 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``weft.layers.rope.axes``. None: all turn by its position."""
     interleaved: bool = True
     """Whether the sections' pairs take turns (Qwen3-VL), or lie one section after another (Qwen2-VL)."""
+
+    @property
+    def temperature(self) -> float:
+        """The factor of cos and sin that yarn computes from ``factor``; 1 for other kinds.
+
+        Source: YaRN, arXiv 2309.00071, section 3.4.
+        """
+        if self.kind != "yarn" or self.factor <= 1:
+            return 1.0
+        if self.mscale and self.mscale_all_dim:
+            return self._scaled(self.mscale) / self._scaled(self.mscale_all_dim)
+        return self._scaled(1.0)
+
+    def _scaled(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,7 +221,9 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is added to a stored zero point."""
     bits: float | None = None
     """Of an element of a matrix that stays packed, scales included: about, for the plan of memory. None where
-    the configuration does not say, or says several."""
+    the configuration does not say."""
+    expert_bits: float | None = None
+    """The same for matrices of routed experts, where the configuration says others; None: as ``bits``."""
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,6 +278,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope: RopeSpec
     tied: bool = False
     """Whether the output head is the embedding."""
+    head: bool = True
+    """False for a checkpoint without an output head: an embedding model, which generates no tokens."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

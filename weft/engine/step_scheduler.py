@@ -87,4 +87,5 @@ def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:
         config.transfer,
         0 if config.cache.explain_cache == "off" else REMEMBERED_BYTES,
         config.cache.session_retention,
+        generates=config.spec.head,
     )

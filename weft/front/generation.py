@@ -26,7 +26,7 @@ from weft.text.parsing.parser import OutputParser
 from weft.text.parsing.scope import ContentScope
 from weft.text.stop import Stops
 from weft.text.submit import minted_seed, submits_of
-from weft.types.messages import READINESS_SALT, Submit, TokenEvent, ids_to_bytes
+from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids_to_bytes
 from weft.types.sampling import SEED_MASK, TokenParams
 
 MAX_SUBMITTED = 128 << 20
@@ -344,7 +344,10 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates a token through every live head, to prove readiness. Raises WeftError."""
+    """Generates a token through every live head, to prove readiness; a model without an output head makes an
+    embedding. Raises WeftError.
+    """
+    pooling: Pooling = "" if front.config.spec.head else "last"
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(
@@ -354,6 +357,7 @@ async def probe(front: Front) -> None:
             prompt_ids=ids_to_bytes([0]),
             params=TokenParams(temperature=0.0, max_tokens=1),
             salt=READINESS_SALT,
+            pooling=pooling,
         )
         for sequence, request in zip(ids[::2], ids[1::2], strict=True)
     ]

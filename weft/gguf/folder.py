@@ -13,18 +13,18 @@ import msgspec
 
 from weft.common import env
 from weft.common.errors import ConfigError
-from weft.common.log import get_logger
+from weft.common.lfs import refuse_pointer
 from weft.gguf.config import ModelFacts, config_of
 from weft.gguf.container import Container, StoredTensor, shards
 from weft.gguf.names import Layout, Published, published
 from weft.gguf.tokenizer import tokenizer_files
 
-log = get_logger(__name__)
-
-VERSION = 4
+VERSION = 5
 """Of what is made: folders of another are not used."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
+_NO_TOKENIZER = "no-tokenizer.txt"
+"""Why the file's tokenizer cannot be used; there instead of a tokenizer."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -34,6 +34,7 @@ def find_gguf(path: Path) -> Path | None:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"there is no file {str(path)!r}", param="--model")
+        refuse_pointer(path, "--model")
         return path
     if (path / "config.json").is_file():
         return None
@@ -74,6 +75,21 @@ def checkpoint_folder(path: Path) -> str:
     return str(folder)
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Raises ConfigError for a folder that was made of a GGUF file whose tokenizer cannot be used.
+
+    The folder is made all the same, because ``--tokenizer`` may name another. Every start that reads the
+    file's own tokenizer gets this error, not only the start that made the folder.
+    """
+    found = folder / _NO_TOKENIZER
+    if found.is_file():
+        raise ConfigError(
+            f"{found.read_text(encoding='utf-8')}. Name a folder with the published tokenizer of this model: "
+            "--tokenizer FOLDER",
+            param="--tokenizer",
+        )
+
+
 def gguf_files(folder: Path) -> list[Path]:
     """The weights of a folder that was made of a GGUF file; none where it was not."""
     return sorted(folder.glob(f"{_WEIGHTS}-*.gguf"))
@@ -109,15 +125,19 @@ def _write(folder: Path, parts: list[Path]) -> None:
     containers = [Container(part) for part in parts]
     metadata = containers[0].metadata
     tensors = [tensor for container in containers for tensor in container.tensors()]
-    facts = ModelFacts(metadata)
-    config = config_of(metadata, tensors, _rope_factors(tensors))
-    layout = Layout(facts.family, config["num_hidden_layers"], facts.heads, facts.kv_heads, tuple(tensors))
+    try:
+        facts = ModelFacts(metadata)
+        config = config_of(metadata, tensors, _rope_factors(tensors))
+        layers = config["num_hidden_layers"]
+        layout = Layout(facts.family, layers, facts.heads, facts.kv_heads, tuple(tensors))
+        published(layout)  # raises for tensors of no served model, before an engine starts
+    except ConfigError as error:
+        raise ConfigError(f"{parts[0].name}: {error.message}", param=error.param) from error
     (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))
     try:
         texts = tokenizer_files(metadata)
-    except ConfigError as error:  # it is needed unless --tokenizer names another
-        log.warning("%s has no tokenizer that can be used: %s", parts[0].name, error.message)
-        texts = {}
+    except ConfigError as error:
+        texts = {_NO_TOKENIZER: f"the tokenizer in {parts[0].name} cannot be used: {error.message}"}
     for name, content in texts.items():
         (folder / name).write_text(content, encoding="utf-8")
     for number, part in enumerate(parts):

@@ -167,3 +167,20 @@ class LMHead(Packs):
             return mine
         shares = yield from awaited(self._comm, self._comm.all_gather(mine))  # [ranks, L, rows of all]
         return shares.transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
+
+
+class NoHead(nn.Module):
+    """In the place of a head that a checkpoint lacks: every logit is 0.
+
+    Steps ask for logits of rows that sample, and no request of such a model samples (``check_submit``); the
+    graphs that a GPU captures have such rows all the same.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+
+    def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
+        """Zeros [L, vocab] in the model's dtype, for hidden states ``x`` [L, hidden]."""
+        yield from ()
+        return x.new_zeros(len(x), self._vocab_size)

@@ -70,18 +70,10 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """What cos and sin are multiplied with: yarn's temperature (section 3.4 of its paper), else 1."""
-    if spec.kind != "yarn":
-        return 1.0
-    if spec.attention_factor is not None:
+    """The factor of cos and sin: as the configuration says, or yarn's temperature; 1 for other kinds."""
+    if spec.kind == "yarn" and spec.attention_factor is not None:
         return spec.attention_factor
-
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(spec.factor) + 1.0 if spec.factor > 1 else 1.0
-
-    if spec.mscale and spec.mscale_all_dim:
-        return temperature(spec.mscale) / temperature(spec.mscale_all_dim)
-    return temperature(1.0)
+    return spec.temperature
 
 
 def axes(spec: RopeSpec) -> list[int]:

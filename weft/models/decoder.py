@@ -16,7 +16,7 @@ from weft.attention.base import Backends, LayerCache, MediaRows, StepInput
 from weft.attention.gqa import AttentionInput
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, FeedForward, Layer
-from weft.layers.linear import Embedding, Linear, LMHead
+from weft.layers.linear import Embedding, Linear, LMHead, NoHead
 from weft.layers.norm import RMSNorm
 from weft.layers.rope import Rope
 from weft.models.base import Model
@@ -111,7 +111,7 @@ class Decoder(Model):
         self.embedding = Embedding(spec.vocab_size, spec.hidden, build, tied=spec.tied)
         self.blocks = nn.ModuleList(make_block(spec, layer, build) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.hidden, spec.norm_eps, build, wide=spec.centred_norms)
-        self.head = LMHead(self.embedding, build, tied=spec.tied)
+        self.head = LMHead(self.embedding, build, tied=spec.tied) if spec.head else NoHead(spec.vocab_size)
         self._comm = build.comm
         self._rope = Rope(spec.rope, build)
         self.vision = None if spec.vision is None else make_tower(spec.vision, build)

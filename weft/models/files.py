@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint folder: which there are, and their tensors one at a time."""
+"""A checkpoint's weight files, open: their tensors one at a time."""
 
 from __future__ import annotations
 
@@ -11,74 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from weft.common.errors import ConfigError
-from weft.config.families.facts import read_json
-from weft.gguf.folder import gguf_files, weights_of
+from weft.gguf.folder import weights_of
 from weft.models.gguf_tensor import GGUFTensor, Maps
 from weft.ops.mapped import Mapped, mapped_around
 
 #: Types of plain numbers, as safetensors names them.
 _PLAIN = ("F64", "F32", "BF16", "F16")
-_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
-#: Not weights, though they match the patterns.
-_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
-
-
-def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
-
-    With ``partial`` shards that an index names may be missing. ``prefixes``: where an index says what is in
-    which file, those with tensors whose names begin so; others need not be there.
-
-    Raises ConfigError when there are none, when an index names a file that is missing or outside the
-    folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
-    """
-    if load_format == "pickle":
-        result = _listed(folder, "pytorch_model.bin.index.json", prefixes) or _pickles(folder)
-        if not result:
-            raise ConfigError(
-                "no pickled weights in the model folder; try --load-format auto", param="--load-format"
-            )
-        return result
-    if result := gguf_files(folder):
-        return result
-    result = _listed(folder, "model.safetensors.index.json", prefixes, load_format == "partial")
-    if result:
-        return result
-    single = folder / "model.safetensors"
-    result = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if result:
-        return result
-    if _pickles(folder):
-        raise ConfigError(
-            "the model folder has pickled weights only, and a pickle from an untrusted source can run code. "
-            "Convert them to safetensors, or pass --load-format pickle to load them",
-            param="--load-format",
-        )
-    raise ConfigError("no safetensors files in the model folder", param="--model")
-
-
-def _pickles(folder: Path) -> list[Path]:
-    return sorted(
-        {p for pattern in _PICKLE_PATTERNS for p in folder.glob(pattern) if p.name not in _NOT_WEIGHTS}
-    )
-
-
-def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: bool = False) -> list[Path]:
-    """The shards that an index names, of tensors whose names begin with one of ``prefixes``; empty where
-    there is no index. ``partial``: some may be missing."""
-    index = read_json(folder, index_name)
-    if index is None:
-        return []
-    names = index.get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-        raise ConfigError(f"{index_name} has no weight_map", param="--model")
-    shards = sorted({shard for name, shard in names.items() if str(name).startswith(prefixes)})
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise ConfigError(f"{index_name} names a file outside the model folder", param="--model")
-        if not partial and not (folder / shard).is_file():
-            raise ConfigError(f"{index_name} names {shard}, which is missing", param="--model")
-    return [folder / shard for shard in shards if (folder / shard).is_file()]
 
 
 class WeightFile:

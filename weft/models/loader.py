@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +22,14 @@ from weft.common.allocator import trim_heap
 from weft.common.errors import ConfigError
 from weft.common.progress import progress_bar
 from weft.config.families.facts import Facts, read_json
+from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, ExpertOptions
 from weft.layers.held import holds_codes
 from weft.layers.shard import cut, global_shape, shard_of
 from weft.models.base import Model
 from weft.models.decoder import Decoder
-from weft.models.files import WeightFile, weight_files
+from weft.models.files import WeightFile
 from weft.models.quantized.filling import Target, hold_rounded, is_zero_bias
 from weft.models.quantized.sources import Part, Source, part_of, without_effect
 from weft.models.registry import BLOCKS, FRAMES, WEIGHTS
@@ -189,7 +190,9 @@ def fill(
     """
     quantized = model.spec.quantized
     cut = range(model.spec.layers, saved_layers)
-    sources = _check_names(weights, files, cut, quantized is not None, partial)
+    found = _names_of(files)
+    weights = weights.published_as({name for names in found.values() for name in names})
+    sources = _check_names(weights, found, cut, quantized is not None, partial)
     parameters = dict(model.named_parameters())
     wide = torch_ops.wide(model.dtype)
     target = Target(weights, parameters, quantized, wide, packed=packed, blocks=packed and blocks)
@@ -213,16 +216,29 @@ def fill(
     return target
 
 
+def _names_of(files: Sequence[Path]) -> dict[Path, list[str]]:
+    """Names of the tensors in each file. Raises ConfigError for a file that is damaged."""
+    found = {}
+    for path in files:
+        with WeightFile(path) as file:
+            found[path] = file.names()
+    return found
+
+
 def _check_names(
-    weights: WeightMap, files: Sequence[Path], cut_layers: range, quantized: bool, partial: bool
+    weights: WeightMap,
+    files: Mapping[Path, Sequence[str]],
+    cut_layers: range,
+    quantized: bool,
+    partial: bool,
 ) -> list[Source]:
-    """What to load. Raises ConfigError for missing, unexpected or doubled names."""
+    """The weights to load of ``files``, a map from each file to its names. Raises ConfigError for missing,
+    unexpected or doubled names.
+    """
     sources: dict[str, Source] = {}
     unexpected = []
     doubled = []
-    for path in files:
-        with WeightFile(path) as file:
-            names = file.names()
+    for path, names in files.items():
         for name in names:
             found = part_of(name, weights.placements, quantized)
             if found is not None:

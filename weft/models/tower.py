@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from weft.common.errors import ConfigError
+from weft.config.families.weight_files import weight_files
 from weft.config.spec import ModelSpec
 from weft.layers.build import Build, pack_all
-from weft.models.files import weight_files
 from weft.models.loader import fill, fill_randomly
 from weft.models.vision import make_tower
 from weft.models.vision.weights import tower_weights

@@ -7,12 +7,15 @@ may fill one parameter (q, k, v into ``qkv``), each its own part.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
 
 from weft.config.spec import ModelSpec
+
+_HEAD = "lm_head.weight"
+_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,39 @@ class WeightMap:
     ignored: list[re.Pattern[str]] = field(default_factory=list)
     """Names without effect."""
 
+    def published_as(self, names: Collection[str]) -> WeightMap:
+        """The map for a checkpoint whose tensors are called ``names``: with the prefixes that it uses.
+
+        Publishers save the same model below ``model.``, ``model.language_model.``, ``language_model.model.``,
+        or nothing. The embedding shows the prefix of the text model, the first matrix the tower's, and both
+        hold for everything beside these. Families with several names for each tensor know them all: their
+        map stays as it is.
+        """
+        moved = dict[str, str]()
+        for parameter, depth in (("embedding.weight", 1), ("vision.patch.weight", 2)):
+            anchors = [name for name, placed in self.placements.items() if placed.parameter == parameter]
+            if len(anchors) == 1:
+                ours, theirs = _prefixes(anchors[0], depth, names)
+                if ours and ours != theirs:
+                    known = (*self.placements, *self.same_as)
+                    moved |= {n: theirs + n.removeprefix(ours) for n in known if n.startswith(ours)}
+        heads = [name for name, placed in self.placements.items() if placed.parameter == "head.weight"]
+        for head in heads[:1] if len(heads) == 1 else [n for n in self.same_as if n.endswith(_HEAD)]:
+            ours, theirs = _prefixes(head, 1, names)
+            moved[head] = theirs + head.removeprefix(ours)
+        if not any(one != other for one, other in moved.items()):
+            return self
+
+        def named(name: str) -> str:
+            return moved.get(name, name)
+
+        return WeightMap(
+            {named(name): placed for name, placed in self.placements.items()},
+            [tuple(tuple(map(named, form)) for form in forms) for forms in self.choices],
+            {named(name): named(other) for name, other in self.same_as.items()},
+            self.ignored,
+        )
+
     def add(
         self,
         name: str,
@@ -86,6 +122,19 @@ class WeightMap:
             self.add(f"{name}.bias", f"{parameter}.bias", *index)
 
 
+def _prefixes(name: str, depth: int, names: Collection[str]) -> tuple[str, str]:
+    """(prefix of ``name``, the prefix that ``names`` have in its place), for a weight with ``depth`` parts
+    behind the prefix and before its last part. The same twice where ``names`` have it, or no other.
+    """
+    module = name.rpartition(".")[0]
+    stem = ".".join(module.split(".")[-depth:])
+    ours = module.removesuffix(stem)
+    # Parts of quantized weights have other ends. Copies in layers are those of predicting modules.
+    found = re.compile(rf"^((?:.*\.)?){re.escape(stem)}\.[^.]+$")
+    present = {m[1] for one in names if (m := found.match(one)) and not _LAYER.search(m[1])}
+    return ours, ours if ours in present or not present else min(present, key=lambda p: (len(p), p))
+
+
 def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head") -> WeightMap:
     """Embedding, final norm, head, and every layer's norms and attention; feed-forward is the family's.
 
@@ -96,7 +145,7 @@ def decoder_weights(spec: ModelSpec, prefix: str = "model", head: str = "lm_head
     weight_map.add_norm(spec, f"{prefix}.norm", "norm")
     if spec.tied:
         weight_map.same_as[f"{head}.weight"] = f"{prefix}.embed_tokens.weight"
-    else:
+    elif spec.head:
         weight_map.add(f"{head}.weight", "head.weight")
     for layer in range(spec.layers):
         add_block(weight_map, spec, layer, f"{prefix}.layers.{layer}", f"blocks.{layer}")

@@ -63,13 +63,17 @@ class Scheduler:
         transfer: TransferSection | None = None,
         remembered_bytes: int = 0,
         retention: float = 0.0,
+        *,
+        generates: bool = True,
     ) -> None:
         """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
         the group's role. ``remembered_bytes``: of earlier prompts, to explain why one was not cached.
-        ``retention``: seconds that what a session has cached is kept before others' blocks."""
+        ``retention``: seconds that what a session has cached is kept before others' blocks. ``generates``:
+        see ``check_submit``."""
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
+        self._generates = generates
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
         # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
@@ -104,7 +108,9 @@ class Scheduler:
         Raises InvalidRequest, ContextLength or Overloaded before anything is changed.
         """
         state = self._state
-        tokens, num_prompt = check_submit(submit, self._vocab_size, state.kv.max_model_len, state.kv.media)
+        tokens, num_prompt = check_submit(
+            submit, self._vocab_size, state.kv.max_model_len, state.kv.media, generates=self._generates
+        )
         if submit.sequence in state.live:
             raise InvalidRequest("a sequence of this id is live", param="sequence")
         self._rooms.check(submit)

@@ -20,9 +20,15 @@ _I64 = (1 << 63) - 1
 
 
 def check_submit(
-    submit: Submit, vocab_size: int, max_model_len: int, limits: MediaLimits | None = None
+    submit: Submit,
+    vocab_size: int,
+    max_model_len: int,
+    limits: MediaLimits | None = None,
+    *,
+    generates: bool = True,
 ) -> tuple[array[int], int]:
     """(prompt + emitted ids, how many are prompt). ``limits``: of images; None: there can be none.
+    ``generates``: False for a model without an output head, which embeds alone.
 
     Raises ContextLength when no token fits after the prompt, and InvalidRequest, naming the parameter, for
     everything else that this model cannot do.
@@ -31,6 +37,12 @@ def check_submit(
     num_prompt = len(tokens)
     if not num_prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
+    if not generates and not submit.pooling:
+        raise InvalidRequest(
+            "this checkpoint has no output head (lm_head): the model makes embeddings and generates no text. "
+            "Use /v1/embeddings, or LLM.embed",
+            param="model",
+        )
     if submit.pooling and (submit.emitted_ids or submit.grammar is not None or submit.room is not None):
         raise InvalidRequest("an embedding has no output, no grammar and no room", param="pooling")
     if num_prompt > max_model_len or (num_prompt == max_model_len and not submit.pooling):

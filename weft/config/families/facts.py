@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.common.errors import ConfigError
+from weft.common.lfs import refuse_pointer
 
 #: Fields that change what a model computes, with the values that leave them without effect. Anything else in
 #: a field that the model's family does not read is refused by name instead of being served wrongly.
@@ -28,6 +29,8 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (None, 0),
     "num_shared_experts": (None, 0),
     "n_shared_experts": (None, 0),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
     "is_encoder_decoder": (None, False),
     "add_cross_attention": (None, False),
     "vision_config": (None, {}),
@@ -44,10 +47,13 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """The JSON object in ``folder/name``; None where there is no such file. Raises ConfigError if broken."""
+    """The JSON object in ``folder/name``; None where there is no such file. Raises ConfigError if broken,
+    and for a Git LFS pointer.
+    """
     path = folder / name
     if not path.is_file():
         return None
+    refuse_pointer(path, "--model")
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -158,7 +164,7 @@ class Facts:
     def dtype(self) -> str | None:
         """The type that the weights were saved in, where the file says so."""
         value = self.get("dtype") or self.get("torch_dtype")
-        if value is None:
+        if value in (None, "auto"):  # as the weights are saved
             return None
         name = str(value).removeprefix("torch.")
         if name not in _DTYPES:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -16,6 +13,7 @@ from weft.common.registry import Registry
 from weft.config.families.facts import Facts, read_json
 from weft.config.families.quantized import quantized_spec
 from weft.config.families.vision import read_tower
+from weft.config.families.weight_files import refuse_adapter, saved_dtype, tensor_names
 from weft.config.spec import ModelSpec, keep_mtp
 
 #: Architecture, as ``config.json`` names it, to the function that reads its facts.
@@ -42,8 +40,33 @@ FAMILIES.add("Kimi_K25ForConditionalGeneration", "weft.config.families.kimi_k25:
 FAMILIES.add("KimiK25ForConditionalGeneration", "weft.config.families.kimi_k25:build_spec")
 FAMILIES.add("GptOssForCausalLM", "weft.config.families.gpt_oss:build_spec")
 
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
+    "gpt_oss": "GptOssForCausalLM",
+}
+"""The architecture that ``model_type`` means in a ``config.json`` without ``architectures``."""
+
+_HEAD = re.compile(r"(^|\.)lm_head\.|^(model\.)?head\.")
+"""Names of the tensors of an output head, with any prefix; DeepSeek V4 has ``head``."""
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_MAX_HEADER = 100 << 20
 
 
 def load_spec(
@@ -56,15 +79,16 @@ def load_spec(
 ) -> ModelSpec:
     """The facts of the checkpoint in ``folder``.
 
-    End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. A checkpoint that
-    brings code (``auto_map``) is refused unless ``trust_remote_code``; with it, the code is still not run:
-    the architecture must be one of Weft's own. Modules that predict further tokens are left out, but for the
-    first ``mtp``; so is a vision tower with ``language_model_only``. Raises ConfigError for anything that
-    cannot be served.
+    End-of-text ids are those of ``config.json`` and ``generation_config.json`` together. Names of tensors
+    say whether there is an output head (``ModelSpec.head``). A checkpoint that brings code (``auto_map``)
+    is refused unless ``trust_remote_code``. The code is not run even then: the architecture must be one of
+    Weft's own. Modules that predict further tokens are left out, except the first ``mtp``; so is a vision
+    tower with ``language_model_only``. Raises ConfigError for anything that cannot be served.
     """
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(f"model folder {path.name!r} does not exist", param="--model")
+    refuse_adapter(path)
     config = read_json(path, "config.json")
     if config is None:
         raise ConfigError(f"model folder {path.name!r} has no config.json", param="--model")
@@ -74,11 +98,12 @@ def load_spec(
             "--trust-remote-code to accept the checkpoint and serve it with Weft's own implementation",
             param="--trust-remote-code",
         )
-    facts = Facts(config, _weight_names(path))
-    build = FAMILIES.get(_architecture(facts))
+    names = tensor_names(path)
+    facts = Facts({**config, "architectures": [_architecture(Facts(config))]}, names)
+    build = FAMILIES.get(facts.get("architectures")[0])
     spec = build(facts, num_hidden_layers_override)
     facts.refuse_unknown_computation()
-    if mtp > spec.mtp_layers or (mtp and not _has_modules(facts, path)):
+    if mtp > spec.mtp_layers or (mtp and not _has_modules(facts)):
         raise ConfigError(
             f"--speculative-method mtp: this checkpoint of {spec.architecture} has no module that predicts "
             "further tokens; use --speculative-method ngram or none",
@@ -86,11 +111,22 @@ def load_spec(
         )
     return msgspec.structs.replace(
         keep_mtp(spec, mtp),
+        head=spec.tied or names is None or any(map(_HEAD.search, names)),
         eos_ids=_eos_ids(spec, path),
-        dtype=spec.dtype or _saved_dtype(path) or "float32",
+        dtype=spec.dtype or _SAFETENSORS_DTYPES.get(saved_dtype(path) or "", "float32"),
         quantized=quantized_spec(facts, path) or quantized_spec(_text_facts(facts), path),
         vision=None if language_model_only else read_tower(facts, path, spec),
     )
+
+
+def refuse_unserved(folder: Path) -> None:
+    """Raises ConfigError where ``config.json`` in ``folder`` names an architecture that is not served.
+
+    For folders whose weights are not there yet: ``load_spec`` checks everything else.
+    """
+    config = read_json(folder, "config.json")
+    if config is not None and config.get("architectures"):
+        FAMILIES.get(_architecture(Facts(config)))
 
 
 def _text_facts(facts: Facts) -> Facts:
@@ -100,10 +136,25 @@ def _text_facts(facts: Facts) -> Facts:
 
 
 def _architecture(facts: Facts) -> str:
+    """The one architecture that the file names, or else the one of its ``model_type``.
+
+    Embedding models are published as the model below the head (``Qwen3Model``): the same layers, without a
+    head. Raises ConfigError.
+    """
     names = facts.get("architectures")
+    if names in (None, []):
+        kind = facts.get("model_type")
+        if isinstance(kind, str) and kind in MODEL_TYPES:
+            return MODEL_TYPES[kind]
+        said = f" and its model_type {kind!r} is none of: {', '.join(MODEL_TYPES)}" if kind else ""
+        raise facts.fail(
+            "architectures", f"must name one architecture{said}; there are: {', '.join(FAMILIES)}"
+        )
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise facts.fail("architectures", f"must name one architecture; there are: {', '.join(FAMILIES)}")
-    return names[0]
+    # The names of the tensors say later whether there is a head all the same.
+    below = f"{names[0].removesuffix('Model')}ForCausalLM"
+    return below if names[0].endswith("Model") and below in FAMILIES else names[0]
 
 
 def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
@@ -112,48 +163,10 @@ def _eos_ids(spec: ModelSpec, folder: Path) -> tuple[int, ...]:
     return tuple(sorted({i for i in spec.eos_ids + more if 0 <= i < spec.vocab_size}))
 
 
-def _has_modules(facts: Facts, folder: Path) -> bool:
+def _has_modules(facts: Facts) -> bool:
     """Whether the weights of a module that predicts further tokens were saved; true where none are at all.
 
     They are named ``mtp.``, or as the layers behind the last.
     """
     behind = re.compile(rf"(^|\.)(mtp\.|layers\.{facts.get('num_hidden_layers')}\.)")
-    names = _weight_names(folder)
-    return names is None or any(behind.search(name) for name in names)
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: an entry a tensor. Empty where it cannot be read."""
-    with path.open("rb") as file:
-        head = file.read(8)
-        size = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if not 0 < size <= _MAX_HEADER:
-            return {}
-        try:
-            found = json.loads(file.read(size))
-        except ValueError:
-            return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _saved_dtype(folder: Path) -> str | None:
-    """The type of the first floating tensor, no scale, of a safetensors file, from its header alone."""
-    for path in sorted(folder.glob("*.safetensors")):
-        header = _header(path)
-        if not header:
-            return None
-        for name, entry in header.items():
-            if "scale" not in name and isinstance(entry, dict) and entry.get("dtype") in _SAFETENSORS_DTYPES:
-                return _SAFETENSORS_DTYPES[entry["dtype"]]
-    return None
-
-
-def _weight_names(folder: Path) -> list[str] | None:
-    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
-    index = read_json(folder, "model.safetensors.index.json")
-    if index is not None and isinstance(index.get("weight_map"), dict):
-        return list(index["weight_map"])
-    headers = [_header(path) for path in sorted(folder.glob("*.safetensors"))]
-    if not headers or not all(headers):
-        return None
-    return [name for header in headers for name in header]
+    return facts.weights is None or any(behind.search(name) for name in facts.weights)

@@ -8,9 +8,12 @@ What would change results and is not implemented is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts, read_json
@@ -41,8 +44,14 @@ _COMPRESSED_FORMATS = (
 )
 
 
-#: Bits of an element that is published in so many, with its scales; integers of 2 bits are held in 4.
-_ABOUT = {2: 5.0, 4: 5.0, 8: 8.5}
+_FP8_BITS = 8.25
+"""Bits of an element in FP8 with a float32 scale for each row and 128 inputs: see docs/quantization.md."""
+_GROUP = 128
+"""Inputs of a group of integers where the configuration does not say."""
+_ALGORITHM_BITS = {"MXFP4": 4.25, "NVFP4": 4.5}
+"""Bits of an element by a part of ModelOpt's name, with scales of one byte for 32, and for 16."""
+_EXPERTS = re.compile(r"(^|\.)experts(\.|$|\*)")
+"""Names of modules of routed experts."""
 
 
 class _Fields:
@@ -96,13 +105,14 @@ class _Fields:
             raise self.fail(name, f"must be two positive integers, not {value!r}")
         return value[0], value[1]
 
-    def group_size(self, name: str) -> None:
-        """A positive integer, or -1 for one group."""
+    def group_size(self, name: str) -> int | None:
+        """A positive integer, or -1 for one group; None where the field is missing or null."""
         value = self.get(name)
         if value is None or value == -1:
-            return
+            return None if value is None else -1
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.fail(name, f"must be a positive integer or -1, not {value!r}")
+        return value
 
     def inner(self, name: str) -> _Fields | None:
         value = self.get(name)
@@ -114,17 +124,24 @@ class _Fields:
 
     def each(self, name: str) -> list[_Fields]:
         """The objects in the object ``name``."""
+        return [fields for _, fields in self.named(name)]
+
+    def named(self, name: str) -> list[tuple[str, _Fields]]:
+        """The objects in the object ``name``, each with its key."""
         found = self.inner(name)
         if found is None:
             return []
-        made = [found.inner(key) for key in found._found]
-        return [fields for fields in made if fields is not None]
+        made = [(key, found.inner(key)) for key in found._found]
+        return [(key, fields) for key, fields in made if fields is not None]
 
 
 def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
-    """What ``config.json`` (or ``hf_quant_config.json`` beside it) says; None for plain weights.
+    """Return how the weights are quantized; None for plain weights.
 
-    Raises ConfigError that names the field and its value for what is unknown or not implemented.
+    ``config.json`` says so, or ``hf_quant_config.json`` beside it.
+
+    Older ModelOpt writes its fields into ``quantization_config`` without ``quant_method``. Raises ConfigError
+    that names the field and its value for what is unknown or not implemented.
     """
     for field in ("quantization_config", "compression_config"):
         found = facts.get(field)
@@ -134,27 +151,47 @@ def quantized_spec(facts: Facts, folder: Path) -> QuantizedSpec | None:
             raise facts.fail(field, f"must be an object, not {found!r}")
         fields = _Fields(found, f"config.json: {field}")
         default = "compressed-tensors" if field == "compression_config" else None
+        if "quant_algo" in found or isinstance(found.get("quantization"), dict):
+            default = "modelopt"
         method = fields.choice("quant_method", tuple(_METHODS), default=default)
         if method is None:
             raise fields.fail("quant_method", f"is missing; there are: {', '.join(_METHODS)}")
+        if method == "fp8":  # the one method with a field outside of its configuration
+            return _with_experts(_fp8(fields, method), fields, facts.get("expert_dtype"))
         return _METHODS[method](fields, method)
     beside = read_json(folder, MODELOPT_FILE)
     if beside is None:
         return None
-    inner = _Fields(beside, MODELOPT_FILE).inner("quantization")
-    if inner is None:
+    if not isinstance(beside.get("quantization"), dict) and "quant_algo" not in beside:
         raise ConfigError(f"{MODELOPT_FILE} has no field quantization", param="--model")
-    return None if inner.get("quant_algo") in (None, "") else _modelopt(inner, "modelopt")
+    return _modelopt(_Fields(beside, MODELOPT_FILE), "modelopt")
 
 
 def _fp8(fields: _Fields, method: str) -> QuantizedSpec:
     fields.choice("activation_scheme", ("dynamic", "static"))
     fields.choice("fmt", ("e4m3", "float8_e4m3fn", "e5m2"))
     fields.choice("scale_fmt", ("float", "ue8m0"))
-    experts = fields.choice("expert_dtype", ("fp8", "fp4"))
     fields.names("modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    bits = _ABOUT[4 if experts == "fp4" else 8]  # experts are nearly all
-    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=bits)
+    return QuantizedSpec(method=method, block=fields.pair("weight_block_size"), bits=_FP8_BITS)
+
+
+def _with_experts(spec: QuantizedSpec, fields: _Fields, beside: Any) -> QuantizedSpec:
+    """``spec`` of a checkpoint in FP8 with the bits of routed experts, where these are of another format.
+
+    DeepSeek V4 says ``expert_dtype`` at the top of config.json (``beside``), others in
+    ``quantization_config``. ModelOpt's ``moe_quant_algo`` overrides both: such a checkpoint was made of one
+    whose fields remain.
+    """
+    inside = fields.choice("expert_dtype", ("fp8", "fp4"))
+    if beside not in (None, "fp8", "fp4"):
+        raise ConfigError(
+            f"config.json: expert_dtype = {beside!r} is not supported; there are: fp8, fp4", param="--model"
+        )
+    bits = _ALGORITHM_BITS["MXFP4"] if (inside or beside) == "fp4" else None
+    algorithm = fields.choice("moe_quant_algo", _MODELOPT_ALGORITHMS)
+    if algorithm is not None:
+        bits = _algorithm_bits(algorithm)
+    return msgspec.structs.replace(spec, expert_bits=bits)
 
 
 def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
@@ -167,7 +204,7 @@ def _gguf(fields: _Fields, method: str) -> QuantizedSpec:
 
 def _mxfp4(fields: _Fields, method: str) -> QuantizedSpec:
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method, bits=_ABOUT[4])
+    return QuantizedSpec(method=method, bits=_ALGORITHM_BITS["MXFP4"])
 
 
 def _awq(fields: _Fields, method: str) -> QuantizedSpec:
@@ -177,14 +214,14 @@ def _awq(fields: _Fields, method: str) -> QuantizedSpec:
         raise fields.fail("version", f"= {version!r} is not supported; there are: gemm")
     fields.choice("zero_point", (True,))
     fields.choice("backend", ("autoawq",))
-    fields.group_size("group_size")
+    group = fields.group_size("group_size")
     fields.names("modules_to_not_convert")
-    return QuantizedSpec(method=method, bits=_ABOUT[4])
+    return QuantizedSpec(method=method, bits=_integer_bits(4, group))
 
 
 def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     bits = fields.choice("bits", (2, 4, 8))
-    fields.group_size("group_size")
+    group = fields.group_size("group_size")
     for flag in ("desc_act", "sym", "static_groups", "lm_head"):
         fields.choice(flag, (True, False))
     fields.refuse("is_marlin_format", False)
@@ -193,7 +230,7 @@ def _gptq(fields: _Fields, method: str) -> QuantizedSpec:
     form = form or fields.choice("format", ("gptq", "gptq_v2", ""))
     # The first form of the format stores zero points less one.
     offset = 0 if form == "gptq_v2" else 1
-    return QuantizedSpec(method=method, zero_offset=offset, bits=_ABOUT.get(bits))
+    return QuantizedSpec(method=method, zero_offset=offset, bits=_integer_bits(bits, group))
 
 
 def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
@@ -204,48 +241,118 @@ def _compressed(fields: _Fields, method: str) -> QuantizedSpec:
     if sparsity is not None:
         sparsity.choice("format", ("dense",))
     block = None
-    widths = set[int | None]()
+    widest = 0.0
     for group in fields.each("config_groups"):
         group.choice("format", _COMPRESSED_FORMATS)
         weights = group.inner("weights")
         if weights is None:
             continue
-        widths.add(weights.choice("num_bits", (4, 8)))
+        width = weights.choice("num_bits", (4, 8))
         kind = weights.choice("type", ("float", "int"))
+        size = weights.group_size("group_size")
+        if kind == "float":
+            bits = _FP8_BITS if width == 8 else 4 + 8 / (size or 32)  # a byte of scale
+        else:
+            bits = _integer_bits(width, size or -1) or 16.0
+        widest = max(widest, bits)
         weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"))
         if kind == "float":
             weights.choice("symmetric", (True,))
         weights.choice("dynamic", (False,))
         block = weights.pair("block_structure") or block
-    return QuantizedSpec(method=method, block=block, bits=_ABOUT.get(max(w or 16 for w in widths or {16})))
+    return QuantizedSpec(method=method, block=block, bits=widest or None)
 
 
-def _modelopt(fields: _Fields, method: str) -> QuantizedSpec:
+def _auto_round(fields: _Fields, method: str) -> QuantizedSpec:
+    """AutoRound's tensors are GPTQ's or AWQ's, as the packing says. A layer's bits are read off them."""
+    packing = fields.choice("packing_format", tuple(_PACKINGS), default="auto_round:auto_gptq")
+    like = _PACKINGS[packing]
+    fields.choice("data_type", ("int",))
+    group = fields.group_size("group_size")
+    fields.choice("sym", (True, False))
+    allowed = (4,) if like == "awq" else (2, 4, 8)
+    bits = fields.choice("bits", allowed)
+    for layer in fields.each("extra_config"):
+        # Layers of 16 bits and more are plain; a field of None is the whole model's.
+        if layer.choice("bits", (*allowed, 16, 32)) not in (16, 32):
+            layer.choice("data_type", ("int",))
+    return QuantizedSpec(method=like, zero_offset=int(like == "gptq"), bits=_integer_bits(bits, group))
+
+
+def _modelopt(fields: _Fields, method: str) -> QuantizedSpec | None:
+    fields = fields.inner("quantization") or fields
+    # The file beside config.json has the fields one level deeper than config.json.
     algorithm = fields.get("quant_algo")
+    if algorithm in (None, ""):  # the KV cache alone is quantized
+        return None
     upper = algorithm.upper() if isinstance(algorithm, str) else algorithm
     if upper not in _MODELOPT_ALGORITHMS:
         shown = ", ".join(_MODELOPT_ALGORITHMS)
         raise fields.fail("quant_algo", f"= {algorithm!r} is not supported; there are: {shown}")
     fields.group_size("group_size")
     fields.names("ignore", "exclude_modules")
-    for layer in fields.each("quantized_layers"):
-        layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
-        layer.refuse("weight_scale_encoding")
     fields.refuse("weight_scale_encoding")
     fields.choice("has_zero_point", (False,))
     fields.refuse("pre_quant_scale", False)
-    bits = _ABOUT[8 if "FP8" in upper else 4] if not fields.each("quantized_layers") else None
-    return QuantizedSpec(method="modelopt", bits=bits)
+    if upper != "MIXED_PRECISION":
+        return QuantizedSpec(method="modelopt", bits=_algorithm_bits(upper))
+    return _mixed(fields)
 
 
-_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec]] = {
+def _mixed(fields: _Fields) -> QuantizedSpec:
+    """Each layer has a format of its own. The plan of memory takes the widest one of each kind of matrix."""
+    widest: dict[bool, float] = {}
+    for name, layer in fields.named("quantized_layers"):
+        algorithm = layer.choice("quant_algo", _MODELOPT_ALGORITHMS)
+        layer.refuse("weight_scale_encoding")
+        expert = _EXPERTS.search(name) is not None
+        bits = 16.0 if algorithm is None else _algorithm_bits(algorithm)
+        widest[expert] = max(widest.get(expert, 0.0), bits)
+    return QuantizedSpec(method="modelopt", bits=widest.get(False), expert_bits=widest.get(True))
+
+
+def _algorithm_bits(algorithm: str) -> float:
+    """Bits of an element with its scales, of a matrix in one of ModelOpt's formats."""
+    for name, bits in _ALGORITHM_BITS.items():
+        if name in algorithm:
+            return bits
+    return _FP8_BITS
+
+
+def _integer_bits(bits: int | None, group: int | None) -> float | None:
+    """Bits of an element of ``bits``, with a float32 scale and a byte of zero point for ``group`` inputs.
+
+    Integers of 2 bits are held in 4. ``group``: -1 for whole rows, None where the configuration does not say.
+    """
+    if bits is None:
+        return None
+    size = _GROUP if group is None else group
+    return max(bits, 4) + (40 / size if size > 0 else 0.0)
+
+
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_gptq": "gptq",
+    "gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_awq": "awq",
+    "awq": "awq",
+}
+"""AutoRound's ``packing_format``, and whose tensors it means."""
+
+_METHODS: dict[str, Callable[[_Fields, str], QuantizedSpec | None]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "awq": _awq,
     "gptq": _gptq,
     "gguf": _gguf,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from weft.common.errors import ConfigError
 from weft.config.families.facts import Facts
 from weft.config.spec import RopeSpec
@@ -22,7 +24,18 @@ _FIELDS: dict[str, frozenset[str]] = {
     "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
-        {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+        {
+            "factor",
+            "attention_factor",
+            "attn_factor",
+            "apply_yarn_scaling",
+            "extrapolation_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
     ),
 }
 _COMMON = frozenset(
@@ -140,7 +153,9 @@ def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
     # transformers.
     beta_fast = read.number("beta_fast", above=-1.0, default=32.0) or 32.0
     beta_slow = read.number("beta_slow", above=-1.0, default=1.0) or 1.0
-    return RopeSpec(
+    if read.number("extrapolation_factor", 1.0) != 1.0:
+        raise read.fail("extrapolation_factor", "other than 1 is not supported")
+    spec = RopeSpec(
         **common,
         factor=read.number("factor", common["max_position"] / original),
         original_max_position=original,
@@ -151,6 +166,24 @@ def _yarn(read: Facts, common: dict[str, Any], original: int) -> RopeSpec:
         mscale_all_dim=read.optional_number("mscale_all_dim", above=-1.0),
         truncate=read.flag("truncate", True),
     )
+    return msgspec.structs.replace(spec, attention_factor=_attention_factor(read, spec))
+
+
+def _attention_factor(read: Facts, spec: RopeSpec) -> float | None:
+    """The factor of cos and sin where the file says so; None for the temperature of ``spec``.
+
+    ``attention_factor`` is the whole factor. ``attn_factor``, of the method's own code, multiplies the
+    temperature, and ``apply_yarn_scaling`` false leaves the temperature out. Source: arXiv 2309.00071.
+    """
+    more = read.number("attn_factor", 1.0)
+    applied = read.flag("apply_yarn_scaling", True)
+    if spec.attention_factor is not None:
+        if more != 1.0 or not applied:
+            raise read.fail("attention_factor", "and attn_factor or apply_yarn_scaling contradict each other")
+        return spec.attention_factor
+    if not applied:
+        return more
+    return None if more == 1.0 else more * spec.temperature
 
 
 def served_positions(rope: RopeSpec) -> int:

@@ -31,8 +31,9 @@ def latent_weights(spec: ModelSpec, prefix: str, head: str) -> WeightMap:
         result.add(f"{theirs}.eh_proj.weight", f"{ours}.project.weight")
         result.add(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
         result.same_as[f"{theirs}.embed_tokens.weight"] = f"{prefix}.embed_tokens.weight"
-        same = f"{prefix}.embed_tokens.weight" if spec.tied else f"{head}.weight"
-        result.same_as[f"{theirs}.shared_head.head.weight"] = same
+        if spec.head:
+            same = f"{prefix}.embed_tokens.weight" if spec.tied else f"{head}.weight"
+            result.same_as[f"{theirs}.shared_head.head.weight"] = same
     return result
 
 

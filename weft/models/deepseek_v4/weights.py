@@ -45,7 +45,7 @@ def weight_map(spec: ModelSpec) -> WeightMap:
     if spec.tied:
         for name in ("head.weight", "lm_head.weight"):
             found.made.same_as[name] = embedding[0]
-    else:
+    elif spec.head:
         found.add(("head.weight", "lm_head.weight"), "head.weight")
     found.add(("norm.weight", "model.norm.weight"), "norm.weight")
     for leaf, ours in (("fn", "mixer.weight"), ("base", "base"), ("scale", "scale")):

@@ -114,4 +114,5 @@ _ADD = {"qwen3_vl": _add_qwen, "moonvit": _add_moon}
 
 def _ignore(made: WeightMap, prefix: str) -> None:
     _log.info("text alone is served: %s of this checkpoint is not loaded", prefix.rstrip("."))
-    made.ignored.append(re.compile(f"^{re.escape(prefix)}"))
+    root = re.escape(prefix.removeprefix("model."))
+    made.ignored.append(re.compile(rf"^(model\.)?{root}"))

@@ -1,0 +1,245 @@
+"""Published configuration files: those of families that are served resolve with the right sizes, others are
+refused by name before weights are read.
+
+Sizes are computed here from ``config.json`` alone, by the formulas of the papers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.real_files import real_folders
+from weft.common.errors import ConfigError
+from weft.config import devices
+from weft.config.cache_layout import block_bytes
+from weft.config.families import FAMILIES, load_spec
+from weft.config.flags import from_keywords
+from weft.config.memory import weight_bytes
+from weft.config.resolve import resolve
+from weft.config.spec import ModelSpec
+
+Fields = dict[str, Any]
+POSITIONS = 1 << 14
+"""Positions over which bytes are counted: a multiple of all blocks."""
+
+NAMED = {
+    "Mixtral-8x22B": 141,
+    "DeepSeek-V3": 671,
+    "DeepSeek-R1": 671,
+    "DeepSeek-V4-Flash": 284,
+    "DeepSeek-V4-Pro": 1600,
+    "GLM-5": 744,
+    "Kimi-K2": 1000,
+}
+"""Parameters in billions, of models whose names do not have them; as their model cards say."""
+
+
+def config_of(folder: Path) -> Fields:
+    found: Fields = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def text_of(config: Fields) -> Fields:
+    return {**config, **(config.get("text_config") or {})}
+
+
+def served(folder: Path) -> bool:
+    return config_of(folder)["architectures"][0] in FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that has room for the largest."""
+    monkeypatch.setattr(devices, "gpu_memory", lambda: None)
+    monkeypatch.setattr(devices, "available_memory", lambda: 1 << 43)
+
+
+def grouped(c: Fields) -> tuple[float, float]:
+    """Parameters of attention in all layers, and bytes a token of keys and values that are never dropped."""
+    hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    dim = c.get("head_dim") or hidden // heads
+    kv = c["num_key_value_heads"]
+    gate = 3 if c.get("attn_output_gate") else 2
+    types = c.get("layer_types") or ["full_attention"] * layers
+    full = types.count("full_attention")
+    attending = full + types.count("sliding_attention")
+    one = hidden * dim * (gate * heads + 2 * kv)
+    linear = 0
+    if attending < layers:
+        keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
+        projections = hidden * (2 * keys + 2 * values + 2 * c["linear_num_value_heads"]) + values * hidden
+        linear = projections + c["linear_conv_kernel_dim"] * (2 * keys + values)
+    return attending * one + (layers - attending) * linear, full * 2 * kv * dim * 2
+
+
+def latent(c: Fields) -> tuple[float, float]:
+    """DeepSeek V3, Kimi K2 and GLM-5, whose indexer has one key a token in layers with their own."""
+    hidden, heads, layers = c["hidden_size"], c["num_attention_heads"], c["num_hidden_layers"]
+    rank, low, rope = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    nope, value = c["qk_nope_head_dim"], c["v_head_dim"]
+    one = hidden * rank + rank * heads * (nope + rope) + hidden * (low + rope)
+    one += low * heads * (nope + value) + heads * value * hidden
+    total = layers * one
+    entry = layers * (low + rope) * 2
+    if "index_head_dim" in c:
+        types = c.get("indexer_types") or ["full"] * layers
+        own = types[:layers].count("full")
+        total += own * (rank * c["index_n_heads"] * c["index_head_dim"])
+        total += own * hidden * (c["index_head_dim"] + c["index_n_heads"])
+        entry += own * c["index_head_dim"] * 2
+    return total, entry
+
+
+def compressed(c: Fields) -> tuple[float, float]:
+    """DeepSeek V4: one entry for 4 or 128 positions, beside a window; entries of 4 have an indexer's key."""
+    hidden, heads, dim = c["hidden_size"], c["num_attention_heads"], c["head_dim"]
+    rank, groups, low = c["q_lora_rank"], c["o_groups"], c["o_lora_rank"]
+    one = hidden * rank + rank * heads * dim + hidden * dim
+    one += heads * dim * low + groups * low * hidden
+    total = c["num_hidden_layers"] * one
+    entry = 0.0
+    for ratio in c["compress_ratios"][: c["num_hidden_layers"]]:
+        if ratio == 128:
+            total += 2 * hidden * dim
+            entry += dim * 2 / 128
+        elif ratio == 4:
+            key, index = c["index_head_dim"], c["index_n_heads"]
+            total += 4 * hidden * (dim + key) + rank * index * key + hidden * index
+            entry += (dim + key) * 2 / 4
+    return total, entry
+
+
+def attention_of(c: Fields) -> Callable[[Fields], tuple[float, float]]:
+    if "compress_ratios" in c:
+        return compressed
+    return latent if c.get("kv_lora_rank") else grouped
+
+
+def experts_of(c: Fields) -> int:
+    for name in ("n_routed_experts", "num_experts", "num_local_experts"):
+        if c.get(name):
+            return int(c[name])
+    return 0
+
+
+def feed_forward(c: Fields) -> float:
+    """Parameters of all layers' feed-forward blocks, routers included."""
+    hidden, layers, experts = c["hidden_size"], c["num_hidden_layers"], experts_of(c)
+    if not experts:
+        return float(layers * 3 * hidden * c["intermediate_size"])
+    inner = c.get("moe_intermediate_size") or c["intermediate_size"]
+    dense = c.get("first_k_dense_replace", 0)
+    shared = c.get("n_shared_experts", 0) * inner + c.get("shared_expert_intermediate_size", 0)
+    routed = 3 * hidden * (experts * inner + shared) + experts * hidden
+    return float(dense * 3 * hidden * c.get("intermediate_size", 0) + (layers - dense) * routed)
+
+
+def parameters_of(c: Fields) -> float:
+    """Of the text model, in matrices."""
+    tables = (1 if c.get("tie_word_embeddings") else 2) * c["vocab_size"] * c["hidden_size"]
+    return float(attention_of(c)(c)[0] + feed_forward(c) + tables)
+
+
+def counted(spec: ModelSpec) -> float:
+    """Parameters by the plan of memory."""
+    return weight_bytes(msgspec.structs.replace(spec, quantized=None), "bfloat16") / 2
+
+
+def token_bytes(spec: ModelSpec) -> float:
+    """Bytes that one more token of a long context takes in the caches, in 16 bits."""
+    kept = [cache for cache in spec.caches if cache.kind != "state" and not cache.window]
+    return sum(block_bytes(cache, POSITIONS, "bfloat16") for cache in kept) / POSITIONS
+
+
+def named_billions(folder: Path) -> float | None:
+    name = folder.name.partition("--")[2]
+    for start, billions in NAMED.items():
+        if name.startswith(start):
+            return billions
+    found = re.search(r"-(\d+(?:\.\d+)?)b(?![a-z])", name, re.IGNORECASE)
+    return None if found is None else float(found[1])
+
+
+def test_the_files_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    folders = real_folders("configs")
+    count = sum(map(served, folders))
+    with capsys.disabled():
+        print(f"\n{len(folders)} published configurations, {count} of families that are served")
+    assert count
+    assert len(folders) > count
+
+
+def test_families_that_are_served_have_the_sizes_of_their_files() -> None:
+    for folder in filter(served, real_folders("configs")):
+        c = text_of(config_of(folder))
+        spec = load_spec(str(folder), trust_remote_code=True)
+        latents = attention_of(c) is not grouped
+        found = (spec.layers, spec.hidden, spec.vocab_size, spec.heads)
+        names = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+        assert found == tuple(c[name] for name in names), folder.name
+        assert latents or spec.kv_heads == c["num_key_value_heads"], folder.name
+        moe = spec.moe
+        assert (moe.experts if moe else 0) == experts_of(c), folder.name
+        assert moe is None or moe.top_k == c["num_experts_per_tok"], folder.name
+        text = msgspec.structs.replace(spec, vision=None)
+        assert counted(text) == pytest.approx(parameters_of(c), rel=2e-3), folder.name
+        assert token_bytes(spec) == pytest.approx(attention_of(c)(c)[1], rel=1e-9), folder.name
+
+
+def test_parameters_are_those_of_the_published_names() -> None:
+    """Names are rounded, and name some models of which the tower is a tenth by their text."""
+    named = 0
+    for folder in filter(served, real_folders("configs")):
+        billions = named_billions(folder)
+        assert billions is not None, folder.name
+        spec = load_spec(str(folder), trust_remote_code=True)
+        assert counted(spec) / 1e9 == pytest.approx(billions, rel=0.12), folder.name
+        named += 1
+    assert named
+
+
+def test_quantized_weights_are_planned_near_the_bits_that_their_files_name() -> None:
+    """FP8 between 8 and 9 bits an element, formats of four bits between 4 and 6, whatever says so."""
+    for folder in filter(served, real_folders("configs")):
+        config = config_of(folder)
+        spec = load_spec(str(folder), trust_remote_code=True)
+        four = "NVFP4" in folder.name or config.get("expert_dtype") == "fp4" or "Kimi-K2" in folder.name
+        four = four or "gpt-oss" in folder.name
+        eight = "FP8" in folder.name or config["architectures"][0] == "DeepseekV3ForCausalLM"
+        assert (spec.quantized is not None) == (four or eight), folder.name
+        if (
+            spec.quantized is None or "Qwen3.6" in folder.name
+        ):  # the last has layers of four and of eight bits
+            continue
+        text = msgspec.structs.replace(spec, vision=None)
+        bits = 8 * weight_bytes(text, "bfloat16", packed=True) / counted(text)
+        assert (4 < bits < 6) if four else (8 < bits < 9), (folder.name, bits)
+
+
+def test_families_that_are_served_resolve() -> None:
+    for folder in filter(served, real_folders("configs")):
+        keywords: Fields = {"load_format": "dummy", "trust_remote_code": True, "max_model_len": 4096}
+        config = resolve(from_keywords({"model": str(folder), **keywords}))
+        assert config.spec.architecture == config_of(folder)["architectures"][0]
+        with pytest.raises(ConfigError, match=r"the checkpoint has no \*\.safetensors file"):
+            resolve(from_keywords({"model": str(folder), "trust_remote_code": True}))
+
+
+def test_other_families_are_refused_by_name_and_without_a_guess() -> None:
+    for folder in real_folders("configs"):
+        if served(folder):
+            continue
+        (architecture,) = config_of(folder)["architectures"]
+        with pytest.raises(ConfigError) as raised:
+            load_spec(str(folder), trust_remote_code=True)
+        message = raised.value.message
+        assert message.startswith(f"no architecture called {architecture!r}."), folder.name
+        assert "Did you mean" not in message, folder.name

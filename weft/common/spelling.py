@@ -1,0 +1,48 @@
+"""Suggestions for misspelt names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_MOST = 2
+"""Letters that a misspelling adds, leaves out, or changes."""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of ``known`` that ``name`` misspells: at most two letters differ, and no digit.
+
+    A digit is a version: "KimiK3" is another model than "KimiK2", not a misspelling. Names of four letters
+    or fewer may differ in one letter. Case, dashes and underscores do not count.
+    """
+    asked = _folded(name)
+    most = _MOST if len(asked) > 4 else 1
+    found: list[tuple[int, str]] = []
+    for one in known:
+        other = _folded(one)
+        if abs(len(other) - len(asked)) <= most and _digits(asked) == _digits(other):
+            distance = _distance(asked, other)
+            if distance <= most:
+                found.append((distance, one))
+    return min(found)[1] if found else None
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_]", "", name.lower())
+
+
+def _digits(name: str) -> str:
+    return "".join(letter for letter in name if letter.isdigit())
+
+
+def _distance(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours that turn ``one`` into ``other``."""
+    before, row = list[int](), list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        before, above, row = row, before, [i]
+        for j, theirs in enumerate(other, 1):
+            least = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != theirs))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == theirs:
+                least = min(least, above[j - 2] + 1)
+            row.append(least)
+    return row[-1]

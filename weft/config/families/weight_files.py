@@ -1,0 +1,221 @@
+"""The weight files of a checkpoint folder: which there are, and whether their headers fit the files.
+
+A header is read without the weights behind it, so a torn download, a file outside the folder or a Git LFS
+pointer is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.common.lfs import refuse_pointer
+from weft.config.families.facts import read_json
+from weft.gguf.folder import gguf_files
+
+_PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+#: Not weights, though they match the patterns.
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
+_ADAPTER = "adapter_config.json"
+_ADAPTER_WEIGHTS = "adapter_model*"
+_MAX_HEADER = 100 << 20
+_MOST_DIMS = 64
+#: Bits of an element, as safetensors names types.
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64"), 64),
+}
+
+
+def weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> list[Path]:
+    """The files to read, in order. ``auto`` and ``safetensors`` never touch a pickle.
+
+    With ``partial`` shards that an index names may be missing. ``prefixes``: where an index says what is in
+    which file, those with tensors whose names begin so; others need not be there.
+
+    Raises ConfigError when there are none, when an index names a file that is missing or outside the
+    folder, and when the weights are pickles that were not asked for (naming ``--load-format pickle``).
+    """
+    if load_format == "pickle":
+        result = _listed(folder, "pytorch_model.bin.index.json", prefixes) or pickles(folder)
+        if not result:
+            raise ConfigError(
+                "no pickled weights in the model folder; try --load-format auto", param="--load-format"
+            )
+        return result
+    if result := gguf_files(folder):
+        return result
+    result = _listed(folder, "model.safetensors.index.json", prefixes, load_format == "partial")
+    if result:
+        return result
+    if result := safetensors_files(folder):
+        return result
+    if pickles(folder):
+        raise ConfigError(
+            "the model folder has pickled weights only, and a pickle from an untrusted source can run code. "
+            "Convert them to safetensors, or pass --load-format pickle to load them",
+            param="--load-format",
+        )
+    raise ConfigError("no safetensors files in the model folder", param="--model")
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """``model.safetensors`` where it is there, else all such files but those of an adapter."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    return sorted(path for path in folder.glob("*.safetensors") if not path.match(_ADAPTER_WEIGHTS))
+
+
+def pickles(folder: Path) -> list[Path]:
+    """Files that may hold pickled weights."""
+    return sorted(
+        {
+            path
+            for pattern in _PICKLE_PATTERNS
+            for path in folder.glob(pattern)
+            if path.name not in _NOT_WEIGHTS and not path.match(_ADAPTER_WEIGHTS)
+        }
+    )
+
+
+def _listed(folder: Path, index_name: str, prefixes: tuple[str, ...], partial: bool = False) -> list[Path]:
+    """The shards that an index names, of tensors whose names begin with one of ``prefixes``; empty where
+    there is no index. ``partial``: some may be missing."""
+    index = read_json(folder, index_name)
+    if index is None:
+        return []
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+        raise ConfigError(f"{index_name} has no weight_map", param="--model")
+    shards = sorted({shard for name, shard in names.items() if str(name).startswith(prefixes)})
+    for shard in shards:
+        if Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
+            raise ConfigError(
+                f"{index_name} names {shard[:100]!r}, a file outside the model folder", param="--model"
+            )
+        if not partial and not (folder / shard).is_file():
+            raise ConfigError(
+                f"{index_name} names {shard}, which is missing: download the model again", param="--model"
+            )
+    return [folder / shard for shard in shards if (folder / shard).is_file()]
+
+
+def check_weight_files(folder: Path, load_format: str, prefixes: tuple[str, ...] = ("",)) -> None:
+    """Raises ConfigError, naming the file, for weight files that cannot be loaded: see ``weight_files`` and
+    ``read_header``. Weights are not read.
+    """
+    if load_format == "dummy":
+        return
+    for path in weight_files(folder, load_format, prefixes):
+        refuse_pointer(path, "--model")
+        if path.suffix == ".safetensors":
+            read_header(path)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raises ConfigError for a folder with an adapter (LoRA and its kin) instead of a model."""
+    if not (folder / _ADAPTER).is_file():
+        return
+    if (folder / "config.json").is_file() and (safetensors_files(folder) or pickles(folder)):
+        return
+    said = read_json(folder, _ADAPTER) or {}
+    base = said.get("base_model_name_or_path")
+    of = f" for {base}" if isinstance(base, str) and base else ""
+    raise ConfigError(
+        f"{folder.name!r} holds an adapter{of} ({_ADAPTER}), not a model, and adapters are not served: merge "
+        "the adapter into its base model (merge_and_unload of the package peft), and serve the result",
+        param="--model",
+    )
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Name to entry (``dtype``, ``shape``, ``data_offsets``) of each tensor in a safetensors file.
+
+    Raises ConfigError, naming the file, unless the tensors fill the file behind the header without holes.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            if length > min(size - 8, _MAX_HEADER) or not length:
+                raise _damaged(
+                    path, f"its header takes {length} bytes, and the file has {max(size - 8, 0)} behind it"
+                )
+            found = json.loads(file.read(length))
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}", param="--model") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, "its header is not an object")
+    # The library checks the same when it opens the file, in a process that starts much later.
+    entries = {name: entry for name, entry in found.items() if name != "__metadata__"}
+    spans = sorted(_span(path, name, entry) for name, entry in entries.items())
+    end = 0
+    for begin, stop, name in spans:
+        if begin != end:
+            raise _damaged(path, f"tensor {name!r} begins at byte {begin}, the one before it ends at {end}")
+        end = stop
+    if end != size - 8 - length:
+        raise _damaged(
+            path,
+            f"its tensors take {end} bytes, and the file has {size - 8 - length}: is the download complete?",
+        )
+    return entries
+
+
+def _span(path: Path, name: str, entry: Any) -> tuple[int, int, str]:
+    """Where the tensor begins and ends behind the header. Raises ConfigError."""
+    entry = entry if isinstance(entry, dict) else {}
+    shape, place = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    # A product of very many dims would take long: no tensor has them.
+    if shape is None or place is None or len(shape) > _MOST_DIMS or len(place) != 2 or place[0] > place[1]:
+        raise _damaged(path, f"its entry of tensor {name!r} has no shape or no place: {str(entry)[:100]}")
+    begin, end = place
+    bits = _BITS.get(str(entry.get("dtype")))
+    if bits is not None and math.prod(shape) * bits != 8 * (end - begin):
+        raise _damaged(path, f"tensor {name!r} of {entry['dtype']} {shape} has {end - begin} bytes")
+    return begin, end, name
+
+
+def _counts(value: Any) -> list[int] | None:
+    """``value``, a list of integers of at least 0; None for anything else."""
+    right = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return value if right else None
+
+
+def _damaged(path: Path, why: str) -> ConfigError:
+    return ConfigError(f"{path.name} is damaged or not a weight file: {why}", param="--model")
+
+
+def tensor_names(folder: Path) -> list[str] | None:
+    """The names of a safetensors checkpoint's tensors; None where there are none, or they can't be read."""
+    index = read_json(folder, "model.safetensors.index.json")
+    if index is not None and isinstance(index.get("weight_map"), dict):
+        return list(index["weight_map"])
+    try:
+        names = [name for path in safetensors_files(folder) for name in read_header(path)]
+    except ConfigError:  # the check of the files reports it
+        return None
+    return names or None
+
+
+def saved_dtype(folder: Path) -> str | None:
+    """The type of the first tensor of floating-point numbers, scales excepted, as safetensors names it."""
+    for path in safetensors_files(folder):
+        try:
+            header = read_header(path)
+        except ConfigError:  # as above
+            return None
+        for name, entry in header.items():
+            if "scale" not in name and str(entry.get("dtype")) in ("F64", "F32", "BF16", "F16"):
+                return str(entry["dtype"])
+    return None

@@ -1,0 +1,197 @@
+"""The header of a GGUF file: metadata and descriptions of tensors, checked against the file's size.
+
+Counts and lengths in a header are numbers of 64 bits: a file of 49 bytes can say that a list with 2^40
+entries follows. Here no count is believed that the rest of the file cannot hold.
+
+Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Form of a number, as ``struct`` writes forms, by the number of its type."""
+_LEAST_PAIR = 8 + 4 + 1
+"""Bytes of a key with its value, at least: the length of the key, the type, and the value."""
+_LEAST_TENSOR = 8 + 4 + 4 + 8
+_MOST_DIMS = 8
+_MOST_KEY = 1 << 16
+"""Bytes of a key, as the specification limits it."""
+_MOST_ELEMENTS = 1 << 50
+_MOST_PARTS = 1 << 17
+"""Tensors, or keys. The largest models have some thousands, with their experts stacked."""
+_MOST_ENTRIES = 4 << 20
+"""Entries of all lists together. The largest vocabularies with their merges have a third of them."""
+_ALIGNMENT_KEY = "general.alignment"
+_UINT32 = 4
+
+
+class Damaged(ValueError):
+    """The header contradicts the specification or the file's size. The message says how."""
+
+
+class HeaderTensor(NamedTuple):
+    """A tensor as the header describes it."""
+
+    name: str
+    dims: tuple[int, ...]
+    """The fastest first, as the file has them."""
+    kind: int
+    """The number of its GGML type."""
+    offset: int
+    """In bytes from the beginning of all tensors."""
+
+
+class Header(NamedTuple):
+    """The facts of a header that are checked."""
+
+    metadata: dict[str, Any]
+    """Key to value: numbers, booleans, strings, and lists of them."""
+    tensors: tuple[HeaderTensor, ...]
+    data: int
+    """Where tensors begin in the file, in bytes."""
+    size: int
+    """Of the file, in bytes."""
+
+
+def read_header(path: Path) -> Header:
+    """Walk over the header of the GGUF file ``path``. Raises Damaged, and OSError."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
+            raise Damaged("it does not begin with the letters GGUF")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _Walk(mapped, size).header()
+
+
+class _Walk:
+    """A position in the file that only moves over bytes that are there."""
+
+    def __init__(self, mapped: mmap.mmap, size: int) -> None:
+        self._mapped = mapped
+        self._size = size
+        self._at = len(_MAGIC)
+        self._alignment = 32
+        self._entries = 0
+
+    def header(self) -> Header:
+        """Every pair and every tensor of the file. Raises Damaged."""
+        (version,) = self._numbers("<I", "the version")
+        if version not in _VERSIONS:
+            if version & 0xFFFF == 0:
+                raise Damaged("its numbers are big-endian, and only little-endian files are read")
+            raise Damaged(
+                f"version {version} of the format is not read, only {_VERSIONS[0]} and {_VERSIONS[1]}"
+            )
+        tensors, pairs = self._numbers("<QQ", "the counts of tensors and keys")
+        self._holds(tensors, _LEAST_TENSOR, "tensors")
+        self._holds(pairs, _LEAST_PAIR, "keys")
+        if max(tensors, pairs) > _MOST_PARTS:
+            raise Damaged(
+                f"it has {tensors} tensors and {pairs} keys, at most {_MOST_PARTS} of each are read"
+            )
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key, value = self._pair()
+            if key in metadata:
+                raise Damaged(f"the key {_shown(key)} is there twice")
+            metadata[key] = value
+        found = tuple(self._tensor() for _ in range(tensors))
+        if len({tensor.name for tensor in found}) < tensors:
+            raise Damaged("two tensors have the same name")
+        data = -(-self._at // self._alignment) * self._alignment
+        return Header(metadata, found, data, self._size)
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._text("a key", _MOST_KEY)
+        (kind,) = self._numbers("<I", "a value's type")
+        if key == _ALIGNMENT_KEY:
+            if kind != _UINT32:
+                raise Damaged("general.alignment is not a number of 32 bits")
+            (alignment,) = self._numbers("<I", "general.alignment")
+            if alignment < 8 or alignment & (alignment - 1):
+                raise Damaged(f"general.alignment is {alignment}, not a power of two of at least 8")
+            self._alignment = alignment
+            return key, alignment
+        if kind == _ARRAY:
+            return key, self._array(key)
+        if kind == _STRING:
+            return key, self._text("a value")
+        return key, self._numbers(f"<{self._form(kind, key)}", "a value")[0]
+
+    def _array(self, key: str) -> list[Any]:
+        kind, count = self._numbers("<IQ", "a list's length")
+        if kind == _ARRAY:
+            raise Damaged(f"{_shown(key)} is a list of lists, which no key of the format is")
+        form = "" if kind == _STRING else self._form(kind, key)
+        self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
+        self._few_entries(key, count)
+        if not form:
+            return [self._text("a text") for _ in range(count)]
+        return list(self._numbers(f"<{count}{form}", "a list"))
+
+    def _few_entries(self, key: str, count: int) -> None:
+        self._entries += count
+        if self._entries > _MOST_ENTRIES:
+            raise Damaged(
+                f"its lists up to {_shown(key)} have {self._entries} entries, "
+                f"at most {_MOST_ENTRIES} are read"
+            )
+
+    def _tensor(self) -> HeaderTensor:
+        name = self._text("a tensor's name", _MOST_KEY)
+        (count,) = self._numbers("<I", "a tensor's number of dims")
+        if not 1 <= count <= _MOST_DIMS:
+            raise Damaged(f"tensor {_shown(name)} has {count} dims")
+        dims = self._numbers(f"<{count}Q", "a tensor's dims")
+        kind, offset = self._numbers("<IQ", "a tensor's type")
+        elements = 1
+        for dim in dims:
+            elements *= dim  # Python's integers do not overflow, the library's may
+        if not elements or elements > _MOST_ELEMENTS:
+            raise Damaged(f"tensor {_shown(name)} has dims {list(dims)}")
+        return HeaderTensor(name, dims, kind, offset)
+
+    def _form(self, kind: int, key: str) -> str:
+        if kind not in _FORMS:
+            raise Damaged(f"{_shown(key)} has a value of the unknown type {kind}")
+        return _FORMS[kind]
+
+    def _text(self, what: str, most: int | None = None) -> str:
+        (length,) = self._numbers("<Q", f"the length of {what}")
+        if most is not None and length > most:
+            raise Damaged(f"{what} has {length} bytes")
+        begin = self._at
+        self._skip(length, what)
+        try:
+            return self._mapped[begin : self._at].decode()
+        except UnicodeDecodeError:
+            raise Damaged(f"{what} at {begin} is not UTF-8") from None
+
+    def _numbers(self, form: str, what: str) -> tuple[Any, ...]:
+        begin = self._at
+        self._skip(struct.calcsize(form), what)
+        return struct.unpack_from(form, self._mapped, begin)
+
+    def _skip(self, count: int, what: str) -> None:
+        left = self._size - self._at
+        if count > left:
+            raise Damaged(f"{what} takes {count} bytes at {self._at}, and the file has {left} more")
+        self._at += count
+
+    def _holds(self, count: int, least: int, what: str) -> None:
+        """Raises Damaged unless the rest of the file can hold ``count`` things of ``least`` bytes."""
+        left = self._size - self._at
+        if count > left // least:
+            raise Damaged(f"it says that {count} {what} follow, and the file has {left} more bytes")
+
+
+def _shown(name: str) -> str:
+    return repr(name[:80])
