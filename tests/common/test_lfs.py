@@ -1,0 +1,46 @@
+"""Git LFS pointers are told from the files that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.common.errors import ConfigError
+from weft.common.lfs import is_pointer, refuse_pointer
+
+OID = "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+POINTERS = {
+    "today": f"version https://git-lfs.github.com/spec/v1\n{OID}",
+    "oldest": f"version https://hawser.github.com/spec/v1\n{OID}",
+    "extended": f"version https://git-lfs.github.com/spec/v1\next-0-foo {OID}{OID}",
+    "carriage returns": f"version https://git-lfs.github.com/spec/v1\r\n{OID}",
+}
+FILES = {
+    "empty": "",
+    "json": '{"version": "https://git-lfs.github.com/spec/v1"}',
+    "a long file that begins like a pointer": POINTERS["today"] + "x" * 2000,
+}
+
+
+@pytest.mark.parametrize("name", POINTERS)
+def test_pointers_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_text(POINTERS[name], newline="")
+    assert is_pointer(path)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a Git LFS pointer.*git lfs pull") as caught:
+        refuse_pointer(path, "--model")
+    assert caught.value.param == "--model"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_files_are_no_pointers(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(FILES[name])
+    assert not is_pointer(path)
+    refuse_pointer(path)
+
+
+def test_missing_files_and_folders_are_no_pointers(tmp_path: Path) -> None:
+    assert not is_pointer(tmp_path / "absent")
+    assert not is_pointer(tmp_path)
