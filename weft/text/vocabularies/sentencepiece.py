@@ -179,7 +179,7 @@ def _check_order(model: Model) -> None:
     Merges in a tokenizer.json have an order, so a tie cannot be written there. Runs of spaces are the
     exception: Llama's own have one score. ``_runs_agree`` proves their order.
     """
-    plain = [piece for piece in model.pieces if piece.kind in (_NORMAL, _USER)]
+    plain = [piece for piece in model.pieces if piece.kind == _NORMAL]
     made = {left + right for left, right in merges_by_score(*_columns(plain))}
     scores = Counter(piece.score for piece in plain if piece.text in made)
     tied = [piece for piece in plain if piece.text in made and scores[piece.score] > 1]
