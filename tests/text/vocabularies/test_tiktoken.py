@@ -204,7 +204,7 @@ def test_kimis_published_template_renders_into_its_tokens(tmp_path: Path) -> Non
     path = kimi_folder(tmp_path / "kimi")
     (path / "chat_template.jinja").write_bytes(template)
     text = TextModel.load(str(path))
-    ids = text.chat.encode([{"role": "user", "content": "Hi <|im_end|>"}])
+    ids = text.chat.encode([{"role": "user", "content": "Hi <|im_end|>"}]).ids
     assert FIRST + 3 in ids
     assert (
         ids.count(FIRST + 2) == text.tokenizer.decode(ids, skip_special_tokens=False).count("<|im_end|>") - 1
