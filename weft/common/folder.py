@@ -15,6 +15,8 @@ import stat
 import tempfile
 from pathlib import Path
 
+from weft.common import env
+
 #: A Unix socket's path has at most 107 bytes; the folder must leave room for a name in it.
 _LONGEST = 80
 _PREFIX = "weft-"
@@ -23,6 +25,12 @@ _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 _LOCK = "owner.lock"
 _held: dict[Path, int] = {}
 """Folder of this process -> the descriptor that holds its lock; exec closes it."""
+
+
+def cache_folder(name: str) -> Path:
+    """The folder ``name`` in this user's cache of Weft. It may not exist yet."""
+    root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "weft" / name
 
 
 def private_folder() -> Path:

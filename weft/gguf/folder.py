@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from weft.common import env
 from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
 from weft.common.lfs import refuse_pointer
 from weft.gguf.config import ModelFacts, config_of
 from weft.gguf.container import Container, StoredTensor, shards
@@ -51,7 +51,7 @@ def checkpoint_folder(path: Path) -> str:
     A file that was changed gets another folder. Raises ConfigError for a model that is not served.
     """
     parts = shards(path.resolve())
-    folder = _cache() / _key(parts)
+    folder = cache_folder("gguf") / _key(parts)
     if (folder / "config.json").is_file():
         return str(folder)
     try:
@@ -105,11 +105,6 @@ def weights_of(path: Path) -> dict[str, Published]:
         ) from error
     here = str(path.resolve())
     return {weight.name: weight for weight in published(layout) if weight.parts[0].path == here}
-
-
-def _cache() -> Path:
-    root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "weft" / "gguf"
 
 
 def _key(parts: list[Path]) -> str:

@@ -57,8 +57,9 @@ _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 class Vocabulary:
     """What the metadata says of tokens. Raises ConfigError for what is missing or does not fit."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, metadata: Mapping[str, Any], prefixed: bool = False) -> None:
         self.metadata = metadata
+        self.prefixed = prefixed
         self.tokens = self._texts("tokens")
         kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(self.tokens)
         if len(kinds) != len(self.tokens):
@@ -100,12 +101,13 @@ class Vocabulary:
         return found
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
+def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> dict[str, str]:
     """Name to content of tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja.
 
-    Raises ConfigError for a tokenizer that is not supported.
+    ``prefixed``: the caller writes SentencePiece's space before a text itself, so the tokenizer adds none.
+    The decoder drops that space as before. Raises ConfigError for a tokenizer that is not supported.
     """
-    vocabulary = Vocabulary(metadata)
+    vocabulary = Vocabulary(metadata, prefixed)
     kind = metadata.get("tokenizer.ggml.model")
     make = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(kind))
     if make is None:
@@ -154,11 +156,14 @@ def _sentencepiece(vocabulary: Vocabulary) -> str:
     )
     tokenizer = Tokenizer(model)
     prefix = vocabulary.flag("add_space_prefix", True)
+    written = prefix and not vocabulary.prefixed
     replaced: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE)] * prefix + replaced)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE)] * written + replaced)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    return _finished(tokenizer, vocabulary, begins=True)
+    # User-defined pieces are written as the vocabulary writes spaces, so they are found in normalized text. A
+    # normalizer that writes a prefix would write one before them, too.
+    return _finished(tokenizer, vocabulary, begins=True, normalized=not written)
 
 
 def merges_by_score(
@@ -180,9 +185,10 @@ def merges_by_score(
     return [(left, right) for _, _, left, right in sorted(found)]
 
 
-def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool) -> str:
+def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool, normalized: bool = False) -> str:
     """``tokenizer`` as JSON, with special tokens, and what is put around a text. ``begins``: whether a text
-    begins with the beginning-of-sequence token where the file does not say it.
+    begins with the beginning-of-sequence token where the file does not say it. ``normalized``: user-defined
+    tokens are looked for in the normalized text.
     """
     from tokenizers import AddedToken, processors
 
@@ -190,7 +196,7 @@ def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool) -> str:
         if kind in (_CONTROL, _UNKNOWN):
             tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif kind == _USER:
-            tokenizer.add_tokens([AddedToken(text, normalized=False, special=False)])
+            tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=False)])
     around = [
         vocabulary.token(role) if vocabulary.flag(f"add_{role}_token", wanted) else None
         for role, wanted in (("bos", begins), ("eos", False))

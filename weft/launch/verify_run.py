@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +23,7 @@ from weft.engine.core import EngineCore
 from weft.engine.replicas import Replicas
 from weft.eval.gsm_mini import test_set
 from weft.launch.reference import Reference
+from weft.text.tokenizer import Tokenizer
 from weft.types.messages import HeadStats, Submit, TokenEvent, ids_to_bytes
 from weft.types.plan import AllocSlot, AppendBlocks, FreeSlot, Op, Segment, StepPlan, column
 from weft.types.sampling import TokenParams
@@ -231,13 +231,13 @@ def make_prompts(config: EngineConfig, count: int, tokens: int) -> Prompts:
 
 
 def _questions(config: EngineConfig, count: int) -> Prompts:
-    file = Path(config.tokenizer_path) / "tokenizer.json"
-    if count == 0 or not file.is_file():
+    if count == 0:
         return []
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(file))
-    encoded = [tokenizer.encode(problem.question).ids for problem in test_set(count)]
+    try:
+        tokenizer = Tokenizer.load(config.tokenizer_path)
+    except ConfigError:  # random ids serve as well
+        return []
+    encoded = [tokenizer.encode(problem.question) for problem in test_set(count)]
     return [ids for ids in encoded if ids and max(ids) < config.spec.vocab_size]
 
 

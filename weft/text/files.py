@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says about text: ``tokenizer.json`` and the small files around it."""
+"""A checkpoint's folder, as far as it concerns text: the vocabulary and the small files around it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.lfs import refuse_pointer
+from weft.text.segments import Segmentation
+from weft.text.vocabularies.choose import read_vocabulary
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that have a role and a template variable of the same name."""
@@ -29,29 +32,26 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     model_type: str = ""
     """Of config.json."""
+    segmentation: Segmentation = Segmentation()
+    """How texts are cut before the tokenizer encodes them."""
 
 
 def read_text_files(folder: str | Path) -> TextFiles:
-    """Reads a checkpoint's text files. Raises ConfigError when there is no usable ``tokenizer.json``."""
+    """Reads a checkpoint's text files. Raises ConfigError when there is no vocabulary that can be used."""
     root = Path(folder)
-    path = root / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(
-            "the tokenizer's folder has no tokenizer.json; save the tokenizer with a fast Hugging "
-            "Face class or name another folder",
-            param="tokenizer",
-        )
     config = _read_json(root / "tokenizer_config.json")
     special = {**config, **_read_json(root / "special_tokens_map.json")}
+    vocabulary = read_vocabulary(root, config)
     named = {role: text for role in NAMED if (text := _content(special.get(role))) is not None}
     return TextFiles(
-        tokenizer_json=path.read_text(encoding="utf-8"),
+        tokenizer_json=vocabulary.tokenizer_json,
         config=config,
-        named=named,
+        named={**vocabulary.named, **named},
         extra=_extra_tokens(special),
         eos_ids=_eos_ids(root),
         chat_template=_chat_template(root, config),
         model_type=_model_type(root),
+        segmentation=vocabulary.segmentation,
     )
 
 
@@ -64,6 +64,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an empty one when the file is missing. Raises ConfigError for anything else."""
     if not path.is_file():
         return {}
+    refuse_pointer(path)
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
@@ -110,6 +111,7 @@ def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
     """The default template: a file of its own wins over the field in tokenizer_config.json."""
     path = root / "chat_template.jinja"
     if path.is_file():
+        refuse_pointer(path)
         return path.read_text(encoding="utf-8")
     value = config.get("chat_template")
     if value is None:

@@ -112,6 +112,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_LETTERS = {byte: char for char, byte in _ALPHABET.items()}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -121,6 +122,11 @@ def level_bytes(text: str) -> bytes:
         return bytes([_ALPHABET[char] for char in text])
     except KeyError:
         return text.encode()
+
+
+def level_text(data: bytes) -> str:
+    """The token of a byte-level vocabulary that stands for ``data``: the inverse of ``level_bytes``."""
+    return "".join([_LETTERS[byte] for byte in data])
 
 
 def fallback_byte(text: str) -> bytes | None:

@@ -19,6 +19,7 @@ from weft.common.errors import ConfigError, InvalidRequest
 from weft.text.files import TextFiles, read_text_files
 from weft.text.pieces import DecoderForm, TextPiece, make_piece, read_decoder
 from weft.text.private import build_private
+from weft.text.segments import Segments
 
 LONG_CHARS = 1 << 16
 """Text beyond this is looked at in pieces first, where it may exceed a limit."""
@@ -57,6 +58,9 @@ class Tokenizer:
         """Text of each special token, to its id."""
         self._special_ids = frozenset(self.special.values())
         self._private, self._names = build_private(data, self.special)
+        own = [text for text, number in self.added.items() if not added[number].normalized]
+        self._segments = Segments(files.segmentation, [self._names.get(text, text) for text in own])
+        self._around = _around(self._private)
         self.form: DecoderForm = read_decoder(self._public.decoder)
         self._pieces: dict[int, TextPiece | None] = {}
         longest_first = sorted(self.special, key=lambda text: (-len(text), text))
@@ -103,10 +107,16 @@ class Tokenizer:
         check_text(text)
         if limit is not None and len(text) > max(LONG_CHARS, limit * CHARS_A_TOKEN):
             self._check_pieces(text, limit)
-        (encoding,) = self._private.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        if limit is not None and len(encoding) > limit:
-            raise TooManyTokens(len(encoding))
-        ids: list[int] = encoding.ids
+        ids: list[int]
+        if self._segments.trivial:
+            (encoding,) = self._private.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
+        else:
+            before, behind = self._around if add_special_tokens else ([], [])
+            parts = self._private.encode_batch_fast(self._segments.split(text), add_special_tokens=False)
+            ids = [*before, *(number for part in parts for number in part.ids), *behind]
+        if limit is not None and len(ids) > limit:
+            raise TooManyTokens(len(ids))
         return ids
 
     def _check_pieces(self, text: str, limit: int) -> None:
@@ -153,6 +163,15 @@ class Tokenizer:
     def token_text(self, token: int) -> str:
         """The text of one token; incomplete UTF-8 shows as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+
+def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and behind a text."""
+    bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
+    whole: list[int] = tokenizer.encode("a").ids
+    starts = range(len(whole) - len(bare) + 1)
+    start = next((at for at in starts if whole[at : at + len(bare)] == bare), 0)
+    return whole[:start], whole[start + len(bare) :]
 
 
 def check_text(text: str, param: str | None = None) -> None:

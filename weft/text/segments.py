@@ -1,0 +1,88 @@
+"""How a text is cut before the library encodes it: at special tokens, at limits, and with a space before.
+
+Two kinds of vocabulary need cuts that a tokenizer.json cannot express. SentencePiece puts a space before each
+text, but not behind its user-defined pieces. Kimi's tokenizer cuts long texts and long runs before it merges
+bytes, and no token crosses a cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+
+class Segmentation(msgspec.Struct, frozen=True):
+    """The rules of one vocabulary. The default changes nothing."""
+
+    prefix: Literal["none", "first", "each"] = "none"
+    """Which text between special tokens gets a space before: none, only the start of the whole text, or
+    each."""
+    longest_text: int = 0
+    """Characters after which a text is cut; 0 for no limit."""
+    longest_run: int = 0
+    """White space in a row, or other characters in a row, after which a text is cut; 0 for no limit."""
+
+
+class Segments:
+    """Cuts texts by a Segmentation. ``marks``: the special tokens' texts, at which texts end."""
+
+    def __init__(self, rules: Segmentation, marks: Iterable[str]) -> None:
+        self._rules = rules
+        longest_first = sorted(marks, key=lambda text: (-len(text), text))
+        self._marks = (
+            re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        )
+
+    @property
+    def trivial(self) -> bool:
+        """True if no text is ever changed."""
+        return self._rules == Segmentation()
+
+    def split(self, text: str) -> list[str]:
+        """The parts of ``text``, to be encoded one by one. Their ids, one after the other, are the text's."""
+        parts = [text] if self._marks is None else self._marks.split(text)
+        result: list[str] = []
+        for number, part in enumerate(parts):  # every second part is a mark
+            if number % 2:
+                result.append(part)
+            elif part:
+                result += self._cut(self._prefix(number) + part)
+        return result
+
+    def _prefix(self, number: int) -> str:
+        wanted = self._rules.prefix
+        return " " if wanted == "each" or (wanted == "first" and number == 0) else ""
+
+    def _cut(self, text: str) -> list[str]:
+        step = self._rules.longest_text or len(text)
+        chunks = [text[start : start + step] for start in range(0, len(text), step)]
+        run = self._rules.longest_run
+        return [part for chunk in chunks for part in cut_runs(chunk, run)] if run else chunks
+
+
+def cut_runs(text: str, longest: int) -> list[str]:
+    """``text`` in parts. A run of more than ``longest`` characters, all white space or all not, is cut every
+    ``longest`` characters. White space is what ``str.isspace`` takes for it."""
+    short = _short_runs(longest)
+    parts: list[str] = []
+    start = end = 0
+    while len(text) - end > longest:
+        long_run = short.match(text, end).end()  # type: ignore[union-attr]  # it matches an empty text, too
+        if long_run == len(text):
+            break
+        end = long_run + longest
+        parts.append(text[start:end])
+        start = end
+    parts.append(text[start:])
+    return parts
+
+
+@lru_cache(maxsize=4)
+def _short_runs(longest: int) -> re.Pattern[str]:
+    """Matches runs up to the first that is too long. Possessive, so linear in the length of any text."""
+    space, other = rf"(?>\s{{1,{longest}}})(?!\s)", rf"(?>\S{{1,{longest}}})(?!\S)"
+    return re.compile(f"(?:{space}|{other})*+")

@@ -1,0 +1,126 @@
+"""Which vocabulary file of a folder is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.lfs import refuse_pointer
+from weft.common.log import get_logger
+from weft.text.vocabularies import sentencepiece, tekken, tiktoken
+from weft.text.vocabularies.converted import Converted, cached
+
+log = get_logger(__name__)
+
+_OWN = "tokenizer.json"
+_ADDED = "added_tokens.json"
+
+
+def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
+    """The vocabulary of the folder ``root``. ``config``: its tokenizer_config.json.
+
+    Files are looked for in this order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A
+    tokenizer.json that contradicts an original beside it is not used. Raises ConfigError when there is none
+    that can be read.
+    """
+    own = root / _OWN
+    if own.is_file():
+        refuse_pointer(own, "tokenizer")
+        text = own.read_text(encoding="utf-8")
+        return _original_instead(root, config, text) or Converted(tokenizer_json=text, named={}, special={})
+    for name, convert in _CONVERTERS.items():
+        if (root / name).is_file():
+            return convert(root, config)
+    raise ConfigError(
+        f"the tokenizer's folder has no {_OWN}, {', '.join(_CONVERTERS)}; name another folder, or save the "
+        "tokenizer with a fast Hugging Face class",
+        param="tokenizer",
+    )
+
+
+def _tekken(root: Path, config: dict[str, Any]) -> Converted:
+    source = _read(root / tekken.NAME)
+    return cached("tekken", source, b"", lambda: tekken.convert(source))
+
+
+def _tiktoken(root: Path, config: dict[str, Any]) -> Converted:
+    source = _read(root / tiktoken.NAME)
+    return cached("tiktoken", source, _settings(config), lambda: tiktoken.convert(source, config))
+
+
+def _sentencepiece(root: Path, config: dict[str, Any]) -> Converted:
+    source = _read(root / sentencepiece.NAME)
+    added = _read(root / _ADDED) if (root / _ADDED).is_file() else b"{}"
+    try:
+        names = msgspec.json.decode(added, type=dict[str, int])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{_ADDED} of the model: {error}", param="tokenizer") from error
+    settings = _settings(config) + added
+    return cached("sentencepiece", source, settings, lambda: sentencepiece.convert(source, config, names))
+
+
+_CONVERTERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
+    tekken.NAME: _tekken,
+    tiktoken.NAME: _tiktoken,
+    sentencepiece.NAME: _sentencepiece,
+}
+
+
+def _read(path: Path) -> bytes:
+    refuse_pointer(path, "tokenizer")
+    return path.read_bytes()
+
+
+def _settings(config: dict[str, Any]) -> bytes:
+    return json.dumps(config, sort_keys=True).encode()
+
+
+def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converted | None:
+    """The original vocabulary beside a tokenizer.json, where the tokenizer.json was made wrongly; else None.
+
+    Known faults of published conversions: another word pattern, and ids of special tokens without the gaps
+    between them. A tokenizer.json with tokens of its own was trained so, whatever its pattern: it stays.
+    """
+    if (root / tekken.NAME).is_file():
+        original, name = _tekken(root, config), tekken.NAME
+    elif (root / tiktoken.NAME).is_file() and tiktoken.known(config):
+        original, name = _tiktoken(root, config), tiktoken.NAME
+    else:
+        return None
+    try:
+        data = json.loads(text)
+        added = {entry["content"]: entry["id"] for entry in data.get("added_tokens") or ()}
+        patterns = list(_patterns(data.get("pre_tokenizer")))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None  # the tokenizer's own error says more
+    wrong = [token for token, number in added.items() if original.special.get(token, number) != number]
+    if not wrong and patterns == [original.pattern]:
+        return None
+    fault = f"its ids of special tokens ({wrong[0]!r})" if wrong else "its word pattern"
+    if not wrong and not added.keys() <= original.special.keys():
+        log.warning(
+            "%s and %s differ in %s; %s is used, because it has tokens of its own",
+            _OWN,
+            name,
+            "the word pattern",
+            _OWN,
+        )
+        return None
+    log.warning("%s is not used: %s are not those of the original %s, which is used", _OWN, fault, name)
+    return original
+
+
+def _patterns(part: Any) -> Iterator[str]:
+    """The patterns of a pre-tokenizer that cut words."""
+    if not isinstance(part, dict):
+        return
+    for inner in part.get("pretokenizers") or ():
+        yield from _patterns(inner)
+    if part.get("type") == "Split":
+        pattern = part.get("pattern") or {}
+        yield pattern.get("Regex") or pattern.get("String") or ""

@@ -1,0 +1,80 @@
+"""What a vocabulary becomes, and the cache that holds it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.common.folder import cache_folder
+from weft.common.log import get_logger
+from weft.text.segments import Segmentation
+
+log = get_logger(__name__)
+
+_VERSION = 1
+"""Version of the conversions. A change makes all of them anew."""
+
+
+class Converted(msgspec.Struct, frozen=True, kw_only=True):
+    """A vocabulary in the form that the ``tokenizers`` library reads."""
+
+    tokenizer_json: str
+    named: dict[str, str]
+    """Role (``files.NAMED``) to the token's text, where tokenizer_config.json names no other."""
+    special: dict[str, int]
+    """Text of each added token, to its id."""
+    pattern: str = ""
+    """Regular expression that cuts texts into words; empty where texts are not cut."""
+    segmentation: Segmentation = Segmentation()
+
+
+def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Converted]) -> Converted:
+    """What ``make`` returns for the file content ``source`` and ``settings``, from the user's cache if there.
+
+    The name is a digest of the content, so a changed file is converted again. Files are replaced atomically:
+    processes that convert at the same time write the same. A cache that cannot be written only costs time.
+    """
+    seen = hashlib.sha256(f"{_VERSION}\0{len(source)}\0".encode())
+    seen.update(source)
+    seen.update(settings)
+    path = cache_folder("vocabularies") / f"{kind}-{seen.hexdigest()[:32]}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Converted)
+    except (OSError, msgspec.MsgspecError):  # absent, or not whole
+        pass
+    made = make()
+    try:
+        _replace(path, msgspec.json.encode(made))
+    except OSError as error:
+        log.warning(
+            "the converted vocabulary cannot be kept in %s (%s): every start converts it again; set "
+            "XDG_CACHE_HOME to another folder",
+            path.parent,
+            error.strerror,
+        )
+    return made
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=".making-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def unusable(name: str, why: str) -> ConfigError:
+    """The error for the vocabulary file ``name``."""
+    return ConfigError(
+        f"{name} cannot be used: {why}. Give a folder with the model's tokenizer.json", param="tokenizer"
+    )

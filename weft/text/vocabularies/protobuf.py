@@ -1,0 +1,51 @@
+"""The wire format of protocol buffers, as far as a SentencePiece model needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+Value = int | bytes
+"""A varint, or the bytes of anything else."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def fields(data: bytes) -> Iterator[tuple[int, Value]]:
+    """(number, value) of each field of a message, in the file's order. Raises ValueError for other data."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        wire = key & 7
+        if wire == _VARINT:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if wire == _BYTES:
+            size, at = _varint(data, at)
+        elif wire in (_FIXED64, _FIXED32):
+            size = 8 if wire == _FIXED64 else 4
+        else:
+            raise ValueError(f"wire type {wire}")
+        if at + size > len(data):
+            raise ValueError("a field ends behind the data")
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def signed(value: Value) -> int:
+    """An int32 field. Negative numbers are written as 64 bits."""
+    if isinstance(value, bytes):
+        raise ValueError("bytes in the place of a number")
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of seven bits a byte, the lowest first, and the position behind."""
+    result = shift = 0
+    while at < len(data) and shift < 70:
+        byte = data[at]
+        at += 1
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return result, at
+        shift += 7
+    raise ValueError("a number does not end")

@@ -1,0 +1,236 @@
+"""SentencePiece's ``tokenizer.model``, of BPE with byte fallback, as Llama 2 and Mistral publish it.
+
+Source: sentencepiece_model.proto, and the library, which the tests compare with. Pieces, scores and types are
+those that a GGUF file holds, so ``weft.gguf.tokenizer`` makes the tokenizer.json. Models whose result would
+only be near the library's are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Literal
+
+import msgspec
+
+from weft.common.errors import ConfigError
+from weft.gguf.tokenizer import merges_by_score, tokenizer_files
+from weft.text.segments import Segmentation
+from weft.text.vocabularies.converted import Converted, unusable
+from weft.text.vocabularies.protobuf import Value, fields, signed
+
+NAME = "tokenizer.model"
+_ALGORITHMS = {1: "unigram", 2: "BPE", 3: "words", 4: "characters"}
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
+_SPACE = "\u2581"
+_IDS = {"unknown": 0, "bos": 1, "eos": 2, "padding": -1}
+
+
+class Piece(msgspec.Struct):
+    """An entry of the vocabulary. Its place is its id."""
+
+    text: str = ""
+    score: float = 0.0
+    kind: int = _NORMAL
+
+
+class Model(msgspec.Struct):
+    """The fields of a model that matter. Defaults are those of the format."""
+
+    pieces: list[Piece]
+    algorithm: int = 1
+    suffix_space: bool = False
+    ids: dict[str, int] = msgspec.field(default_factory=lambda: dict(_IDS))
+    normalizer: str = ""
+    charsmap: bool = False
+    """True if characters are replaced by others."""
+    prefix: bool = True
+    trims_spaces: bool = True
+    escapes_spaces: bool = True
+
+
+_TRAINER = {3: "algorithm", 24: "suffix_space", 40: "unknown", 41: "bos", 42: "eos", 43: "padding"}
+_NORMALIZER = {3: "prefix", 4: "trims_spaces", 5: "escapes_spaces"}
+
+
+def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | None = None) -> Converted:
+    """``source``: content of tokenizer.model. ``config``: of tokenizer_config.json. ``added``: of
+    added_tokens.json, text to id. Raises ConfigError.
+    """
+    model = read_model(source)
+    _check(model)
+    wanted = config.get("add_prefix_space")
+    prefix = model.prefix if wanted is None else bool(wanted)
+    _add_tokens(model.pieces, config, added or {})
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "tokens": [piece.text for piece in model.pieces],
+        "scores": [piece.score for piece in model.pieces],
+        "token_type": [piece.kind for piece in model.pieces],
+        "add_space_prefix": prefix,
+        "add_bos_token": bool(config.get("add_bos_token", True)),
+        "add_eos_token": bool(config.get("add_eos_token", False)),
+    }
+    metadata |= {f"{role}_token_id": number for role, number in model.ids.items()}
+    for role in ("bos", "eos"):
+        named = config.get(f"{role}_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        if text in metadata["tokens"]:
+            metadata[f"{role}_token_id"] = metadata["tokens"].index(text)
+    try:
+        files = tokenizer_files(
+            {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}, prefixed=True
+        )
+    except ConfigError as error:
+        raise unusable(NAME, error.message) from error
+    where: Literal["none", "first", "each"] = "none"
+    if prefix:
+        where = "first" if config.get("legacy") is False else "each"
+    return Converted(
+        tokenizer_json=files["tokenizer.json"],
+        named=json.loads(files["tokenizer_config.json"]),
+        special={
+            piece.text: number
+            for number, piece in enumerate(model.pieces)
+            if piece.kind in (_UNKNOWN, _CONTROL)
+        },
+        segmentation=Segmentation(prefix=where),
+    )
+
+
+def read_model(source: bytes) -> Model:
+    """The model of a file's content. Raises ConfigError for another file."""
+    if source[:64].partition(b"\n")[0].rpartition(b" ")[2].isdigit():
+        raise unusable(
+            NAME, "it is tiktoken's list of ranks, which has no word pattern, and no SentencePiece model"
+        )
+    model = Model([])
+    try:
+        for number, value in fields(source):
+            if number == 1:
+                model.pieces.append(_piece(value))
+            elif number == 2:
+                _read(model, value, _TRAINER)
+            elif number == 3:
+                _read(model, value, _NORMALIZER)
+                parts = dict(fields(_message(value)))
+                model.normalizer = _message(parts.get(1, b"")).decode()
+                model.charsmap = bool(parts.get(2))
+    except (ValueError, struct.error) as error:
+        raise unusable(NAME, f"it is no SentencePiece model ({error})") from error
+    if not model.pieces:
+        raise unusable(NAME, "it is no SentencePiece model (it has no pieces)")
+    return model
+
+
+def _message(value: Value) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    raise ValueError("a number in the place of bytes")
+
+
+def _piece(value: Value) -> Piece:
+    piece = Piece()
+    for number, part in fields(_message(value)):
+        if number == 1:
+            piece.text = _message(part).decode()
+        elif number == 2:
+            (piece.score,) = struct.unpack("<f", _message(part))
+        elif number == 3:
+            piece.kind = signed(part)
+    return piece
+
+
+def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
+    for number, part in fields(_message(value)):
+        name = names.get(number, "")
+        if name in model.ids:
+            model.ids[name] = signed(part)
+        elif name == "algorithm":
+            model.algorithm = signed(part)
+        elif name:
+            setattr(model, name, bool(signed(part)))
+
+
+def _check(model: Model) -> None:
+    """Refuses what the conversion does not do exactly. Raises ConfigError."""
+    if model.algorithm != 2:
+        kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
+        raise unusable(NAME, f"its algorithm is {kind}, and only BPE is read")
+    if model.charsmap or model.normalizer not in ("", "identity"):
+        raise unusable(NAME, f"its normalizer {model.normalizer!r} is not read; only identity is")
+    for found, why in (
+        (model.trims_spaces, "it removes extra white space (remove_extra_whitespaces)"),
+        (not model.escapes_spaces, "it does not escape white space (escape_whitespaces)"),
+        (model.suffix_space, "it writes spaces behind words (treat_whitespace_as_suffix)"),
+        (any(piece.kind == _UNUSED for piece in model.pieces), "it has unused pieces"),
+    ):
+        if found:
+            raise unusable(NAME, f"{why}, which is not supported")
+    _check_order(model)
+
+
+def _check_order(model: Model) -> None:
+    """Raises ConfigError where pieces of one score compete: the library merges the leftmost of these first.
+
+    Merges in a tokenizer.json have an order, so a tie cannot be written there. Runs of spaces are the
+    exception: Llama's own have one score. ``_runs_agree`` proves their order.
+    """
+    plain = [piece for piece in model.pieces if piece.kind == _NORMAL]
+    made = {left + right for left, right in merges_by_score(*_columns(plain))}
+    scores = Counter(piece.score for piece in plain if piece.text in made)
+    tied = [piece for piece in plain if piece.text in made and scores[piece.score] > 1]
+    others = [piece.text for piece in tied if piece.text.strip(_SPACE)]
+    if others or not _runs_agree([len(piece.text) for piece in tied]):
+        shown = ", ".join(repr(text) for text in (others or [piece.text for piece in tied])[:3])
+        raise unusable(NAME, f"pieces have one score ({shown}), so the order of merges is not certain")
+
+
+def _columns(pieces: list[Piece]) -> tuple[list[str], list[float], list[int]]:
+    return [p.text for p in pieces], [p.score for p in pieces], [p.kind for p in pieces]
+
+
+def _runs_agree(lengths: list[int]) -> bool:
+    """True if runs of spaces are cut alike by two orders: pieces of these lengths leftmost first, and in the
+    order given. Runs of up to three times the longest piece stand for all."""
+    known = {1, *lengths}
+    ranks = {length: number for number, length in enumerate(lengths)}
+    for total in range(2, 3 * max(lengths, default=0) + 1):
+        results = []
+        for leftmost in (True, False):
+            row = [1] * total
+            while True:
+                pairs = [
+                    (0 if leftmost else ranks[a + b], at)
+                    for at, (a, b) in enumerate(pairwise(row))
+                    if a + b in known
+                ]
+                if not pairs:
+                    break
+                at = min(pairs)[1]
+                row[at : at + 2] = [row[at] + row[at + 1]]
+            results.append(row)
+        if results[0] != results[1]:
+            return False
+    return True
+
+
+def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str, int]) -> None:
+    """Adds the tokens that the files beside the model name behind its pieces. Raises ConfigError where they
+    name a piece otherwise than the model."""
+    named = {number: Piece(text, 0.0, _USER) for text, number in added.items()}
+    for key, entry in (config.get("added_tokens_decoder") or {}).items():
+        kind = _CONTROL if entry.get("special") else _USER
+        named[int(key)] = Piece(entry["content"], 0.0, kind)
+    for number, piece in sorted(named.items()):
+        if number < len(pieces):
+            if pieces[number].text != piece.text:
+                raise unusable(
+                    NAME, f"token {number} is {pieces[number].text!r} there and {piece.text!r} beside it"
+                )
+            continue
+        pieces += [Piece(f"<unused_{n}>", 0.0, _UNUSED) for n in range(len(pieces), number)]
+        pieces.append(piece)

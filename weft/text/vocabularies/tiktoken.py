@@ -1,0 +1,118 @@
+"""``tiktoken.model``: a line ``base64 rank`` for each token. All else is in the model's own Python code.
+
+That code is not run. A table has what it says, by the name of the tokenizer's class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from weft.text.segments import Segmentation
+from weft.text.vocabularies.byte_level import Special, added_ids, token_bytes, tokenizer_json
+from weft.text.vocabularies.converted import Converted, unusable
+
+NAME = "tiktoken.model"
+
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_BEFORE, _SUFFIX = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_HAN_FIRST = "|".join(
+    [
+        r"[\p{Han}]+",
+        f"{_BEFORE}{_UPPER}*{_LOWER}+{_SUFFIX}",
+        f"{_BEFORE}{_UPPER}+{_LOWER}*{_SUFFIX}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+class _Rules(msgspec.Struct, frozen=True):
+    """What a tokenizer's class adds to the ranks."""
+
+    pattern: str
+    specials: int
+    """Special tokens behind the ranks. Tokens that tokenizer_config.json does not name are reserved."""
+    segmentation: Segmentation
+
+
+_CLASSES = {
+    # Moonlight, Kimi K2, K2.5, Kimi Linear and later. The limits are those of its ``encode``, which cuts at
+    # special tokens, then every 400,000 characters, then in runs of 25,000.
+    "TikTokenTokenizer": _Rules(_HAN_FIRST, 256, Segmentation(longest_text=400_000, longest_run=25_000)),
+}
+_RESERVED = "<|reserved_token_{}|>"
+
+
+def known(config: dict[str, Any]) -> bool:
+    """True if tokenizer_config.json names a class of the table."""
+    return _class(config) in _CLASSES
+
+
+def convert(source: bytes, config: dict[str, Any]) -> Converted:
+    """``source``: content of tiktoken.model. ``config``: of tokenizer_config.json. Raises ConfigError."""
+    if not config:
+        raise unusable(NAME, "it needs the model's tokenizer_config.json, which names the special tokens")
+    rules = _CLASSES.get(_class(config))
+    if rules is None:
+        raise unusable(
+            NAME,
+            f"tokenizer_config.json names the class {_class(config)!r}, and the word pattern of that class "
+            f"is not known; known classes: {', '.join(_CLASSES)}",
+        )
+    tokens = _tokens(source)
+    specials = _specials(config, len(tokens), rules.specials)
+    return Converted(
+        tokenizer_json=tokenizer_json(NAME, tokens, specials, rules.pattern),
+        named={},
+        special=dict(added_ids(specials)),
+        pattern=rules.pattern,
+        segmentation=rules.segmentation,
+    )
+
+
+def _class(config: dict[str, Any]) -> str:
+    """The class that tokenizer_config.json names: that of its own code first, without the module."""
+    own = config.get("auto_map")
+    named = own.get("AutoTokenizer") if isinstance(own, dict) else None
+    slow = named[0] if isinstance(named, list) and named else named
+    return str(slow or config.get("tokenizer_class") or "").rpartition(".")[2]
+
+
+def _tokens(source: bytes) -> list[bytes]:
+    """Tokens in the order of their ranks, which are 0, 1, and so on."""
+    ranks: dict[int, bytes] = {}
+    for line in source.splitlines():
+        if line.strip():
+            text, _, rank = line.partition(b" ")
+            if not rank.strip().isdigit():
+                raise unusable(NAME, f"a line is not a token and its rank: {line[:40]!r}")
+            ranks[int(rank)] = token_bytes(NAME, text)
+    if sorted(ranks) != list(range(len(ranks))):
+        raise unusable(NAME, "its ranks are not the numbers from 0 on")
+    return [ranks[rank] for rank in range(len(ranks))]
+
+
+def _specials(config: dict[str, Any], first: int, count: int) -> list[Special]:
+    """``count`` special tokens from the id ``first`` on, with the names of ``added_tokens_decoder``.
+
+    Ids that have no name keep their place under a reserved name: consecutive ids for the named tokens alone
+    would be wrong.
+    """
+    named = config.get("added_tokens_decoder") or {}
+    result = {number: Special(_RESERVED.format(number), number) for number in range(first, first + count)}
+    for key, entry in named.items():
+        number = int(key) if key.isdigit() else -1
+        if number not in result or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise unusable(
+                NAME,
+                f"tokenizer_config.json names the token {key}, and special tokens have the ids {first} to "
+                f"{first + count - 1}",
+            )
+        result[number] = Special(entry["content"], number, bool(entry.get("special", True)))
+    return list(result.values())
