@@ -198,6 +198,12 @@ class PixelsLost(Unavailable):
     code = "pixels_lost"
 
 
+class NotGreeted(Unavailable):
+    """The head does not know this connection: its front has to say hello first. No client reads this."""
+
+    code = "not_greeted"
+
+
 class RanksLost(Unavailable):
     """Processes of the group were lost while it computed the sequence, which may be why."""
 

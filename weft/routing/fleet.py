@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
+from weft.common.errors import EngineDead, NotGreeted, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
@@ -243,6 +243,9 @@ class Fleet:
         if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
             self.late_events += 1
             return
+        if event.error is not None and event.error.code == NotGreeted.code:
+            self._greet(instance)
+            return
         if instance.name in entry.encoders:
             self._take_of_encoder(instance, entry, event)
             return
@@ -343,17 +346,36 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.table.expect(instance, event.link, self._now, event.relinked)
+        self.table.expect(instance, event.link, self._now)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event)) is not None:
             self.table.locate(instance, self._now)
 
     def _listening(self, event: e.Linked) -> None:
-        if (instance := self._linked_to(event)) is not None and self.table.listen(instance, self._now):
-            self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        instance = self._linked_to(event)
+        if instance is not None and instance.state not in (InstanceState.DOWN, InstanceState.RETIRED):
+            self._greet(instance)
 
-    def _linked_to(self, event: e.Located | e.Linked | e.Lost) -> Instance | None:
+    def _greet(self, instance: Instance) -> None:
+        """Says hello over a connection that the head does not know yet.
+
+        If there was another one, its sequences have ended at the head, and nobody knows which messages came:
+        each of them begins another attempt, from the tokens that came. No process was lost, so none counts.
+        """
+        self.table.listen(instance, self._now)
+        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        for entry in self._part(instance):
+            self._leave(entry.submit.sequence)
+            self._parked.add(entry.submit.sequence)
+        instance.unanswered.clear()
+
+    def _unreachable(self, event: e.Unreachable) -> None:
+        if (instance := self._linked_to(event)) is not None and instance.alive:
+            log.warning("engine %s cannot be reached; the connection is tried again", instance.name)
+            self.table.shun(instance, self._now)
+
+    def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
         """Its instance, if its link is the present one."""
         instance = self.table.instances[event.instance]
         return instance if instance.link == event.link else None
@@ -368,21 +390,28 @@ class Fleet:
             return
         log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
-        for sequence in list(instance.open):
-            entry = self.entries[sequence]
-            if instance.name in entry.encoders and entry.computed:
-                self._depart(instance, entry)
-            elif entry.sender == instance.name and not entry.needs_sender:
-                self._hand_over(instance, entry)
-            else:
-                self._depart(instance, entry)
-                self._go_on(entry)
+        for entry in self._part(instance):
+            self._go_on(entry)
         self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
+
+    def _part(self, instance: Instance) -> list[LedgerEntry]:
+        """Takes all its sequences from ``instance``, which has forgotten them. Returns those that cannot go on
+        without it."""
+        left = []
+        for sequence in list(instance.open):
+            entry = self.entries[sequence]
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+                continue
+            if instance.name not in entry.encoders or not entry.computed:
+                left.append(entry)
+            self._depart(instance, entry)
+        return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
         """An instance was lost that worked on it: unless that is so for once too often it goes on."""
@@ -439,6 +468,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Expected: Fleet._expected,
     e.Located: Fleet._located,
     e.Linked: Fleet._listening,
+    e.Unreachable: Fleet._unreachable,
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,

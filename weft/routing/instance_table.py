@@ -166,9 +166,9 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
-        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
-        self.restarts += instance.state is InstanceState.DOWN and not relinked
+    def expect(self, instance: Instance, link: int, now: float) -> None:
+        """A process was started."""
+        self.restarts += instance.state is InstanceState.DOWN
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
@@ -176,13 +176,12 @@ class InstanceTable:
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
 
-    def listen(self, instance: Instance, now: float) -> bool:
-        """A process listens. Returns whether that is new."""
-        if instance.state is not InstanceState.STARTING or instance.listens:
-            return False
-        instance.listens = True
-        instance.deadline = now + self._patience.load
-        return True
+    def listen(self, instance: Instance, now: float) -> None:
+        """There is a connection to a process: the first, or another one."""
+        if instance.state is InstanceState.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.load
+        instance.listens, instance.shunned = True, False
+        self._changed(now)
 
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
         """A process answers: it is up. Raises EngineDead if it cannot be used."""
@@ -220,8 +219,9 @@ class InstanceTable:
             self._changed(now)
 
     def shun(self, instance: Instance, now: float) -> None:
-        """Avoids an instance whose process has ended, as another instance saw: it gets no sequences until
-        another one is up. That it is lost is for its link to tell, which may have more of what it said."""
+        """Avoids an instance whose process has ended, as another instance saw, or that cannot be reached: it
+        gets no sequences until another process is up, or there is another connection. That it is lost is for
+        its link to tell, which may have more of what it said."""
         if instance.alive and not instance.shunned:
             instance.shunned = True
             self._changed(now)
