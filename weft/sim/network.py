@@ -43,7 +43,7 @@ class Link:
         self.front = front
         self.head = head
         self.connection = f"{front.name}/{number}".encode()
-        """By what the head knows it."""
+        """By what the head knows it; of each connection over the link another name."""
         self.latency = latency
         self.version = min(front.version, head.version)
         """Of the messages that both ends speak."""
@@ -76,6 +76,8 @@ class Network:
         self._cluster = cluster
         self.lost = 0
         """Messages that were under way on links that broke."""
+        self.remakes = False
+        """True where a link that breaks is connected again: between hosts, where processes outlive it."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
         """Sends ``message``. Raises Violation for what the version of the link does not know."""
@@ -123,11 +125,18 @@ class Network:
         if not link.up:
             return 0
         link.up = False
-        link.excused = True
         link.lingers = lingers
         gone = len(link.to_head) + (0 if lingers else len(link.to_front))
         self.lost += gone
         return gone
+
+    def remake(self, link: Link, at: float) -> Link:
+        """The link that takes the place of ``link``, which was cut, and is connected at ``at``."""
+        again = Link(link.number, link.front, link.head, link.latency)
+        again.connection = link.connection + b"+"
+        again.excused, again.held_until = link.excused, at
+        again.silence = link.silence + at - self._cluster.now
+        return again
 
     def _arrival(self, link: Link, after: float) -> float:
         cluster = self._cluster
