@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.faults.rig import config_of
+from tests.support.secret import write_secret
 from tests.support.checkpoints import make_checkpoint
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
@@ -211,7 +212,7 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
 
 def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     """One that was killed may hold it until it has ended, and the next one is started at once."""
-    (tmp_path / "secret").write_text("a secret of enough bytes")
+    write_secret(tmp_path)
     dying = socket.create_server(("127.0.0.1", 0))
     port = dying.getsockname()[1]
     hosts = {"nnodes": 2, "rdzv": f"127.0.0.1:{port}", "group_secret": str(tmp_path / "secret")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import subprocess
 import time
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.netns import ANSWER, Hosts, Lines
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 
 SETTINGS: dict[str, Any] = {
@@ -84,8 +84,7 @@ class Cluster:
     """Hosts that serve one model together, and what all of them are told: ``flags``."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        secret = folder / "secret"
-        secret.write_text(secrets.token_hex(32))
+        secret = write_secret(folder)
         self.hosts = hosts
         self.folder = folder
         self.flags: dict[str, Any] = {

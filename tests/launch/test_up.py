@@ -17,6 +17,7 @@ import yaml
 from tests.launch.test_cli import run
 from tests.launch.test_serve import Server, start, until
 from tests.support import processes as support
+from tests.support.secret import write_secret
 from tests.support.processes import is_alive, with_role
 from tests.support.slowness import deadline
 
@@ -211,7 +212,7 @@ def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) 
     """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
     server. Where they have roles, every sequence goes from one host to the other.
     """
-    (tmp_path / "secret").write_text("0123456789abcdef")
+    write_secret(tmp_path)
     file = tmp_path / "topology.yaml"
     file.write_text(
         f"model: spool-text\nnnodes: 2\nrdzv: 127.0.0.1:{free_ports(3)}\ngroup-secret: {tmp_path}/secret\n"
@@ -240,7 +241,7 @@ def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) 
 
 
 def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("0123456789abcdef")
+    write_secret(tmp_path)
     file = tmp_path / "topology.yaml"
     file.write_text(
         f"nnodes: 2\nrdzv: 127.0.0.1:{free_ports(2)}\ngroup-secret: {tmp_path}/secret\nonly-host: 1\n"

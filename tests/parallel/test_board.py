@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from tests.faults.rig import config_of
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.resolved import EngineConfig
@@ -120,8 +121,7 @@ def test_what_is_due() -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef")
+    secret = write_secret(tmp_path)
     hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "group_secret": str(secret)}
     return config_of(data_parallel_size=2, kv_cache_memory="8MiB", **hosts)
 
