@@ -18,8 +18,8 @@ import torch
 from msgspec.structs import replace
 
 from tests.faults.rig import config_of
-from tests.support.secret import write_secret
 from tests.support.checkpoints import make_checkpoint
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings

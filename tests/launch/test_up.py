@@ -17,8 +17,8 @@ import yaml
 from tests.launch.test_cli import run
 from tests.launch.test_serve import Server, start, until
 from tests.support import processes as support
-from tests.support.secret import write_secret
 from tests.support.processes import is_alive, with_role
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 
 __all__ = ["start", "until"]

@@ -109,7 +109,7 @@ def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_hea
 
 def test_secrets_come_from_files(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    with pytest.raises(ConfigError, match="--group-secret .*secret: the file can't be read"):
+    with pytest.raises(ConfigError, match=r"--group-secret .*secret: the file can't be read"):
         read_keys(str(file))
     file.touch(mode=0o600)
     file.write_bytes(b"short\n")

@@ -17,8 +17,8 @@ from tests.support.slowness import deadline
 from tests.transports.rig import SECRET
 from weft.transfer.pushes import Write
 from weft.transports import sockets
-from weft.transports.shm import ShmTransport
 from weft.transports.newcomers import Newcomers
+from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
 from weft.types.rooms import Endpoint, RoomKey
 

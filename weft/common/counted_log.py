@@ -64,8 +64,8 @@ class Tally:
 class CountedLog:
     """A log whose lines are one per kind and window. From any thread."""
 
-    def __init__(self, logger: logging.Logger, level: int = logging.WARNING, window: float = WINDOW_S) -> None:
-        self._logger, self._level = logger, level
+    def __init__(self, logger: logging.Logger, window: float = WINDOW_S) -> None:
+        self._logger = logger
         self._tally = Tally(window)
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
@@ -78,7 +78,7 @@ class CountedLog:
             if not told and self._timer is None:
                 self._wait()
         if told:
-            self._logger.log(self._level, "%s", text)
+            self._logger.warning("%s", text)
 
     def flush(self) -> None:
         """Tells the sums whose window is over."""
@@ -87,7 +87,7 @@ class CountedLog:
             sums = self._tally.due(time.monotonic())
             self._wait()
         for one in sums:
-            self._logger.log(self._level, "%d more times; the last one: %s", one.count, one.last)
+            self._logger.warning("%d more times; the last one: %s", one.count, one.last)
 
     def _wait(self) -> None:
         """Has ``flush`` called when a sum is due."""

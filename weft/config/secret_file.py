@@ -46,7 +46,9 @@ def read_secret(file: str | None) -> bytes:
         mode = path.stat().st_mode
         secret = path.read_bytes().strip()
     except OSError as error:
-        raise ConfigError(f"{_FLAG} {file}: the file can't be read ({error.strerror}): {_MAKE}", param=_FLAG) from error
+        raise ConfigError(
+            f"{_FLAG} {file}: the file can't be read ({error.strerror}): {_MAKE}", param=_FLAG
+        ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(
             f"{_FLAG} {file}: other users of this host can read or change the file: run `chmod 600 {file}`",

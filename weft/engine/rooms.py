@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from weft.common.clock import Clock
+from weft.common.counted_log import CountedLog
 from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.engine import room_notes as notes
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from weft.engine.room_channel import Arrived, RoomChannel
 
 log = get_logger(__name__)
+strangers = CountedLog(log)
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines."""
@@ -296,7 +298,7 @@ class HeadRooms:
                 raise r.RoomMessageError("hashes of a prompt are not whole")
         except r.RoomMessageError as error:
             self.bad += 1
-            log.warning("dropped a message of %s: %s", peer.name, error.message)
+            strangers.say("dropped a message of another head: %s (%s)", error.message, peer.name)
             return
         try:
             self._on(ev.Heard(peer, message))

@@ -7,6 +7,7 @@ lost, or come late.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import signal
@@ -116,8 +117,9 @@ class _Host:
                 return 1
             elif self._heads and self._silent() > self._config.parallel.rank_timeout:
                 # Its front has given them up, and will want others.
-                logger.error("host 0 is silent: the heads on this host end")
-                for replica in self._end_heads():
+                ended = self._end_heads()
+                logger.error("host 0 is silent: heads %s of this host end", ended)
+                for replica in ended:
                     self._tell_end(replica, -signal.SIGKILL)
             if not all(ranks.look() for _, ranks in self._ranks.values()):
                 return 1
@@ -156,6 +158,8 @@ class _Host:
         for replica, head in list(self._heads.items()):
             if (status := head.poll()) is not None:
                 del self._heads[replica]
+                level = logging.ERROR if status else logging.INFO
+                logger.log(level, "head %d ended with status %d", replica, status)
                 self._tell_end(replica, status)
         self._end_unheard()
         wanted = self._wanted()
@@ -195,7 +199,6 @@ class _Host:
 
     def _tell_end(self, replica: int, status: int) -> None:
         incarnation = self._started[replica]
-        logger.error("head %d ended with status %d", replica, status)
         self._client.post(
             b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
         )

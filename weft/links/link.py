@@ -143,7 +143,7 @@ class Link:
             self._report(e.Unreachable(self.instance, self.number))
 
     def excuse(self, now: float) -> None:
-        """This process stood still: a connection that broke meanwhile is tried anew before it proves a loss."""
+        """This process stood still: a connection that broke meanwhile proves no loss for a while."""
         self._until = now + self._timeout
 
     async def close(self, flush: bool) -> None:
@@ -176,12 +176,15 @@ class Link:
         while (place := endpoint if isinstance(endpoint, str) else endpoint()) is None:
             await asyncio.sleep(POLL)
         self._report(e.Located(self.instance, self.number))
-        # The kernel breaks a connection within one host only when an end is gone. A network may do so any time.
+        # Within one host a connection breaks only when an end is gone. A network may break it any time.
         patience = self._timeout if place.startswith("tcp:") else 0.0
         while True:
             socket, monitor = self._make_socket(place)
             await self._until_linked(monitor)
-            work = [asyncio.create_task(self._guard(one)) for one in (self._receive(socket), self._transmit(socket))]
+            work = [
+                asyncio.create_task(self._guard(one))
+                for one in (self._receive(socket), self._transmit(socket))
+            ]
             self._tasks += work
             await self._until_broken(monitor)
             for task in work:

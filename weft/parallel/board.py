@@ -15,6 +15,7 @@ import time
 import msgspec
 import zmq
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
@@ -24,6 +25,7 @@ from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
 log = get_logger(__name__)
+strangers = CountedLog(log)
 
 RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
@@ -104,7 +106,7 @@ class Board:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
         except (ValueError, msgspec.MsgspecError) as error:
-            log.warning("dropped a frame that asks the board nothing (%s)", type(error).__name__)
+            strangers.say("dropped a frame that asks the board nothing (%s)", type(error).__name__)
             return
         with self._lock:
             for key, value in ask.entries.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -218,18 +219,27 @@ class InstanceTable:
             instance.state = InstanceState.DRAINING
             self._changed(now)
 
-    def shun(self, instance: Instance, now: float) -> None:
+    def shun(self, instance: Instance, now: float, why: str = "") -> None:
         """Avoids an instance whose process has ended, as another instance saw, or that cannot be reached: it
         gets no sequences until another process is up, or there is another connection. That it is lost is for
         its link to tell, which may have more of what it said."""
         if instance.alive and not instance.shunned:
             instance.shunned = True
+            if why:
+                log.warning("engine %s gets no requests: %s", instance.name, why)
             self._changed(now)
 
-    def lose(self, instance: Instance, now: float) -> bool:
-        """Loses the process of an instance, which is gone or unusable. Returns whether that is new."""
+    def lose(self, instance: Instance, now: float, error: WeftError, closing: bool) -> bool:
+        """Loses the process of an instance, which is gone or unusable. Returns whether that is new.
+
+        ``closing``: this front ends, and its instances with it.
+        """
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
+        planned = closing or instance.state is InstanceState.DRAINING
+        # Who waits for the first start tells the reason itself, as its last line.
+        level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
+        log.log(level, "engine %s is lost: %s", instance.name, error.message)
         healthy = instance.alive and now - instance.since >= HEALTHY_S
         instance.deaths = 1 if healthy else instance.deaths + 1
         instance.state = InstanceState.DOWN

@@ -37,6 +37,7 @@ class InstanceState(Enum):
     RETIRED = "retired"
 
 
+GONE = (InstanceState.DOWN, InstanceState.RETIRED)
 ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import WeftError
+from weft.common.log import get_logger
 from weft.routing.events import Opened
 from weft.routing.lateness import Lateness
 from weft.routing.ledger import LedgerEntry
 from weft.routing.parked import Parked
+
+refusals = CountedLog(get_logger(__name__))
 
 
 class OpenSequences:
@@ -76,5 +80,6 @@ class OpenSequences:
             entry = self.entries[sequence]
             error = lateness.why(begun=entry.attempt >= 0, images=bool(entry.submit.media))
             if error is not None:
+                refusals.say("a request fails: %s", error.message)
                 found.append((sequence, error))
         return found

@@ -26,8 +26,8 @@ import msgspec
 import numpy as np
 import torch
 
-from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.counted_log import CountedLog
+from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
 from weft.transfer.digests import ranks_seed

@@ -23,7 +23,6 @@ from weft.transports.connection_keys import NONCE_BYTES, keys, new_nonce
 from weft.transports.links import Link, Source
 from weft.transports.sockets import SocketTransport
 
-
 SILENCE_S = 15
 """Seconds after which a connection breaks whose other end acknowledges nothing, or takes nothing."""
 
