@@ -21,6 +21,7 @@ from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
 from weft.config.sections import ParallelSection
 from weft.parallel.address import listen_at, own_address, tcp
+from weft.parallel.handshakes import Handshakes
 from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
@@ -43,6 +44,9 @@ class Board:
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
         keys.guard_head(self._socket)
+        self._handshakes = Handshakes(self._socket)
+        self.refused = ""
+        """Address of the last one whose connection was refused; "" for none."""
         try:
             listen_at(self._socket, address, 0.0)
         except BaseException:
@@ -94,10 +98,16 @@ class Board:
             self._version += 1
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._socket, self._handshakes.monitor):  # addresses are there while connections are
+            poller.register(one, zmq.POLLIN)
         try:
             while not self._stop:
-                if self._socket.poll(_TURN_MS):
+                if self._socket in dict(poller.poll(_TURN_MS)):
                     self._serve(self._socket.recv_multipart())
+                for address in self._handshakes.look():
+                    self.refused = address
+                    strangers.say("a connection of %s was refused: its --group-secret differs", address)
         finally:
             self._end()
 
@@ -120,6 +130,7 @@ class Board:
             return
 
     def _end(self) -> None:
+        self._handshakes.close()
         self._socket.close()
         self._doorman.stop()
         self._context.term()
@@ -158,8 +169,9 @@ class BoardClient:
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
             return False
         quiet = time.monotonic() - max(self.heard, self._connected)
+        self._handshakes.look()
         if self._answered < self._number and quiet > RENEW_S:
-            self._socket.close(0)
+            self._close(0)
             self._connect()
         self._number += 1
         self._asked = time.monotonic()
@@ -179,16 +191,27 @@ class BoardClient:
         until = time.monotonic() + patience
         while not self.look(min(RENEW_S, patience)):
             if time.monotonic() > until:
-                raise EngineDead(f"host 0 did not answer at {self._address} within {patience:g} s")
+                where = f"host 0 did not answer at {self._address} within {patience:g} s"
+                raise EngineDead(f"{where}: {self.why}")
+
+    @property
+    def why(self) -> str:
+        """Why the board does not answer, as far as this end can tell."""
+        return self._handshakes.why or "it is connected, and says nothing"
 
     def close(self) -> None:
-        self._socket.close(1000)
+        self._close(1000)
         self._context.term()
+
+    def _close(self, linger: int) -> None:
+        self._handshakes.close()
+        self._socket.close(linger)
 
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
         self._keys.guard_rank(self._socket)
+        self._handshakes = Handshakes(self._socket)
         self._socket.connect(self._address)
         self._connected = time.monotonic()
 
