@@ -30,7 +30,6 @@ from weft.types import messages as m
 from weft.types.attachments import decode_parts
 
 log = get_logger(__name__)
-strangers = CountedLog(log)
 
 HEARTBEAT_S = 0.5
 IDLE_POLL_MS = 100
@@ -93,6 +92,7 @@ class EngineServer:
         self._pixels = PixelInbox(shows)
         self._protocol = HeadProtocol(core, core.incarnation, self._pixels)
         self._last_heartbeat = 0.0
+        self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
 
     def run(self) -> None:
@@ -138,7 +138,7 @@ class EngineServer:
             message = decode_parts(body, attached)
         except (ValueError, msgspec.DecodeError) as error:
             self._protocol.bad_frames += 1
-            strangers.say("dropped a frame that is not a message (%s)", type(error).__name__)
+            self._strangers.say("dropped a frame that is not a message (%s)", type(error).__name__)
             return
         if isinstance(message, m.Profile):
             self._profiler.ask(message.seconds)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from weft.engine.room_channel import Arrived, RoomChannel
 
 log = get_logger(__name__)
-strangers = CountedLog(log)
 
 TICK_S = 0.1
 """Seconds between two looks at deadlines."""
@@ -129,6 +128,7 @@ class HeadRooms:
         self._unmet: dict[RoomKey, float] = {}
         """Rooms whose peer is not known, and until when that may be so."""
         self.tally = RoomTally(self._sends)
+        self._strangers = CountedLog(log)
         self.bad = 0
         """Messages that were dropped, as they could not be read."""
 
@@ -298,7 +298,7 @@ class HeadRooms:
                 raise r.RoomMessageError("hashes of a prompt are not whole")
         except r.RoomMessageError as error:
             self.bad += 1
-            strangers.say("dropped a message of another head: %s (%s)", error.message, peer.name)
+            self._strangers.say("dropped a message of another head: %s (%s)", error.message, peer.name)
             return
         try:
             self._on(ev.Heard(peer, message))

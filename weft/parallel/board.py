@@ -26,7 +26,6 @@ from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
 log = get_logger(__name__)
-strangers = CountedLog(log)
 
 RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
@@ -45,6 +44,7 @@ class Board:
         _configure(self._socket)
         keys.guard_head(self._socket)
         self._handshakes = Handshakes(self._socket)
+        self._strangers = CountedLog(log)
         self.refused = ""
         """Address of the last one whose connection was refused; "" for none."""
         try:
@@ -107,7 +107,7 @@ class Board:
                     self._serve(self._socket.recv_multipart())
                 for address in self._handshakes.look():
                     self.refused = address
-                    strangers.say("a connection of %s was refused: its --group-secret differs", address)
+                    self._strangers.say("a connection of %s was refused: its --group-secret differs", address)
         finally:
             self._end()
 
@@ -116,7 +116,7 @@ class Board:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
         except (ValueError, msgspec.MsgspecError) as error:
-            strangers.say("dropped a frame that asks the board nothing (%s)", type(error).__name__)
+            self._strangers.say("dropped a frame that asks the board nothing (%s)", type(error).__name__)
             return
         with self._lock:
             for key, value in ask.entries.items():

@@ -45,8 +45,6 @@ from weft.transports.taking import take_in
 from weft.types.rooms import Endpoint, RoomKey
 
 log = get_logger(__name__)
-strangers = CountedLog(log)
-"""What others cause at will."""
 
 HELLO_S = 10.0
 """Seconds within which a peer says who it is."""
@@ -85,6 +83,7 @@ class SocketTransport:
         self._links: dict[str, Link] = {}
         self._accepted = 0
         self._newcomers = Newcomers(MOST_UNPROVEN)
+        self._strangers = CountedLog(log)
         self._again: float | None = None
         """When connections are made and accepted again, of which some could not be."""
         self._events: list[Incoming | Written] = []
@@ -311,7 +310,7 @@ class SocketTransport:
                 raise f.BadFrame("there are too many connections")
         except (OSError, WeftError) as error:
             self.refused += 1
-            strangers.say("a connection for transfers was refused: %s", error)
+            self._strangers.say("a connection for transfers was refused: %s", error)
             sock.close()
             return
         sock.setblocking(False)
@@ -365,7 +364,7 @@ class SocketTransport:
             return
         if isinstance(error, WeftError):
             self.refused += 1
-            strangers.say("a connection for transfers was closed: %s (%s)", error, link.peer)
+            self._strangers.say("a connection for transfers was closed: %s (%s)", error, link.peer)
         elif not isinstance(error, OSError):
             self.refused += 1
             log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
