@@ -256,3 +256,18 @@ def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     assert group.most_running >= 4
     assert group.stats.mixed_steps > 0
     assert sum(group.stats.drafts_accepted) > 0
+
+
+def test_a_rank_whose_process_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(ranks, "START_S", 0.05)
+    processes = ranks.RankProcesses(config_of(tensor_parallel_size=2), "ipc://nowhere", "info")
+    monkeypatch.setattr(processes, "_start", lambda rank: go.wait(PATIENCE))
+    try:
+        with pytest.raises(EngineDead, match="the process of rank 1 could not be started within 0.05 s"):
+            processes.spawn(1)
+    finally:
+        go.set()
+        processes._maker.shutdown()
+    assert known_error(TimeoutError()).message == "TimeoutError, without a reason"
+    assert known_error(ValueError("no room")).message == "ValueError: no room"

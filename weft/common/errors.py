@@ -226,6 +226,15 @@ class ConfigError(WeftError):
     http_status = 400
 
 
+def known_error(error: Exception) -> WeftError:
+    """Return ``error`` if it is one of these, or an EngineDead that names its type and says what it says."""
+    if isinstance(error, WeftError):
+        return error
+    return EngineDead(
+        f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}, without a reason"
+    )
+
+
 class ReportedError(WeftError):
     """An error that another process reported, with its own code, blame and status."""
 
