@@ -26,9 +26,8 @@ def test_the_limit_is_raised_where_it_may(
 
 def test_too_few_files_are_an_error_that_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (20, 20))
-    with pytest.raises(
-        ConfigError, match=r"needs up to (\d+) open files, and the system allows 20.*ulimit -n \1"
-    ):
+    told = r"needs up to (\d+) open files, and the system allows 20.*ulimit -n \1"
+    with pytest.raises(ConfigError, match=told):
         open_files.ask_for_files([config_of()], FrontSection())
 
 

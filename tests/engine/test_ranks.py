@@ -23,10 +23,11 @@ from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
+from weft.common.errors import EngineDead, known_error
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ParallelSection
-from weft.engine import start
+from weft.engine import ranks, start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
 from weft.engine.ranks import RankProcesses, threads_each
@@ -264,7 +265,7 @@ def test_a_rank_whose_process_comes_late_is_named(monkeypatch: pytest.MonkeyPatc
     processes = ranks.RankProcesses(config_of(tensor_parallel_size=2), "ipc://nowhere", "info")
     monkeypatch.setattr(processes, "_start", lambda rank: go.wait(PATIENCE))
     try:
-        with pytest.raises(EngineDead, match="the process of rank 1 could not be started within 0.05 s"):
+        with pytest.raises(EngineDead, match=r"the process of rank 1 could not be started within 0.05 s"):
             processes.spawn(1)
     finally:
         go.set()

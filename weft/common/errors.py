@@ -230,9 +230,8 @@ def known_error(error: Exception) -> WeftError:
     """Return ``error`` if it is one of these, or an EngineDead that names its type and says what it says."""
     if isinstance(error, WeftError):
         return error
-    return EngineDead(
-        f"{type(error).__name__}: {error}" if str(error) else f"{type(error).__name__}, without a reason"
-    )
+    kind, why = type(error).__name__, str(error)
+    return EngineDead(f"{kind}: {why}" if why else f"{kind}, without a reason")
 
 
 class ReportedError(WeftError):
