@@ -100,9 +100,9 @@ class Cluster:
 
     def front(self, others: list[subprocess.Popen[str]]) -> Server:
         """``weft serve`` on host 0, beside ``others``, when it is ready."""
-        return self._front(self.serve(0), others)
+        return self.ready(self.serve(0), others)
 
-    def _front(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
+    def ready(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
         zero = Lines(process)
         ready = zero.line()
         assert ready.startswith("weft is ready: "), ready
@@ -115,7 +115,7 @@ class Cluster:
         file = self.folder / "topology.yaml"
         file.write_text(json.dumps({"model": "spool-text", **given, "groups": json.loads(groups)}))
         other = self.hosts.run(1, "-m", "weft", "up", str(file), "--node-rank", "1")
-        return self._front(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
+        return self.ready(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
 
     def program(self, **flags: Any) -> Program:
         """``LLM`` in a script on host 0, and ``weft serve`` on host 1."""
@@ -126,7 +126,7 @@ class Cluster:
         assert program.line() == "ready"
         return program
 
-    def serve(self, number: int, **flags: Any) -> subprocess.Popen[str]:
+    def serve(self, number: int, log: Path | None = None, **flags: Any) -> subprocess.Popen[str]:
         """``weft serve`` with ``--node-rank NUMBER``. Of more hosts than two, each second pair lies the other
         way round in the two namespaces: neighbours are apart.
         """
@@ -135,4 +135,4 @@ class Cluster:
         given = [
             f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value
         ]
-        return self.hosts.run((0, 1, 1, 0)[number], "-m", "weft", "serve", "spool-text", *given)
+        return self.hosts.run((0, 1, 1, 0)[number], "-m", "weft", "serve", "spool-text", *given, log=log)

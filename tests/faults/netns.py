@@ -87,13 +87,20 @@ class Hosts:
         _ip(*nft, "chain", "inet", "weft", "in", "{ type filter hook input priority 0; }")
         _ip(*nft, "rule", "inet", "weft", "in", *rule)
 
-    def run(self, host: int, *command: str) -> subprocess.Popen[str]:
-        """``python COMMAND`` on a host."""
+    def run(self, host: int, *command: str, log: Path | None = None) -> subprocess.Popen[str]:
+        """``python COMMAND`` on a host; ``log``: where its standard error goes."""
         whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
         variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        process = subprocess.Popen(
-            whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT
-        )
+        with open(log, "w") if log is not None else contextlib.nullcontext() as stderr:
+            process = subprocess.Popen(
+                whole,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=variables,
+                cwd=ROOT,
+            )
         self.processes.append(process)
         return process
 
