@@ -14,10 +14,10 @@ def test_the_first_is_told_and_the_rest_are_summed_up() -> None:
     assert [tally.add("refused", f"no {n}", 100.0 + n / 100) for n in range(694)] == [True, *[False] * 693]
     assert tally.next_due() == 160.0
     assert tally.due(159.0) == []
-    assert [(one.kind, one.count, one.last) for one in tally.due(160.0)] == [("refused", 693, "no 693")]
+    assert [(one.kind, one.times, one.last) for one in tally.due(160.0)] == [("refused", 693, "no 693")]
     assert tally.next_due() is None
     assert not tally.add("refused", "again", 161.0)  # one line a window
-    assert [one.count for one in tally.due(220.0)] == [1]
+    assert [one.times for one in tally.due(220.0)] == [1]
     assert tally.add("refused", "much later", 400.0)
 
 
@@ -25,7 +25,7 @@ def test_kinds_are_told_apart_and_bounded() -> None:
     tally = Tally()
     assert all(tally.add(f"kind {n}", "", 0.0) for n in range(MOST_KINDS))
     assert [tally.add(f"further {n}", "text", 0.0) for n in range(3)] == [True, False, False]
-    assert [(one.count, one.last) for one in tally.due(60.0)] == [(2, "text")]
+    assert [(one.times, one.last) for one in tally.due(60.0)] == [(2, "text")]
 
 
 def test_a_log_tells_the_sum_by_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -103,6 +103,7 @@ class Cluster:
         return self.ready(self.serve(0), others)
 
     def ready(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
+        """The server whose host 0 is ``process``, when it is ready."""
         zero = Lines(process)
         ready = zero.line()
         assert ready.startswith("weft is ready: "), ready

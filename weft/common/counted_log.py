@@ -24,7 +24,7 @@ class Sum(NamedTuple):
     """Events of one kind that were not told when they came."""
 
     kind: str
-    count: int
+    times: int
     last: str
     """The text of the last one."""
 
@@ -46,7 +46,7 @@ class Tally:
             self._until[kind] = now + self._window
             return True
         before = self._sums.get(kind)
-        self._sums[kind] = Sum(kind, 1 if before is None else before.count + 1, text)
+        self._sums[kind] = Sum(kind, 1 if before is None else before.times + 1, text)
         return False
 
     def due(self, now: float) -> list[Sum]:
@@ -87,7 +87,7 @@ class CountedLog:
             sums = self._tally.due(time.monotonic())
             self._wait()
         for one in sums:
-            self._logger.warning("%d more times; the last one: %s", one.count, one.last)
+            self._logger.warning("%d more times; the last one: %s", one.times, one.last)
 
     def _wait(self) -> None:
         """Has ``flush`` called when a sum is due."""

@@ -339,31 +339,6 @@ class Cluster(Timeline):
         self._break(link, self.rng.random() < 0.3)
         return was_up
 
-    def reset_link(self, link: Link) -> bool:
-        """The connection breaks, and another one to the same process is made. Whether it was up.
-
-        What was under way is lost in both directions. The head may notice the end of the connection before it
-        gets the next one, or long after.
-        """
-        if not link.up:
-            return False
-        rng = self.rng
-        self.network.cut(link, lingers=False)
-        seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
-        again = self.network.remake(link, self.now + seconds)
-        link.front.links[link.number] = again
-        self.note(link.front.name, "..", link.head.name, f"link {link.number} is reset for {seconds:.3f} s")
-        if seconds >= 1.0:
-            self.at(self.now + 0.5, link.front, link.front.unreachable, again)
-        self.at(self.now + seconds, None, self._connect_again, again)
-        self.at(self.now + rng.random() * rng.choice((0.05, 0.05, 4.0)), link.head, link.head.forget, link)
-        return True
-
-    def _connect_again(self, link: Link) -> None:
-        if link.head.alive and not link.unlinked:
-            self.count("connections made again")
-        self.connect(link)
-
     def end_front(self, front: FrontProcess) -> bool:
         """Its process ends now; clients that it had ask another one. Whether it lived."""
         if not front.alive:

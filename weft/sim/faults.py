@@ -196,7 +196,7 @@ def _break_link(cluster: Cluster) -> bool:
     link = _link(cluster)
     if link is None:
         return False
-    return cluster.reset_link(link) if cluster.network.remakes else cluster.break_link(link)
+    return cluster.network.reset(link) if cluster.network.remakes else cluster.break_link(link)
 
 
 def _partition(cluster: Cluster) -> bool:

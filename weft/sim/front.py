@@ -293,16 +293,9 @@ class FrontProcess:
 
     def linked(self, link: Link) -> None:
         """There is a connection: the first over this link, or another one."""
-        if self.links[link.number] is not link:
-            return
         for stream in self.streams.values():  # the head has ended them with the connection before
             stream.links.discard(link.number)
         self.feed(e.Linked(link.head.instance, link.number))
-
-    def unreachable(self, link: Link) -> None:
-        """There has been no connection for a while."""
-        if self.links[link.number] is link and not link.up and not link.unlinked:
-            self.feed(e.Unreachable(link.head.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
         """The connection broke, or the process has ended, as it notices now."""
