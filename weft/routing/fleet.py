@@ -415,6 +415,8 @@ class Fleet:
             self._lose(instance, error)
         for entry in self._unlanded.late(self._now):
             self._go_on(entry)
+        if self.table.starts_without(self._now):
+            self._actions.append(e.Complete())
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)
