@@ -37,7 +37,7 @@ def test_a_wrong_secret_a_wrong_port_and_a_late_host(cluster: Cluster, alone: Al
     until_told(
         (
             logs["zero"],
-            f"a connection of {cluster.hosts.addresses[1]} was refused: its --group-secret differs",
+            f"a connection of {cluster.hosts.addresses[1]} was refused: it does not know the --group-secret",
         ),
         (logs["stranger"], STRANGER),
         (logs["lost"], NOTHING),

@@ -250,7 +250,7 @@ def test_both_ends_say_that_their_secrets_differ(caplog: pytest.LogCaptureFixtur
     told = [message for message in caplog.messages if "refused" in message]
     assert len(told) == 1, told  # one line, though the client tried again and again
     assert told[0].startswith("a connection of ")
-    assert told[0].endswith(" was refused: its --group-secret differs")
+    assert told[0].endswith(" was refused: it does not know the --group-secret")
 
 
 def test_a_client_says_that_nothing_listens() -> None:

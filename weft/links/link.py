@@ -192,7 +192,8 @@ class Link:
                 self._tasks.remove(task)
             await asyncio.gather(*work, return_exceptions=True)
             await self._take_rest(socket)
-            self._until = max(self._until, self._heard + patience)
+            # A head in a long step sends nothing and answers pings, so some patience is left in any case.
+            self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:

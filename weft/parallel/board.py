@@ -31,6 +31,7 @@ RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
 _TURN_MS = 100
 _QUEUE = 1000
+_REFUSED = "a connection of %s was refused: it does not know the --group-secret"
 
 
 class Board:
@@ -107,7 +108,9 @@ class Board:
                     self._serve(self._socket.recv_multipart())
                 for address in self._handshakes.look():
                     self.refused = address
-                    self._strangers.say("a connection of %s was refused: its --group-secret differs", address)
+                    self._strangers.say(
+                        "a connection of %s was refused: it does not know the --group-secret", address
+                    )
         finally:
             self._end()
 

@@ -23,6 +23,9 @@ SILENT = (
     "it accepts connections and says nothing: it starts, it is stopped, or the address is of another program"
 )
 
+MOST = 64
+"""Addresses that are remembered of connections whose hand-shake is not over."""
+
 
 class Handshakes:
     """What became of the connections of one socket."""
@@ -45,7 +48,7 @@ class Handshakes:
                 told = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
                 event, value = int(told["event"]), int(told["value"])
                 if event == zmq.EVENT_ACCEPTED:
-                    self._accepted.append(_peer(value))
+                    self._accepted = [*self._accepted[-MOST:], _peer(value)]
                 elif event == zmq.EVENT_CONNECTED:
                     self.why = SILENT if self.why != STRANGER else self.why
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

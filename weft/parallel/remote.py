@@ -148,7 +148,7 @@ class RemoteHeads:
         if time.monotonic() > self._remind:
             self._remind = time.monotonic() + REMIND_S
             refused = self._board.refused
-            why = f"a host at {refused} has another --group-secret" if refused else "no connection came"
+            why = f"a host at {refused} does not know the --group-secret" if refused else "no connection came"
             log.info("host %d has not come yet: %s", host, why)
 
 
