@@ -19,13 +19,15 @@ from msgspec.structs import replace
 
 from tests.faults.rig import config_of
 from tests.support.checkpoints import make_checkpoint
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft import LLM, SamplingParams
 from weft.api.settings import read_settings
+from weft.common.errors import EngineDead, known_error
 from weft.config.resolve import resolve
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ParallelSection
-from weft.engine import start
+from weft.engine import ranks, start
 from weft.engine.core import EngineCore
 from weft.engine.group import GroupExecutor
 from weft.engine.ranks import RankProcesses, threads_each
@@ -211,7 +213,7 @@ def test_ranks_end_with_their_head_however_it_ends() -> None:
 
 def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     """One that was killed may hold it until it has ended, and the next one is started at once."""
-    (tmp_path / "secret").write_text("a secret of enough bytes")
+    write_secret(tmp_path)
     dying = socket.create_server(("127.0.0.1", 0))
     port = dying.getsockname()[1]
     hosts = {"nnodes": 2, "rdzv": f"127.0.0.1:{port}", "group_secret": str(tmp_path / "secret")}
@@ -255,3 +257,18 @@ def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     assert group.most_running >= 4
     assert group.stats.mixed_steps > 0
     assert sum(group.stats.drafts_accepted) > 0
+
+
+def test_a_rank_whose_process_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(ranks, "START_S", 0.05)
+    processes = ranks.RankProcesses(config_of(tensor_parallel_size=2), "ipc://nowhere", "info")
+    monkeypatch.setattr(processes, "_start", lambda rank: go.wait(PATIENCE))
+    try:
+        with pytest.raises(EngineDead, match=r"the process of rank 1 could not be started within 0.05 s"):
+            processes.spawn(1)
+    finally:
+        go.set()
+        processes._maker.shutdown()
+    assert known_error(TimeoutError()).message == "TimeoutError, without a reason"
+    assert known_error(ValueError("no room")).message == "ValueError: no room"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import subprocess
 import time
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.netns import ANSWER, Hosts, Lines
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 
 SETTINGS: dict[str, Any] = {
@@ -84,8 +84,7 @@ class Cluster:
     """Hosts that serve one model together, and what all of them are told: ``flags``."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        secret = folder / "secret"
-        secret.write_text(secrets.token_hex(32))
+        secret = write_secret(folder)
         self.hosts = hosts
         self.folder = folder
         self.flags: dict[str, Any] = {
@@ -101,9 +100,10 @@ class Cluster:
 
     def front(self, others: list[subprocess.Popen[str]]) -> Server:
         """``weft serve`` on host 0, beside ``others``, when it is ready."""
-        return self._front(self.serve(0), others)
+        return self.ready(self.serve(0), others)
 
-    def _front(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
+    def ready(self, process: subprocess.Popen[str], others: list[subprocess.Popen[str]]) -> Server:
+        """The server whose host 0 is ``process``, when it is ready."""
         zero = Lines(process)
         ready = zero.line()
         assert ready.startswith("weft is ready: "), ready
@@ -116,7 +116,7 @@ class Cluster:
         file = self.folder / "topology.yaml"
         file.write_text(json.dumps({"model": "spool-text", **given, "groups": json.loads(groups)}))
         other = self.hosts.run(1, "-m", "weft", "up", str(file), "--node-rank", "1")
-        return self._front(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
+        return self.ready(self.hosts.run(0, "-m", "weft", "up", str(file), "--port", "0"), [other])
 
     def program(self, **flags: Any) -> Program:
         """``LLM`` in a script on host 0, and ``weft serve`` on host 1."""
@@ -127,7 +127,7 @@ class Cluster:
         assert program.line() == "ready"
         return program
 
-    def serve(self, number: int, **flags: Any) -> subprocess.Popen[str]:
+    def serve(self, number: int, log: Path | None = None, **flags: Any) -> subprocess.Popen[str]:
         """``weft serve`` with ``--node-rank NUMBER``. Of more hosts than two, each second pair lies the other
         way round in the two namespaces: neighbours are apart.
         """
@@ -136,4 +136,4 @@ class Cluster:
         given = [
             f"--{name}" if value is True else f"--{name}={value}" for name, value in settings.items() if value
         ]
-        return self.hosts.run((0, 1, 1, 0)[number], "-m", "weft", "serve", "spool-text", *given)
+        return self.hosts.run((0, 1, 1, 0)[number], "-m", "weft", "serve", "spool-text", *given, log=log)

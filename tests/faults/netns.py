@@ -52,13 +52,55 @@ class Hosts:
         """ "up" or "down"."""
         _ip("-n", self.names[1], "link", "set", self.links[1], state)
 
-    def run(self, host: int, *command: str) -> subprocess.Popen[str]:
-        """``python COMMAND`` on a host."""
+    def reset(self) -> int:
+        """Resets every TCP connection between the hosts, as seen from host 0. Returns their number."""
+        return len(self._ss(0, "-K").splitlines())
+
+    def refuse(self, host: int) -> None:
+        """``host`` answers each TCP packet of the other one with a reset, until ``pass_again``."""
+        source = self.addresses[1 - host]
+        self._nft(host, "meta", "l4proto", "tcp", "ip", "saddr", source, "reject", "with", "tcp", "reset")
+
+    def forget(self) -> int:
+        """Drops packets of the connections that there are, and says so to nobody; further ones are well.
+        Returns their number."""
+        found = self._ss(0, "state", "established").splitlines()
+        for line in found:
+            own, peer = (word.rpartition(":")[2] for word in line.split()[2:4])
+            for host, ports in ((0, (peer, own)), (1, (own, peer))):
+                self._nft(host, "tcp", "sport", ports[0], "tcp", "dport", ports[1], "drop")
+        return len(found)
+
+    def pass_again(self) -> None:
+        """Ends ``refuse`` and ``forget``."""
+        for name in self.names:
+            _ip("netns", "exec", name, "nft", "flush", "ruleset")
+
+    def _ss(self, host: int, *options: str) -> str:
+        command = ["ip", "netns", "exec", self.names[host], "ss", "-tnH", *options]
+        command += ["dst", self.addresses[1 - host]]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+    def _nft(self, host: int, *rule: str) -> None:
+        nft = ("netns", "exec", self.names[host], "nft", "add")
+        _ip(*nft, "table", "inet", "weft")
+        _ip(*nft, "chain", "inet", "weft", "in", "{ type filter hook input priority 0; }")
+        _ip(*nft, "rule", "inet", "weft", "in", *rule)
+
+    def run(self, host: int, *command: str, log: Path | None = None) -> subprocess.Popen[str]:
+        """``python COMMAND`` on a host; ``log``: where its standard error goes."""
         whole = ["ip", "netns", "exec", self.names[host], sys.executable, *command]
         variables = env.child_environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        process = subprocess.Popen(
-            whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables, cwd=ROOT
-        )
+        with open(log, "w") if log is not None else contextlib.nullcontext() as stderr:
+            process = subprocess.Popen(
+                whole,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=variables,
+                cwd=ROOT,
+            )
         self.processes.append(process)
         return process
 

@@ -23,13 +23,14 @@ from weft.launch import options
 COMMANDS = ["serve", "up", "chat", "generate", "eval", "verify", "models", "sim"]
 
 
-def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "weft", *arguments],
         capture_output=True,
         text=True,
         input=stdin,
         timeout=deadline(120),
+        cwd=cwd,
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.faults.rig import config_of
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft.launch import host as module
 from weft.parallel.board import Board, BoardClient
@@ -41,8 +42,7 @@ class Rig:
     """A host and its board. ``turn`` is one turn of the host's loop."""
 
     def __init__(self, folder: Path) -> None:
-        secret = folder / "secret"
-        secret.write_text("0123456789abcdef")
+        secret = write_secret(folder)
         hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "group_secret": str(secret), "node_rank": 1}
         config = config_of(data_parallel_size=2, kv_cache_memory="8MiB", **hosts)
         self.board = Board("tcp://127.0.0.1:*", KEYS)

@@ -18,6 +18,7 @@ from tests.launch.test_cli import run
 from tests.launch.test_serve import Server, start, until
 from tests.support import processes as support
 from tests.support.processes import is_alive, with_role
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 
 __all__ = ["start", "until"]
@@ -83,10 +84,15 @@ def engines(server: Server) -> list[int]:
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
-def test_examples_are_right(file: Path) -> None:
+def test_examples_are_right(file: Path, tmp_path: Path) -> None:
     loaded = yaml.safe_load(file.read_text())
     encode = any(entry["role"] == "encode" for entry in loaded["groups"])
-    made = run("up", str(file), "--check")  # two-hosts.yaml needs its secret only when it starts
+    if "group-secret" in loaded:  # of the folder in which the command runs
+        refused = run("up", str(file), "--check", cwd=tmp_path)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "--group-secret weft.secret: the file can't be read" in refused.stderr
+        write_secret(tmp_path).rename(tmp_path / loaded["group-secret"])
+    made = run("up", str(file), "--check", cwd=tmp_path)
     assert made.returncode == 0, made.stderr
     first, *groups = made.stdout.splitlines()
     name = "spool-vision" if encode else "spool-text"
@@ -211,7 +217,7 @@ def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) 
     """Both hosts are this one. Two groups are on the other: either may die there, and all end with the
     server. Where they have roles, every sequence goes from one host to the other.
     """
-    (tmp_path / "secret").write_text("0123456789abcdef")
+    write_secret(tmp_path)
     file = tmp_path / "topology.yaml"
     file.write_text(
         f"model: spool-text\nnnodes: 2\nrdzv: 127.0.0.1:{free_ports(3)}\ngroup-secret: {tmp_path}/secret\n"
@@ -240,7 +246,7 @@ def test_groups_on_two_hosts(here: str, there: str, start: Any, tmp_path: Path) 
 
 
 def test_another_host_ends_by_a_signal_though_host_0_never_came(start: Any, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("0123456789abcdef")
+    write_secret(tmp_path)
     file = tmp_path / "topology.yaml"
     file.write_text(
         f"nnodes: 2\nrdzv: 127.0.0.1:{free_ports(2)}\ngroup-secret: {tmp_path}/secret\nonly-host: 1\n"

@@ -252,22 +252,17 @@ def test_an_error_of_the_owner_stops_nothing_else() -> None:
     with_links(2, work)
 
 
-def test_a_front_that_stood_still_links_once_more_before_it_reports_a_loss() -> None:
+def test_a_front_that_stood_still_tries_a_connection_again_before_it_reports_a_loss() -> None:
     """Its heads gave the silent connection up, and live: nobody restarts them."""
 
     async def work(links: Links, owner: Owner) -> None:
-        tokens: list[int] = []
-        flow = submit(links, 1)
-        await read(flow, tokens, 5)
-        links._stalled_at = links._clock.now()
         link = links._links["0"]
-        link._broken_at = asyncio.get_running_loop().time() - 10
-        await until(lambda: links._links["0"] is not link)
-        await read(flow, tokens)
-        assert tokens == (PROMPT * LENGTH)[:LENGTH]
+        now = asyncio.get_running_loop().time()
+        link._broken_at = now - 10
+        link.excuse(now)
+        link.look(now)
         assert owner.lost == []
-        assert links.restarts == 0
-        links._links["0"]._broken_at = asyncio.get_running_loop().time() - 10
+        link.look(now + links._link_timeout)
         await until(lambda: owner.lost == [("0", 1)])
 
     with_links(1, work)

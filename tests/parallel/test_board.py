@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,12 +13,14 @@ import pytest
 import zmq
 
 from tests.faults.rig import config_of
+from tests.support.secret import write_secret
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, EngineDead
 from weft.config.resolved import EngineConfig
 from weft.launch.host import due
 from weft.parallel import remote
 from weft.parallel.board import Board, BoardClient
+from weft.parallel.handshakes import NOTHING, SILENT, STRANGER
 from weft.parallel.secret import derive
 from weft.types import board as b
 
@@ -120,8 +123,7 @@ def test_what_is_due() -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> EngineConfig:
-    secret = tmp_path / "secret"
-    secret.write_text("0123456789abcdef")
+    secret = write_secret(tmp_path)
     hosts = {"nnodes": 2, "rdzv": "127.0.0.1:5799", "group_secret": str(secret)}
     return config_of(data_parallel_size=2, kv_cache_memory="8MiB", **hosts)
 
@@ -225,3 +227,39 @@ def test_one_host_of_each_number(
         assert time.monotonic() < until
         time.sleep(0.02)
     assert "another version" in (answer(board, "fourth") or "")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + deadline(10)
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_both_ends_say_that_their_secrets_differ(caplog: pytest.LogCaptureFixture) -> None:
+    board = Board("tcp://127.0.0.1:*", KEYS)
+    stranger = BoardClient(board.address, derive(b"another secret of enough bytes"))
+    try:
+        until(lambda: not stranger.look(0.05) and stranger.why == STRANGER)
+        until(lambda: board.refused == "127.0.0.1")
+        with pytest.raises(EngineDead, match="--group-secret differs"):
+            stranger.tell("key", b"", 0.2)
+    finally:
+        stranger.close()
+        board.close()
+    told = [message for message in caplog.messages if "refused" in message]
+    assert len(told) == 1, told  # one line, though the client tried again and again
+    assert told[0].startswith("a connection of ")
+    assert told[0].endswith(" was refused: it does not know the --group-secret")
+
+
+def test_a_client_says_that_nothing_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        silent = BoardClient(f"tcp://127.0.0.1:{port}", KEYS)
+        until(lambda: not silent.look(0.05) and silent.why == SILENT)
+    nobody = BoardClient(f"tcp://127.0.0.1:{port}", KEYS)
+    assert not nobody.look(0.3)
+    assert nobody.why == NOTHING
+    nobody.close()
+    silent.close()

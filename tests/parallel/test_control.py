@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.support.slowness import deadline
 from weft.common.clock import VirtualClock
@@ -109,8 +110,9 @@ def test_a_rank_with_the_secret_does_not_talk_to_a_stranger_who_poses_as_the_hea
 
 def test_secrets_come_from_files(tmp_path: Path) -> None:
     file = tmp_path / "secret"
-    with pytest.raises(ConfigError, match="--group-secret: the file can't be read"):
+    with pytest.raises(ConfigError, match=r"--group-secret .*secret: the file can't be read"):
         read_keys(str(file))
+    file.touch(mode=0o600)
     file.write_bytes(b"short\n")
     with pytest.raises(ConfigError, match="at least 16 bytes"):
         read_keys(str(file))
@@ -226,3 +228,21 @@ def test_planted_faults() -> None:
         head.send(b"1", b"x")
     with pytest.raises(PeerGone):
         head.send(b"2", b"x")
+
+
+def test_a_rank_that_connects_again_is_heard_before_its_first_connection_ends() -> None:
+    """As after a break that only the rank has noticed."""
+    head = ZmqHead("tcp://127.0.0.1:*")
+    context = zmq.Context()
+    try:
+        for data in (b"first", b"second"):  # both stay open
+            rank = context.socket(zmq.DEALER)
+            rank.setsockopt(zmq.IDENTITY, b"1 and random bytes")
+            rank.connect(head.address)
+            rank.send(data)
+            assert head.receive(deadline(5)) == (b"1 and random bytes", data)
+            head.send(b"1 and random bytes", b"answer")
+            assert rank.poll(int(deadline(5) * 1000))
+    finally:
+        context.destroy(0)
+        head.close()

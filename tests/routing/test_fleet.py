@@ -153,18 +153,6 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     ) == (1, 1, 1)
 
 
-def test_another_link_to_the_same_process_is_no_restart() -> None:
-    one = Driver("a").up()
-    one.lose("a")
-    one.links += 1
-    one.link["a"] = one.links
-    one.on(e.Expected("a", one.links, relinked=True))
-    one.on(e.Linked("a", one.links))
-    one.say("a", one.welcome("a"))
-    assert one.fleet.table.instances["a"].alive
-    assert one.fleet.table.restarts == 0
-
-
 def test_silence_and_standing_still_count_as_death() -> None:
     one = Driver("a", "b").up()
     one.open(1)

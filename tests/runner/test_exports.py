@@ -248,6 +248,7 @@ def test_an_export_on_a_rank_without_transfers_is_refused(make: Callable[..., li
 def test_tcp_moves_caches_for_who_knows_the_secret(make: Callable[..., list[Side]], tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("sixteen bytes at least\n")
+    secret.chmod(0o600)
     whole, sender, receiver = make("llama", group_secret=str(secret), transfer="tcp")
     assert sender.runner.endpoint is not None
     assert sender.runner.endpoint.transport == "tcp"

@@ -23,7 +23,8 @@ from weft.kv.pool import BlockPool
 from weft.launch import main as cli
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import InstanceState
+from weft.routing.head_protocol import HeadProtocol
+from weft.routing.instances import Instance, InstanceState
 from weft.sim.check import Violation, output, token, token_key
 from weft.sim.cluster import simulate_cluster
 from weft.sim.explore import CHUNK, Exploration, explore, run_schedules
@@ -55,6 +56,9 @@ FOUND_BY = {
     "one_front_says_shutdown": 101,
     "a_loss_counted_twice": 13,
     "a_retry_meets_its_earlier_attempt": 30,
+    "a_new_connection_is_taken_for_the_old_one": 104,
+    "no_hello_over_a_new_connection": 57,
+    "a_head_keeps_what_a_lost_connection_asked": 730,
     "free_before_a_writer_ended": 33,
     "reuse_before_the_fence": 120,
 }
@@ -105,7 +109,7 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "late events",
         "messages of a link given up",
         "pauses",
-        "relinked",
+        "connections made again",
         "sequences given back",
         "sequences whose images were late",
         "transfers done",
@@ -271,6 +275,37 @@ def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
     fleet_variant(patch, change)
 
 
+def a_new_connection_is_taken_for_the_old_one(patch: pytest.MonkeyPatch) -> None:
+    """A front says hello again, and waits for tokens that were lost with the connection before."""
+
+    def greet_alone(self: Fleet, instance: Instance) -> None:
+        self.table.listen(instance, self._now)
+        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+
+    patch.setattr(Fleet, "_greet", greet_alone)
+
+
+def no_hello_over_a_new_connection(patch: pytest.MonkeyPatch) -> None:
+    """A front sends its sequences again to a head that does not know the connection."""
+    greet = Fleet._greet
+
+    def silent(self: Fleet, instance: Instance) -> None:
+        greet(self, instance)
+        if instance.alive:
+            self._actions[:] = [action for action in self._actions if not _is_hello(action)]
+
+    patch.setattr(Fleet, "_greet", silent)
+
+
+def _is_hello(action: e.Action) -> bool:
+    return isinstance(action, e.Send) and isinstance(action.message, m.Hello)
+
+
+def a_head_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None:
+    """A Hello of the same front over another connection ends nothing."""
+    patch.setattr(HeadProtocol, "_named", lambda self, connection, name: False)
+
+
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
     """A room's memory is given back though ranks of its group have not said that they stopped."""
     settle = Rooms._settle
@@ -337,6 +372,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (one_front_says_shutdown, "was shut down while"),
         (a_loss_counted_twice, "given up twice|counted"),
         (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
+        (a_new_connection_is_taken_for_the_old_one, "not at an end|is at"),
+        (no_hello_over_a_new_connection, "not at an end|nothing had happened to it"),
+        (a_head_keeps_what_a_lost_connection_asked, "another front uses"),
         (free_before_a_writer_ended, "a write of .* lands in blocks"),
         (the_peer_is_not_told, "not at an end|nobody had changed"),
         (reuse_before_the_fence, "which has ended there|nobody had changed"),

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from tests.support.slowness import deadline
 from tests.transports.rig import SECRET
 from weft.transfer.pushes import Write
 from weft.transports import sockets
+from weft.transports.newcomers import Newcomers
 from weft.transports.shm import ShmTransport
 from weft.transports.tcp import TcpTransport
 from weft.types.rooms import Endpoint, RoomKey
@@ -50,6 +53,39 @@ def test_connections_that_prove_nothing_are_few(tcp: TcpTransport) -> None:
         sock.close()
     polls(tcp, 0.1)
     assert len(tcp._links) == 0
+
+
+def test_silent_connections_keep_no_peer_out(tcp: TcpTransport) -> None:
+    """They fill all places of their address; a peer of the same address gets one, and proves itself."""
+    host, _, port = tcp.endpoint.address.rpartition("|")
+    crowd = [socket.create_connection((host, int(port))) for _ in range(sockets.MOST_UNPROVEN)]
+    writer = TcpTransport("127.0.0.1", 1, 6, SECRET)
+    try:
+        polls(tcp, 0.1)
+        name = writer.connect(tcp.endpoint, 0, 5.0)
+        writer.write(msgspec.structs.replace(WRITE, peer=name))
+        until = time.monotonic() + deadline(10)
+        while not tcp.poll(0.01):
+            writer.poll(0.01)
+            assert time.monotonic() < until
+    finally:
+        writer.close()
+        for sock in crowd:
+            sock.close()
+
+
+def test_places_of_newcomers_are_shared_by_address() -> None:
+    places = Newcomers(each=3, most=6)
+    assert [places.add("flood", str(n)) for n in range(5)] == [None, None, None, "0", "1"]
+    places.add("peer", "p")
+    places.proved("peer", "p")
+    assert [places.add(address, address) for address in ("peer", "a", "b")] == [None, None, None]
+    assert places.add("c", "c") == "2"  # of the address that has most
+    assert [places.add(address, address) for address in ("d", "e", "f", "g", "h")].count("peer") == 0
+    assert len(places) == 6
+    places.left("peer", "peer")
+    places.left("peer", "peer")
+    assert len(places) == 5
 
 
 def test_accepting_without_descriptors_waits(tcp: TcpTransport) -> None:

@@ -11,6 +11,7 @@ it reports lost heads. Heads outlive fronts, and end with the server.
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,7 +195,12 @@ class Supervisor:
             self._failed |= entry.ready and event.status not in (0, FORCED)
             self.fronts.end(event.name, event.incarnation)
             return self._after([])
-        log.error("%s %s ended with status %d", event.role, event.name, event.status)
+        planned = entry.draining and not event.status
+        log.log(
+            logging.INFO if planned else logging.ERROR,
+            "%s %s ended with status %d",
+            *(event.role, event.name, event.status),
+        )
         return self._lose(event.role, event.name, event.incarnation, EngineDead("the process ended"))
 
     def _lost(self, event: FrontLostHead) -> list[Action]:

@@ -166,9 +166,9 @@ class ProcessTable:
         wait = _wait(entry.deaths)
         if wait:
             entry.state, entry.ready, entry.due = ProcessState.WAITING, False, now + wait
-            log.error("%s %s is started again in %g s (restart %d)", self.role, name, wait, budget.granted)
+            log.info("%s %s is started again in %g s (restart %d)", self.role, name, wait, budget.granted)
             return actions
-        log.error("%s %s is started again (restart %d)", self.role, name, budget.granted)
+        log.info("%s %s is started again (restart %d)", self.role, name, budget.granted)
         return [*actions, self._next(name, entry, now)]
 
     def tick(self, now: float) -> list[Action]:

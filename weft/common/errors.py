@@ -198,6 +198,12 @@ class PixelsLost(Unavailable):
     code = "pixels_lost"
 
 
+class NotGreeted(Unavailable):
+    """The head does not know this connection: its front has to say hello first. No client reads this."""
+
+    code = "not_greeted"
+
+
 class RanksLost(Unavailable):
     """Processes of the group were lost while it computed the sequence, which may be why."""
 
@@ -218,6 +224,14 @@ class ConfigError(WeftError):
     code = "config_error"
     blame = "client"
     http_status = 400
+
+
+def known_error(error: Exception) -> WeftError:
+    """Return ``error`` if it is one of these, or an EngineDead that names its type and says what it says."""
+    if isinstance(error, WeftError):
+        return error
+    kind, why = type(error).__name__, str(error)
+    return EngineDead(f"{kind}: {why}" if why else f"{kind}, without a reason")
 
 
 class ReportedError(WeftError):

@@ -7,6 +7,7 @@ decided in ``weft.routing.head_protocol``.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.config.names import process_name
@@ -90,6 +92,7 @@ class EngineServer:
         self._pixels = PixelInbox(shows)
         self._protocol = HeadProtocol(core, core.incarnation, self._pixels)
         self._last_heartbeat = 0.0
+        self._strangers = CountedLog(log)
         self._next_report = time.monotonic() + REPORT_S
 
     def run(self) -> None:
@@ -135,7 +138,7 @@ class EngineServer:
             message = decode_parts(body, attached)
         except (ValueError, msgspec.DecodeError) as error:
             self._protocol.bad_frames += 1
-            log.warning("dropped a frame that is not a message (%s)", type(error).__name__)
+            self._strangers.say("dropped a frame that is not a message (%s)", type(error).__name__)
             return
         if isinstance(message, m.Profile):
             self._profiler.ask(message.seconds)
@@ -176,6 +179,15 @@ class EngineServer:
         self._send(self._protocol.failed(known))
 
 
+def tell_why(listener: Listener, error: WeftError) -> None:
+    """Answers fronts that have said hello to a head that cannot start: the reason is their last line."""
+    with contextlib.suppress(zmq.ZMQError):
+        while True:
+            front, *_ = listener.receive()
+            failed = m.HeadFailed(error=EngineDead(error.message).info())
+            listener.socket.send_multipart([front, m.encode(failed)], zmq.NOBLOCK)
+
+
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
     """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
 
@@ -191,7 +203,9 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
         supervised = None if pipe is None else SupervisedRanks(Connection(pipe))
         spans = open_writer(config.runner.trace_requests, process_name(config))
         core = EngineCore(config, runner=start_executor(config, supervised=supervised), spans=spans)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, WeftError):
+            tell_why(listener, error)
         listener.close()
         raise
     kv = core.runner.kv  # a GPU's pools are divided when the weights are there

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, known_error
 from weft.common.log import get_logger
 from weft.config.resolved import KVConfig
 from weft.engine.domain import Domain
@@ -401,8 +401,7 @@ class GroupExecutor:
             self._links.domain.abort()
 
     def _failed(self, epoch: int, error: Exception) -> None:
-        message = error.message if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-        self._feed(t.OwnFailure(epoch, message, isinstance(error, CommLost)))
+        self._feed(t.OwnFailure(epoch, known_error(error).message, isinstance(error, CommLost)))
 
     # ---- from the watch
 
@@ -432,7 +431,7 @@ class GroupExecutor:
                             rooms.ended(action.rank)
                 self._feed(t.Spawned(action.rank, processes.spawn(action.rank)))
         except Exception as error:
-            known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
+            known = known_error(error)
             self._feed(t.Unable(known))
 
     def _connect(self, action: t.Connect) -> None:

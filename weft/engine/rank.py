@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, known_error
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
 from weft.engine.build import rank_mesh
@@ -92,7 +92,7 @@ def _load(
             return None
         return faults.around(loaded.runner(kv))
     except Exception as error:
-        known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
+        known = known_error(error)
         channel.send(f.encode(f.Failed(rank=rank, epoch=-1, step=-1, error=known.info())))
         channel.close()
         raise

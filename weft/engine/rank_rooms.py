@@ -16,14 +16,13 @@ import msgspec
 import torch
 
 from weft.common import env
-from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
 from weft.config.cache_layout import TensorLayout
 from weft.config.hosts import meeting_place
 from weft.config.resolved import EngineConfig, KVConfig
+from weft.config.secret_file import check_secret, read_secret
 from weft.engine.ranks import ranks_of
 from weft.parallel.address import own_address
-from weft.parallel.secret import check_secret, read_secret
 from weft.runner.exports import RankRooms
 from weft.runner.kv_tensors import zeros
 from weft.transfer.group_layout import embedding_dims, group_dims
@@ -55,17 +54,7 @@ def check_rooms(config: EngineConfig) -> None:
     if role == "unified" and not takes:
         return
     if transport_of(config) == "tcp":
-        check_secret(_secret(config))
-
-
-def _secret(config: EngineConfig) -> bytes:
-    file = config.parallel.group_secret
-    if file is None:
-        raise ConfigError(
-            "--transfer tcp needs --group-secret FILE, which all groups share: caches go to nobody else",
-            param="--group-secret",
-        )
-    return read_secret(file)
+        check_secret(read_secret(config.parallel.group_secret))
 
 
 def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
@@ -199,7 +188,7 @@ def _transport(config: EngineConfig, number: int, caches: _Caches, resources: Ex
     if transport_of(config) == "tcp":
         parallel = config.parallel
         host = LOOPBACK if parallel.rdzv is None else own_address(*meeting_place(parallel))
-        tcp = TcpTransport(host, number, incarnation, _secret(config))
+        tcp = TcpTransport(host, number, incarnation, read_secret(config.parallel.group_secret))
         if caches.staged is None:
             tcp.register([region.tensor for region in caches.shared])
         else:

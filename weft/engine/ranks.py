@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.gpus import gpu_environment
 from weft.config.hosts import meeting_place, replica_spans, uses_board
@@ -45,6 +46,10 @@ class Ranks(Protocol):
         """
 
 
+START_S = 60.0
+"""Seconds within which the system starts a process."""
+
+
 class RankProcesses:
     """Starts and ends ranks, and tells which have ended. They end with this process, however it ends.
 
@@ -70,7 +75,13 @@ class RankProcesses:
         process = self._running.get(rank)
         if process is not None and process.poll() is None:
             return True
-        self._running[rank] = self._maker.submit(self._start, rank).result(60.0)
+        try:
+            self._running[rank] = self._maker.submit(self._start, rank).result(START_S)
+        except TimeoutError:
+            slow = (
+                f"the process of rank {rank} could not be started within {START_S:g} s: the host is too busy"
+            )
+            raise EngineDead(slow) from None
         return False
 
     def keeps(self, rank: int) -> bool:

@@ -109,6 +109,7 @@ class ZmqRooms:
         self._mine.setsockopt(zmq.RCVHWM, QUEUE)
         self._mine.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE + _ENVELOPE)
         self._mine.setsockopt(zmq.LINGER, 0)
+        _watch(self._mine)
         try:
             self._mine.bind(endpoint)
         except BaseException:
@@ -153,6 +154,7 @@ class ZmqRooms:
             socket.setsockopt(zmq.RECONNECT_IVL, 20)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             socket.setsockopt(zmq.LINGER, 200)
+            _watch(socket)
             if self._keys is not None:
                 self._keys.guard_rank(socket)
             socket.connect(address)
@@ -216,6 +218,13 @@ class ZmqRooms:
             return address.startswith("tcp://") and _is_numeric(address.removeprefix("tcp://"))
         path = address.removeprefix("ipc://")
         return path != address and path.startswith("/") and len(path.encode()) <= MOST_PATH
+
+
+def _watch(socket: zmq.Socket[bytes]) -> None:
+    """A connection that carries nothing any more breaks, and is made anew."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
 
 
 def _is_numeric(place: str) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from weft.common.clock import Clock
+from weft.common.counted_log import CountedLog
 from weft.common.errors import Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.engine import room_notes as notes
@@ -127,6 +128,7 @@ class HeadRooms:
         self._unmet: dict[RoomKey, float] = {}
         """Rooms whose peer is not known, and until when that may be so."""
         self.tally = RoomTally(self._sends)
+        self._strangers = CountedLog(log)
         self.bad = 0
         """Messages that were dropped, as they could not be read."""
 
@@ -296,7 +298,7 @@ class HeadRooms:
                 raise r.RoomMessageError("hashes of a prompt are not whole")
         except r.RoomMessageError as error:
             self.bad += 1
-            log.warning("dropped a message of %s: %s", peer.name, error.message)
+            self._strangers.say("dropped a message of another head: %s (%s)", error.message, peer.name)
             return
         try:
             self._on(ev.Heard(peer, message))

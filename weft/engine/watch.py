@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.group.liveness import SILENT, Liveness
 from weft.parallel.control import HeadChannel, RankChannel
 from weft.types.frames import FrameError, RankHeartbeat, decode_to_head, decode_to_rank, encode
 
-log = get_logger(__name__)
+strangers = CountedLog(get_logger(__name__))
 
 
 class _Thread:
@@ -98,7 +99,7 @@ class HeadWatch(_Thread):
             if isinstance(heartbeat, RankHeartbeat):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
-            log.warning("dropped a frame beside the heartbeats: %s", error.message)
+            strangers.say("dropped a frame beside the heartbeats: %s", error.message)
         except EngineDead:  # it is gone: its silence will tell
             pass
         return True
@@ -144,7 +145,7 @@ class RankWatch(_Thread):
         try:
             heartbeat = decode_to_rank(data)
         except FrameError as error:
-            log.warning("dropped a frame beside the heartbeats: %s", error.message)
+            strangers.say("dropped a frame beside the heartbeats: %s", error.message)
             return True
         if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True

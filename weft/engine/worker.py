@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, get_args
 
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, WeftError, known_error
 from weft.common.log import get_logger
 from weft.engine.executor import RankRunner, checksum, moves
 from weft.engine.step_pixels import opened
@@ -267,7 +267,7 @@ class Worker:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        known = error if isinstance(error, WeftError) else EngineDead(f"{type(error).__name__}: {error}")
+        known = known_error(error)
         was_running = self._running
         log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
         self._leave()

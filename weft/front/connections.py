@@ -7,14 +7,11 @@ sends nothing, or little, only loses its own.
 
 from __future__ import annotations
 
-import resource
 from typing import Protocol
 
 MOST = 8192
 """Connections on which a server that may open enough files settles, for their memory: one that waits in the
 middle of an upload takes about 30 KiB."""
-FILES = 1 << 16
-"""Files that a server asks to be allowed to open."""
 MOST_AHEAD = 64 << 20
 """Bytes that clients may have sent behind requests that are still being answered, over all connections."""
 
@@ -71,16 +68,6 @@ class Connections:
         self._open.discard(connection)
         self.holds(connection, 0)
         self._waiting.pop(connection, None)
-
-
-def allow_files() -> int:
-    """Raises this process's limit of open files as far as it may, and returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if soft == resource.RLIM_INFINITY or soft >= allowed:
-        return FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed
 
 
 def most_connections(files: int, requests: int) -> int:

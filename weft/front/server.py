@@ -22,11 +22,12 @@ from weft.common import log as weft_log
 from weft.common import signals
 from weft.common.allocator import keep_heap_small
 from weft.common.errors import ConfigError, Unavailable, WeftError
+from weft.common.open_files import allow_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.front.app import build_app
 from weft.front.connection import Connection
-from weft.front.connections import Connections, allow_files, most_connections
+from weft.front.connections import Connections, most_connections
 from weft.front.context import Front
 from weft.front.generation import probe
 from weft.front.lifecycle import Phase

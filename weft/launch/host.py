@@ -7,6 +7,7 @@ lost, or come late.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import signal
@@ -28,8 +29,8 @@ from weft.engine.listener import TELL_S
 from weft.engine.ranks import RankProcesses
 from weft.launch.node import RESTARTS, WINDOW, HostRanks, until_stopped
 from weft.parallel.address import own_address, tcp
-from weft.parallel.board import BoardClient, board_place
-from weft.parallel.remote import host_settings
+from weft.parallel.board import RENEW_S, BoardClient, board_place
+from weft.parallel.remote import REMIND_S, host_settings
 from weft.routing.instance_table import LISTEN_S as HEAD_LISTENS_S
 from weft.types import board as b
 
@@ -99,6 +100,7 @@ class _Host:
         """Replica -> where its head's ranks find it, and its ranks here."""
         self._budget = RestartBudget(RESTARTS, WINDOW)
         self._board = 0
+        self._remind_at = 0.0
         self._mark = secrets.token_hex(8)
         client.post(b.settings_key(self._number, self._mark), msgspec.msgpack.encode(host_settings(config)))
 
@@ -112,13 +114,15 @@ class _Host:
                     return self._leave(msgspec.msgpack.decode(over, type=int))
                 self._follow()
             elif self._silent() > PATIENCE:
-                logger.error("host 0 has been silent for %g s", PATIENCE)
+                logger.error("host 0 has been silent for %g s: %s", PATIENCE, self._client.why)
                 return 1
             elif self._heads and self._silent() > self._config.parallel.rank_timeout:
                 # Its front has given them up, and will want others.
-                logger.error("host 0 is silent: the heads on this host end")
-                for replica in self._end_heads():
+                ended = self._end_heads()
+                logger.error("host 0 is silent: heads %s of this host end", ended)
+                for replica in ended:
                     self._tell_end(replica, -signal.SIGKILL)
+            self._remind()
             if not all(ranks.look() for _, ranks in self._ranks.values()):
                 return 1
             time.sleep(_LOOK)
@@ -130,6 +134,15 @@ class _Host:
         for _, ranks in self._ranks.values():
             ranks.close()
         self._ranks.clear()
+
+    def _remind(self) -> None:
+        """Tells from time to time that host 0 does not answer, and why."""
+        now = time.monotonic()
+        if self._silent() < RENEW_S:
+            self._remind_at = now
+        elif now >= self._remind_at:
+            self._remind_at = now + REMIND_S
+            logger.warning("host 0 does not answer at %s: %s", self._config.parallel.rdzv, self._client.why)
 
     def _silent(self) -> float:
         return time.monotonic() - self._client.heard
@@ -156,6 +169,8 @@ class _Host:
         for replica, head in list(self._heads.items()):
             if (status := head.poll()) is not None:
                 del self._heads[replica]
+                level = logging.ERROR if status else logging.INFO
+                logger.log(level, "head %d ended with status %d", replica, status)
                 self._tell_end(replica, status)
         self._end_unheard()
         wanted = self._wanted()
@@ -195,7 +210,6 @@ class _Host:
 
     def _tell_end(self, replica: int, status: int) -> None:
         incarnation = self._started[replica]
-        logger.error("head %d ended with status %d", replica, status)
         self._client.post(
             b.ended_key(replica), msgspec.msgpack.encode(b.HeadEnded(incarnation=incarnation, status=status))
         )

@@ -30,6 +30,7 @@ def serve(model_name: str | None, **given: Any) -> int:
     """
     from weft.config.resolve import resolve
     from weft.config.scripted import resolve_scripted
+    from weft.config.secret_file import check_secrets
     from weft.config.topology import resolve_groups, short_form
     from weft.launch.server import configure_log, run
 
@@ -38,7 +39,9 @@ def serve(model_name: str | None, **given: Any) -> int:
     if config.front.scripted is not None:
         return run((resolve_scripted(config),), config.front)
     topology = short_form(config, towers=given.get("language_model_only") is False)
-    return run((resolve(config),) if topology is None else resolve_groups(topology), config.front)
+    groups = (resolve(config),) if topology is None else resolve_groups(topology)
+    check_secrets(groups)
+    return run(groups, config.front)
 
 
 def with_keys(config: Config) -> Config:

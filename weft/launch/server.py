@@ -22,6 +22,7 @@ from weft.common import log, signals
 from weft.common.folder import private_folder
 from weft.common.log import get_logger
 from weft.common.title import set_title
+from weft.config.open_files import ask_for_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
 from weft.config.topology import face, serves
@@ -50,6 +51,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     A host other than the first of several runs its share of heads and ranks for the front on the first one.
     """
     resolved = face(groups)
+    ask_for_files(groups, front)
     signal.signal(signals.RESTART, signal.SIG_IGN)  # a host's groups are replaced by the first host
     if resolved.parallel.node_rank:
         from weft.launch.other_host import serve_groups

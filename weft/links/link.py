@@ -1,7 +1,14 @@
-"""One connection to the process of an instance: a zmq DEALER, and what is known of that process.
+"""The link to the process of an instance: one zmq DEALER after the other, and what is known of that process.
+
+    connecting ──handshake: Linked──► up ──broken──► connecting, with another socket
+                                                       │ 1 s: Unreachable
+                                                       ▼ the process ended, or patience is over: Lost
 
 Messages leave through one queue, in order, so a Finish can't overtake its Submit. The link reports events of
 ``weft.routing.events`` to its owner, and decides nothing.
+
+A connection that breaks takes messages of both directions with it, and nobody knows which. So each connection
+has a socket of its own: no message that was queued for the one before reaches the head ahead of a new Hello.
 """
 
 from __future__ import annotations
@@ -31,6 +38,8 @@ POLL = 0.2
 """Seconds between two checks of processes."""
 STATUS_S = 1.0
 """Seconds that a process gets to end after its connection broke: its exit status says more."""
+CONNECT_MS = 1000
+"""Milliseconds after which a connection that gets no answer is tried anew."""
 HIGH_WATER = 10_000
 """Messages zmq may hold in each direction."""
 SENT_AT_ONCE = 256 << 10
@@ -82,8 +91,6 @@ class Link:
         self.number = number
         self.process = address.process
         self.incarnation = address.incarnation
-        self.began = 0.0
-        """When the link was made, by its owner's clock."""
         self.bad_frames = 0
         self.heartbeats = 0
         self._address = address
@@ -92,7 +99,16 @@ class Link:
         self._report = report
         self._outbox: deque[m.ToHead] = deque()
         self._out = asyncio.Event()
+        self._linked = False
+        """True after the first handshake."""
         self._broken_at: float | None = None
+        """When the connection broke; None while there is one, and before a first one was tried."""
+        self._heard = 0.0
+        """When the last message came, or the last handshake."""
+        self._until = 0.0
+        """A broken connection is tried anew until then at least. All times are those of the event loop."""
+        self._unreachable = False
+        """True after ``Unreachable`` was reported, until the next handshake."""
         self._by_name = False
         """Whether the head can open memory of this process."""
         self._over = False
@@ -117,10 +133,18 @@ class Link:
             return
         status = self.process.poll()
         if status is not None:
-            log.error("the engine's process ended with status %s", status)
-            self._lose(EngineDead("the engine's process ended"))
-        elif self._broken_at is not None and now - self._broken_at >= STATUS_S:
+            self._lose(EngineDead(f"the engine's process ended with status {status}"))
+        elif self._broken_at is None or now - self._broken_at < STATUS_S:
+            return
+        elif now >= self._until:
             self._lose(EngineDead("the engine's process does not answer"))
+        elif not self._unreachable:
+            self._unreachable = True
+            self._report(e.Unreachable(self.instance, self.number))
+
+    def excuse(self, now: float) -> None:
+        """This process stood still: a connection that broke meanwhile proves no loss for a while."""
+        self._until = now + self._timeout
 
     async def close(self, flush: bool) -> None:
         """Ends the link; ``flush``: waiting messages are sent first, for at most ``FLUSH_S`` seconds.
@@ -128,7 +152,7 @@ class Link:
         Idempotent.
         """
         self._over = True
-        if flush and self._socket is not None:
+        if flush and self._linked and self._broken_at is None:
             loop = asyncio.get_running_loop()
             deadline = loop.time() + FLUSH_S
             while self._outbox and loop.time() < deadline:
@@ -138,16 +162,42 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_socket(linger=500 if flush else 0)
+
+    def _close_socket(self, linger: int) -> None:
         if self._socket is not None and self._monitor is not None and not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close(linger=500 if flush else 0)
+            self._socket.close(linger=linger)
 
     async def _connect(self) -> None:
-        """Connects when the head is there."""
+        """Connects when the head is there, and again whenever the connection breaks."""
         endpoint = self._address.endpoint
         while (place := endpoint if isinstance(endpoint, str) else endpoint()) is None:
             await asyncio.sleep(POLL)
+        self._report(e.Located(self.instance, self.number))
+        # Within one host a connection breaks only when an end is gone. A network may break it any time.
+        patience = self._timeout if place.startswith("tcp:") else 0.0
+        while True:
+            socket, monitor = self._make_socket(place)
+            await self._until_linked(monitor)
+            work = [
+                asyncio.create_task(self._guard(one))
+                for one in (self._receive(socket), self._transmit(socket))
+            ]
+            self._tasks += work
+            await self._until_broken(monitor)
+            for task in work:
+                task.cancel()
+                self._tasks.remove(task)
+            await asyncio.gather(*work, return_exceptions=True)
+            await self._take_rest(socket)
+            # A head in a long step sends nothing and answers pings, so some patience is left in any case.
+            self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
+            self._close_socket(linger=0)
+
+    def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+        """A socket that connects to ``place``, and its monitor."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
@@ -156,15 +206,15 @@ class Link:
         # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._timeout * 800), 1))
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
             self._address.keys.guard_rank(socket)
         self._monitor = monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         socket.connect(place)
-        self._report(e.Located(self.instance, self.number))
-        for work in (self._receive(socket), self._transmit(socket), self._watch(monitor)):
-            self._tasks.append(asyncio.create_task(self._guard(work)))
+        return socket, monitor
 
     async def _transmit(self, socket: zmq.asyncio.Socket) -> None:
         sent = 0
@@ -199,31 +249,50 @@ class Link:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            frames = await socket.recv_multipart()
-            try:
-                (frame,) = frames
-                message = m.decode_to_front(frame)
-            except (ValueError, msgspec.MsgspecError):
-                self.bad_frames += 1
-                continue
-            self.heartbeats += isinstance(message, m.Heartbeat)
-            if isinstance(message, m.Welcome):
-                self._by_name = message.probe is not None and reaches(message.probe)
-            elif self._by_name and isinstance(message, m.Tokens) and any(map(_unreached, message.events)):
-                log.warning("%s cannot open images of this process: they are sent from now on", self.instance)
-                self._by_name = False
-            self._tell(message)
+            self._take(await socket.recv_multipart())
+
+    async def _take_rest(self, socket: zmq.asyncio.Socket) -> None:
+        """Takes in messages that came before the connection broke: a head may have said why it ends."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take(await socket.recv_multipart(zmq.NOBLOCK))
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            (frame,) = frames
+            message = m.decode_to_front(frame)
+        except (ValueError, msgspec.MsgspecError):
+            self.bad_frames += 1
+            return
+        self._heard = asyncio.get_running_loop().time()
+        self.heartbeats += isinstance(message, m.Heartbeat)
+        if isinstance(message, m.Welcome):
+            self._by_name = message.probe is not None and reaches(message.probe)
+        elif self._by_name and isinstance(message, m.Tokens) and any(map(_unreached, message.events)):
+            log.warning("%s cannot open images of this process: they are sent from now on", self.instance)
+            self._by_name = False
+        self._tell(message)
 
     def _tell(self, message: m.ToFront) -> None:
         self._report(e.Received(self.instance, self.number, message))
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        while True:
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._report(e.Linked(self.instance, self.number))
-            elif self._broken_at is None:
-                self._broken_at = asyncio.get_running_loop().time()
+    async def _until_linked(self, monitor: zmq.asyncio.Socket) -> None:
+        """Returns after the handshake, which is reported."""
+        loop = asyncio.get_running_loop()
+        while await _event(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if self._broken_at is None:
+                self._broken_at = loop.time()
+        if self._linked:  # what waits was meant for the connection that broke
+            self._outbox.clear()
+            log.warning("the connection to engine %s is there again", self.instance)
+        self._linked, self._broken_at, self._unreachable = True, None, False
+        self._heard = loop.time()
+        self._report(e.Linked(self.instance, self.number))
+
+    async def _until_broken(self, monitor: zmq.asyncio.Socket) -> None:
+        while await _event(monitor) != zmq.EVENT_DISCONNECTED:
+            pass
+        self._broken_at = asyncio.get_running_loop().time()
 
     def _lose(self, error: WeftError) -> None:
         if not self._over:
@@ -238,6 +307,11 @@ class Link:
             except Exception as error:
                 log.exception("the link to the engine failed")
                 self._lose(EngineDead(f"the link to the engine failed ({type(error).__name__})"))
+
+
+async def _event(monitor: zmq.asyncio.Socket) -> int:
+    """The next event of a socket: a constant ``zmq.EVENT_*``."""
+    return int(parse_monitor_message(await monitor.recv_multipart())["event"])
 
 
 def _unreached(event: m.TokenEvent) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,8 +42,6 @@ OUTBOX_LIMIT = 20_000
 """Messages that may wait for one head; requests beyond it are refused."""
 STALL_S = 1.0
 """Seconds by which a tick may be late; more, and this process stood still."""
-RELINK_S = 30.0
-"""Seconds after that in which a broken connection is made once more before a process counts as lost."""
 
 
 class Owner(Protocol):
@@ -91,8 +88,6 @@ class Links:
         self._flows: dict[int, Flow] = {}
         self._pending: deque[e.Event] = deque()
         self._feeding = False
-        self._stalled_at = -math.inf
-        """When this process last noticed that it had stood still."""
         self._context = zmq.asyncio.Context()
         self._ticking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -381,24 +376,9 @@ class Links:
         flow.push(event)
 
     def _replace(self, name: str, error: WeftError) -> None:
-        """Has the owner replace a process; unless this one stood still, so that the other was not heard."""
-        link, address = self._links[name], self._owner.present().get(name)
-        present = isinstance(address, Address) and address.incarnation == link.incarnation
-        recently = self._clock.now() - self._stalled_at < RELINK_S
-        if recently and link.began <= self._stalled_at and present and link.process.poll() is None:
-            assert isinstance(address, Address)
-            self._connect(name, address, relinked=True)
-            relinked = self._links[name]
-            asyncio.get_running_loop().call_later(self._link_timeout, self._give_up, relinked)
-            return
-        self._owner.replace(name, link.incarnation, error)
+        """Has the owner replace a process."""
+        self._owner.replace(name, self._links[name].incarnation, error)
         self._follow_owner()
-
-    def _give_up(self, link: Link) -> None:
-        """A process that was linked to once more has had its time to answer."""
-        name = link.instance
-        if self._links[name] is link and self._fleet.table.instances[name].welcome is None:
-            self._feed(e.Lost(name, link.number, EngineDead("the engine's process does not answer")))
 
     def _follow_owner(self) -> None:
         """Tells the fleet what its instances' owner has changed."""
@@ -419,15 +399,13 @@ class Links:
             elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))
 
-    def _connect(self, name: str, address: Address, relinked: bool = False) -> None:
+    def _connect(self, name: str, address: Address) -> None:
         number, self._started = self._started, self._started + 1
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number, relinked))
-        link = Link(name, number, address, self._context, self._link_timeout, self._feed)
-        link.began = self._clock.now()
-        self._links[name] = link
+        self._feed(e.Expected(name, number))
+        self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
     def _end(self, link: Link) -> None:
         task = asyncio.get_running_loop().create_task(link.close(flush=False))
@@ -440,10 +418,11 @@ class Links:
                 before = self._clock.now()
                 await asyncio.sleep(POLL)
                 late = self._clock.now() - before - POLL
-                if late > STALL_S:
-                    self._stalled_at = self._clock.now()
-                    self._feed(e.Stalled(late))
                 loop_time = asyncio.get_running_loop().time()
+                if late > STALL_S:
+                    for link in self._links.values():
+                        link.excuse(loop_time)
+                    self._feed(e.Stalled(late))
                 for link in list(self._links.values()):
                     self._attempt(functools.partial(link.look, loop_time))
                 self._attempt(self._follow_owner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import msgspec
 import zmq
@@ -11,6 +12,8 @@ from weft.links.link import Address
 from weft.types import messages as m
 
 LINGER_MS = 500
+GREET_S = 2.0
+"""Seconds between two Hellos to a head that has answered: a connection that was made anew needs one."""
 
 
 class HeadProbe:
@@ -26,6 +29,7 @@ class HeadProbe:
         """Whether it has no sequence of any front, and no transfer touches its memory, by the last word that
         the last ``look`` found; None: there was none."""
         self._ends = False
+        self._greeted = 0.0
 
     def look(self) -> None:
         """Takes in what has come."""
@@ -33,6 +37,8 @@ class HeadProbe:
         if self._socket is None and not self._connect():
             return
         assert self._socket is not None
+        if self.answers and time.monotonic() - self._greeted >= GREET_S:
+            self._greet()
         with contextlib.suppress(zmq.Again):
             while True:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -62,8 +68,12 @@ class HeadProbe:
         if self._address.keys is not None:
             self._address.keys.guard_rank(self._socket)
         self._socket.connect(place)
-        self._send(m.Hello(versions=(m.OLDEST, m.VERSION), front="owner"))
+        self._greet()
         return True
+
+    def _greet(self) -> None:
+        self._greeted = time.monotonic()
+        self._send(m.Hello(versions=(m.OLDEST, m.VERSION), front="owner"))
 
     def _send(self, message: m.ToHead) -> None:
         if self._socket is not None and not self._socket.closed:

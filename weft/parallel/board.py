@@ -15,11 +15,13 @@ import time
 import msgspec
 import zmq
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import EngineDead
 from weft.common.log import get_logger
 from weft.config.hosts import meeting_place
 from weft.config.sections import ParallelSection
 from weft.parallel.address import listen_at, own_address, tcp
+from weft.parallel.handshakes import Handshakes
 from weft.parallel.secret import CurveKeys, admit_ranks, read_keys
 from weft.types.board import MOST_BYTES, Ask, Table
 
@@ -29,6 +31,7 @@ RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
 _TURN_MS = 100
 _QUEUE = 1000
+_REFUSED = "a connection of %s was refused: it does not know the --group-secret"
 
 
 class Board:
@@ -41,6 +44,10 @@ class Board:
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
         keys.guard_head(self._socket)
+        self._handshakes = Handshakes(self._socket)
+        self._strangers = CountedLog(log)
+        self.refused = ""
+        """Address of the last one whose connection was refused; "" for none."""
         try:
             listen_at(self._socket, address, 0.0)
         except BaseException:
@@ -92,10 +99,18 @@ class Board:
             self._version += 1
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._socket, self._handshakes.monitor):  # addresses are there while connections are
+            poller.register(one, zmq.POLLIN)
         try:
             while not self._stop:
-                if self._socket.poll(_TURN_MS):
+                if self._socket in dict(poller.poll(_TURN_MS)):
                     self._serve(self._socket.recv_multipart())
+                for address in self._handshakes.look():
+                    self.refused = address
+                    self._strangers.say(
+                        "a connection of %s was refused: it does not know the --group-secret", address
+                    )
         finally:
             self._end()
 
@@ -104,7 +119,7 @@ class Board:
             client, body = frames
             ask = msgspec.msgpack.decode(body, type=Ask)
         except (ValueError, msgspec.MsgspecError) as error:
-            log.warning("dropped a frame that asks the board nothing (%s)", type(error).__name__)
+            self._strangers.say("dropped a frame that asks the board nothing (%s)", type(error).__name__)
             return
         with self._lock:
             for key, value in ask.entries.items():
@@ -118,6 +133,7 @@ class Board:
             return
 
     def _end(self) -> None:
+        self._handshakes.close()
         self._socket.close()
         self._doorman.stop()
         self._context.term()
@@ -156,8 +172,9 @@ class BoardClient:
         if wait <= 0 and self._answered < self._number and time.monotonic() - self._asked < RENEW_S:
             return False
         quiet = time.monotonic() - max(self.heard, self._connected)
+        self._handshakes.look()
         if self._answered < self._number and quiet > RENEW_S:
-            self._socket.close(0)
+            self._close(0)
             self._connect()
         self._number += 1
         self._asked = time.monotonic()
@@ -177,16 +194,27 @@ class BoardClient:
         until = time.monotonic() + patience
         while not self.look(min(RENEW_S, patience)):
             if time.monotonic() > until:
-                raise EngineDead(f"host 0 did not answer at {self._address} within {patience:g} s")
+                where = f"host 0 did not answer at {self._address} within {patience:g} s"
+                raise EngineDead(f"{where}: {self.why}")
+
+    @property
+    def why(self) -> str:
+        """Why the board does not answer, as far as this end can tell."""
+        return self._handshakes.why or "it is connected, and says nothing"
 
     def close(self) -> None:
-        self._socket.close(1000)
+        self._close(1000)
         self._context.term()
+
+    def _close(self, linger: int) -> None:
+        self._handshakes.close()
+        self._socket.close(linger)
 
     def _connect(self) -> None:
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
         self._keys.guard_rank(self._socket)
+        self._handshakes = Handshakes(self._socket)
         self._socket.connect(self._address)
         self._connected = time.monotonic()
 

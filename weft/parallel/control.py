@@ -113,6 +113,9 @@ class ZmqHead(HeadChannel):
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
         socket = _configured(self._context.socket(zmq.ROUTER))
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A rank that connects again keeps its identity, and this end may not know that the first connection
+        # broke: the second one would never be heard. Identities are random: nobody can take one.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
             keys.guard_head(socket)
         self._socket, self._inbox = socket, _Inbox(socket)

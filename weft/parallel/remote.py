@@ -147,7 +147,9 @@ class RemoteHeads:
     def _remind_of(self, host: int) -> None:
         if time.monotonic() > self._remind:
             self._remind = time.monotonic() + REMIND_S
-            log.info("host %d has not come yet", host)
+            refused = self._board.refused
+            why = f"a host at {refused} does not know the --group-secret" if refused else "no connection came"
+            log.info("host %d has not come yet: %s", host, why)
 
 
 class RemoteHead:

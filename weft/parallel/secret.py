@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -16,8 +15,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from weft.common.errors import ConfigError
-
-LEAST_BYTES = 16
+from weft.config.secret_file import check_secret, read_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +40,6 @@ class CurveKeys:
         socket.curve_serverkey = self.head[0]
 
 
-def check_secret(secret: bytes) -> None:
-    """Raises ConfigError for one that is too short."""
-    if len(secret) < LEAST_BYTES:
-        raise ConfigError(
-            f"--group-secret: the file must hold at least {LEAST_BYTES} bytes", param="--group-secret"
-        )
-
-
 def derive(secret: bytes) -> CurveKeys:
     """The keys of a group. Raises ConfigError when zmq was built without CURVE, or for a short secret."""
     if not zmq.has("curve"):
@@ -66,16 +56,6 @@ def derive(secret: bytes) -> CurveKeys:
 def read_keys(file: str) -> CurveKeys:
     """The keys of the group whose secret is in ``file``. Raises ConfigError."""
     return derive(read_secret(file))
-
-
-def read_secret(file: str) -> bytes:
-    """The secret in ``file``, of any length. Raises ConfigError."""
-    try:
-        return Path(file).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(
-            f"--group-secret: the file can't be read ({error.strerror})", param="--group-secret"
-        ) from error
 
 
 def admit_ranks(context: Any, keys: CurveKeys) -> ThreadAuthenticator:

@@ -48,14 +48,10 @@ class Resumed(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A process of ``instance`` was started; ``link`` is the connection to it.
-
-    ``relinked``: it is the process that was there, over another link.
-    """
+    """A process of ``instance`` was started; ``link`` is the connection to it."""
 
     instance: str
     link: int
-    relinked: bool = False
 
 
 class Located(NamedTuple):
@@ -66,7 +62,18 @@ class Located(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """The connection to the process is up: it listens."""
+    """The connection to the process is up: it listens.
+
+    Each further one is of another connection to the same process. Messages of either direction that the one
+    before had not delivered are lost.
+    """
+
+    instance: str
+    link: int
+
+
+class Unreachable(NamedTuple):
+    """The connection is broken, and could not be made again so far. ``Linked`` or ``Lost`` follows."""
 
     instance: str
     link: int
@@ -127,6 +134,7 @@ Event: TypeAlias = (
     | Expected
     | Located
     | Linked
+    | Unreachable
     | Received
     | Lost
     | Retired

@@ -15,6 +15,7 @@ the tokens that came so far, or wait for one that is being started.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,13 +25,14 @@ from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, 
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
-from weft.routing.abilities import outdated, speaking, too_old, understood
+from weft.routing.abilities import outdated, speaking, too_old
+from weft.routing.attempts import begin, may_retry
 from weft.routing.instance_table import InstanceTable, Patience
-from weft.routing.instances import Instance, InstanceState
+from weft.routing.instances import GONE, Instance, InstanceState
 from weft.routing.lateness import Lateness
-from weft.routing.ledger import LedgerEntry, Unlanded, by_request, for_good, is_refusal
+from weft.routing.ledger import LedgerEntry, Unlanded, by_request, for_good, was_not_greeted
 from weft.routing.open_sequences import OpenSequences
-from weft.routing.pairs import Route, Router, serve, ticketed
+from weft.routing.pairs import Route, Router
 from weft.routing.parked import MOST_REFUSALS, wait_after
 from weft.routing.policy import Policies, make_policies
 from weft.types import messages as m
@@ -58,17 +60,15 @@ class Fleet:
         self.table = InstanceTable(instances, patience, joining, local_prefill)
         self._joining = joining
         self.open = OpenSequences()
-        self.entries = self.open.entries
-        """Open sequences."""
+        self.entries = self.open.entries  # the open sequences
         self.failure: WeftError | None = None
         """Set when no instance is left and none will be started again."""
-        self.late_events = 0
-        """Events of sequences or attempts that have ended already."""
+        self.late_events = 0  # of sequences or attempts that have ended already
         self.failovers = 0  # sequences that went on after an instance was lost
         self.pauses = 0
         self.paired = 0  # sequences that were sent to two instances
         self.local_prefills = 0  # sequences prefilled where they are decoded, as none that prefills was there
-        self.encodes = {"first": 0, "again": 0}  # images sent to instances that encode, by the attempt
+        self.encodes = Counter(first=0, again=0)  # images sent to instances that encode, by the attempt
         self._patience, self._front = patience, front
         self.router = Router(policies or make_policies())
         self._unlanded = Unlanded()
@@ -86,7 +86,8 @@ class Fleet:
         if self._parked:
             self._place_parked()
         if self._parked:
-            self._end_late()
+            for sequence, error in self.open.late(self._lateness):
+                self._end(sequence, error)
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
         return self._actions
@@ -168,34 +169,13 @@ class Fleet:
                 takers = self.table.takers()
 
     def _place(self, route: Route, group: list[int]) -> None:
-        compute, decode, encoders = route
-        for number, sequence in enumerate(group):
-            entry = self.entries[sequence]
-            submit = entry.again()
-            tokens = (len(submit.prompt_ids) + len(submit.emitted_ids)) // 4
-            compute.begin(sequence, 0 if number else tokens)
-            if decode is not None:
-                decode.begin(sequence, 0)
-                entry.pair = (compute.name, decode.name)
-                self.paired += 1
-            elif compute.role == "decode" and entry.pinned is None:
-                self.local_prefills += 1
-            for instance, its in ticketed(route, submit, self._patience.transfer, first=not number):
-                if instance in encoders:
-                    instance.begin(sequence, sum(item.count for item in its.media))
-                    entry.encoders[instance.name] = None
-                    self.encodes["again" if entry.attempt else "first"] += len(its.media)
-                entry.places[instance.name] = entry.attempt
-                self._send(instance, understood(its, instance))
-            self.failovers += self.open.placed(sequence)
-
-    def _end_late(self) -> None:
-        """Parked sequences fail that have waited for too long."""
-        late = self.open.late(self._lateness)
-        if late:
-            log.error("%d sequences fail: %s", len(late), late[0][1].message)
-        for sequence, error in late:
-            self._end(sequence, error)
+        began = begin(route, [self.entries[sequence] for sequence in group], self._patience.transfer)
+        for instance, message in began.submits:
+            self._send(instance, message)
+        self.encodes.update(began.encodes)
+        self.paired += began.paired
+        self.local_prefills += began.local
+        self.failovers += sum(map(self.open.placed, group))
 
     def _send(self, instance: Instance, message: m.ToHead) -> None:
         self._actions.append(e.Send(instance.name, instance.link, message))
@@ -204,7 +184,7 @@ class Fleet:
 
     def _received(self, event: e.Received) -> None:
         instance, message = self.table.instances[event.instance], event.message
-        if instance.link != event.link or instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
+        if instance.link != event.link or instance.state in GONE:
             self.late_events += len(message.events) if isinstance(message, m.Tokens) else 0
             return
         instance.heard = self._now
@@ -217,7 +197,6 @@ class Fleet:
         elif isinstance(message, m.Welcome):
             self._welcome(instance, message)
         else:
-            log.error("the engine failed: %s", message.error.message)
             self._lose(instance, ReportedError(message.error))
 
     def _welcome(self, instance: Instance, welcome: m.Welcome) -> None:
@@ -242,6 +221,9 @@ class Fleet:
         attempt = None if entry is None else entry.places.get(instance.name)
         if entry is None or attempt is None or (event.attempt != attempt and instance.version > 1):
             self.late_events += 1
+            return
+        if was_not_greeted(event):
+            self._greet(instance)
             return
         if instance.name in entry.encoders:
             self._take_of_encoder(instance, entry, event)
@@ -296,14 +278,7 @@ class Fleet:
             self.table.prove(instance)
 
     def _may_retry(self, instance: Instance, entry: LedgerEntry, event: m.TokenEvent) -> bool:
-        """Whether ``event`` says that this instance has no room, and another one may have."""
-        if entry.pinned is not None or not is_refusal(event):
-            return False
-        if instance.name in entry.encoders:  # where the prompt is computed there is room, so this one waits
-            return True
-        takers = self.table.takers(leaving=entry.submit.sequence)
-        others = [i for i in takers if i is not instance and i.name not in entry.refused]
-        return serve(others, self._lateness.local)
+        return may_retry(self.table, self._lateness.local, instance, entry, event)
 
     def _depart(self, instance: Instance, entry: LedgerEntry) -> None:
         """``instance`` has the sequence no longer."""
@@ -343,17 +318,34 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.table.expect(instance, event.link, self._now, event.relinked)
+        self.table.expect(instance, event.link, self._now)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event)) is not None:
             self.table.locate(instance, self._now)
 
     def _listening(self, event: e.Linked) -> None:
-        if (instance := self._linked_to(event)) is not None and self.table.listen(instance, self._now):
-            self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        if (instance := self._linked_to(event)) is not None and instance.state not in GONE:
+            self._greet(instance)
 
-    def _linked_to(self, event: e.Located | e.Linked | e.Lost) -> Instance | None:
+    def _greet(self, instance: Instance) -> None:
+        """Says hello over a connection that the head does not know yet.
+
+        Sequences of the connection before have ended at the head, and messages were lost: each begins
+        another attempt, from the tokens that came. No process was lost, so no loss counts.
+        """
+        self.table.listen(instance, self._now)
+        self._send(instance, m.Hello(versions=(m.OLDEST, m.VERSION), front=self._front))
+        for entry in self._part(instance):
+            self._leave(entry.submit.sequence)
+            self._parked.add(entry.submit.sequence)
+        instance.unanswered.clear()
+
+    def _unreachable(self, event: e.Unreachable) -> None:
+        if (instance := self._linked_to(event)) is not None and instance.alive:
+            self.table.shun(instance, self._now, "it cannot be reached; the connection is tried again")
+
+    def _linked_to(self, event: e.Located | e.Linked | e.Unreachable | e.Lost) -> Instance | None:
         """Its instance, if its link is the present one."""
         instance = self.table.instances[event.instance]
         return instance if instance.link == event.link else None
@@ -364,25 +356,30 @@ class Fleet:
 
     def _lose(self, instance: Instance, error: WeftError, replace: bool = True) -> None:
         """The process of ``instance`` is gone, or as good as gone."""
-        if not self.table.lose(instance, self._now):
+        if not self.table.lose(instance, self._now, error, self._closing):
             return
-        log.error("engine %s is lost: %s", instance.name, error.message)
         self._actions.append(e.Unlink(instance.name, instance.link))
-        for sequence in list(instance.open):
-            entry = self.entries[sequence]
-            if instance.name in entry.encoders and entry.computed:
-                self._depart(instance, entry)
-            elif entry.sender == instance.name and not entry.needs_sender:
-                self._hand_over(instance, entry)
-            else:
-                self._depart(instance, entry)
-                self._go_on(entry)
+        for entry in self._part(instance):
+            self._go_on(entry)
         self._unlanded.add(instance.name, self.entries.values(), self._now + self._patience.transfer)
         self._end_pinned(instance.name, error)
         if not self.table.complete and not self._joining:  # who waits for its start hears of it
             self._fail(error)
         elif replace and not self._closing:
             self._actions.append(e.Replace(instance.name, error))
+
+    def _part(self, instance: Instance) -> list[LedgerEntry]:
+        """Takes all sequences from ``instance``; returns those that cannot go on without it."""
+        left = []
+        for sequence in list(instance.open):
+            entry = self.entries[sequence]
+            if entry.sender == instance.name and not entry.needs_sender:
+                self._hand_over(instance, entry)
+                continue
+            if instance.name not in entry.encoders or not entry.computed:
+                left.append(entry)
+            self._depart(instance, entry)
+        return left
 
     def _go_on(self, entry: LedgerEntry) -> None:
         """An instance was lost that worked on it: unless that is so for once too often it goes on."""
@@ -418,6 +415,8 @@ class Fleet:
             self._lose(instance, error)
         for entry in self._unlanded.late(self._now):
             self._go_on(entry)
+        if self.table.starts_without(self._now):
+            self._actions.append(e.Complete())
 
     def _stalled(self, event: e.Stalled) -> None:
         self.table.stall(event.seconds, self._now)
@@ -439,6 +438,7 @@ _HANDLERS: dict[type, Callable[[Fleet, Any], None]] = {
     e.Expected: Fleet._expected,
     e.Located: Fleet._located,
     e.Linked: Fleet._listening,
+    e.Unreachable: Fleet._unreachable,
     e.Received: Fleet._received,
     e.Lost: Fleet._lost,
     e.Retired: Fleet._retired,

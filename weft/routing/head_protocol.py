@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from weft.common.errors import EngineDead, InvalidRequest, PixelsLost, Unavailable, WeftError
+from weft.common.errors import EngineDead, InvalidRequest, NotGreeted, PixelsLost, Unavailable, WeftError
 from weft.common.shared_bytes import SharedName
 from weft.kv.prefix_log import PrefixLog
 from weft.routing.encoders import ENCODE_SINCE
@@ -95,7 +95,7 @@ class HeadProtocol:
         if front not in self._fronts:
             self.bad_frames += 1
             if isinstance(message, m.Submit):  # it was forgotten, as it did not read, and does not know
-                return self._reject(front, message, Unavailable("say hello first"))
+                return self._reject(front, message, NotGreeted("say hello first"))
         elif isinstance(message, m.Submit):
             return self._submit(front, message)
         elif isinstance(message, m.Finish):
@@ -171,6 +171,8 @@ class HeadProtocol:
         if welcome.role == "encode" and version < ENCODE_SINCE:
             spoken = f"this head encodes images for others, which the front, of version {version}, cannot use"
             return [(front, m.HeadFailed(error=EngineDead(spoken).info()))]
+        for former in [other for other in self._fronts if other != front and self._named(other, hello.front)]:
+            self.forget(former)  # that connection broke, which was not noticed here yet
         self._fronts[front] = _Front(hello.front, version, hello.quiet)
         if version < 2:
             welcome = msgspec.structs.replace(welcome, block_size=0)
@@ -184,9 +186,6 @@ class HeadProtocol:
 
     def _submit(self, front: bytes, submit: m.Submit) -> Outgoing:
         owner = self._owners.get(submit.sequence)
-        if owner is not None and owner.front != front and self._is_same(owner.front, front):
-            self.forget(owner.front)  # its former connection is over, which was not noticed here yet
-            owner = None
         try:
             if owner is not None and owner.front != front:
                 raise Unavailable("another front uses the sequence's id")
@@ -208,9 +207,9 @@ class HeadProtocol:
         self._owners[submit.sequence] = _Owner(front, submit.attempt)
         return self.events(events)
 
-    def _is_same(self, one: bytes, other: bytes) -> bool:
-        """Whether two connections are of one front."""
-        return bool(self._fronts[one].name) and self._fronts[one].name == self._fronts[other].name
+    def _named(self, connection: bytes, name: str) -> bool:
+        """Whether a connection is of the front of that name."""
+        return bool(name) and self._fronts[connection].name == name
 
     def _found(self, submit: m.Submit) -> m.Submit:
         """With the pixels that it names. Raises PixelsLost, and ValueError where nobody can look for them."""

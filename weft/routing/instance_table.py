@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ HEALTHY_S = 5.0
 ROW = 2
 """Deaths in a row after which an instance comes back half-open."""
 LISTEN_S = 60.0
+ABSENT_S = 10.0
+"""Seconds that the first start waits for hosts that are not there, once the others can serve requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class InstanceTable:
         """Since when some take sequences, but none can do all work and no two are a pair; else inf."""
         self.blind_since = math.inf
         """Since when some take sequences, but for want of one that encodes none takes images; else inf."""
+        self._path_since = math.inf
+        """At the first start: since when those that are up can serve, and all others are absent; else inf."""
         self._patience = patience
         self._joining = joining
         self._local_prefill = local_prefill
@@ -123,7 +128,7 @@ class InstanceTable:
 
     def deadline(self) -> float:
         """When ``overdue`` will change, if no message comes before; inf for never."""
-        deadlines = [math.inf]
+        deadlines = [math.inf if self.complete else self._path_since + ABSENT_S]
         for instance in self.instances.values():
             if instance.state is InstanceState.STARTING:
                 deadlines.append(instance.deadline)
@@ -166,23 +171,26 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
-        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
-        self.restarts += instance.state is InstanceState.DOWN and not relinked
+    def expect(self, instance: Instance, link: int, now: float) -> None:
+        """A process was started."""
+        self.restarts += instance.state is InstanceState.DOWN
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
         """Notes where a process of the instance will listen."""
+        instance.located = True
         if instance.state is InstanceState.STARTING and not instance.listens:
             instance.deadline = now + self._patience.listen
+        self._look_for_path(now)
 
-    def listen(self, instance: Instance, now: float) -> bool:
-        """A process listens. Returns whether that is new."""
-        if instance.state is not InstanceState.STARTING or instance.listens:
-            return False
-        instance.listens = True
-        instance.deadline = now + self._patience.load
-        return True
+    def listen(self, instance: Instance, now: float) -> None:
+        """There is a connection to a process: the first, or another one."""
+        if instance.state is InstanceState.STARTING and not instance.listens:
+            instance.deadline = now + self._patience.load
+        instance.listens = instance.located = True
+        instance.shunned = False
+        self._look_for_path(now)
+        self._changed(now)
 
     def welcome(self, instance: Instance, welcome: m.Welcome, now: float) -> None:
         """A process answers: it is up. Raises EngineDead if it cannot be used."""
@@ -204,8 +212,24 @@ class InstanceTable:
             log.info("engine %s is back", instance.name)
         all_up = all(other.alive for other in self.instances.values())
         self.complete = self.complete or all_up or (self._joining and self.serve(self._serving()))
+        self._look_for_path(now)
         self._changed(now)
         self._say_who_is_lonely()
+
+    def _look_for_path(self, now: float) -> None:
+        missing = [one for one in self.instances.values() if not one.alive]
+        absent = all(one.state is InstanceState.STARTING and not one.located for one in missing)
+        path = not self.complete and absent and self.serve(self._serving())
+        self._path_since = min(self._path_since, now) if path else math.inf
+
+    def starts_without(self, now: float) -> bool:
+        """Return True once, when the first start has waited long enough for hosts that are not there."""
+        if self.complete or now < self._path_since + ABSENT_S:
+            return False
+        self.complete = True
+        missing = [one.name for one in self.instances.values() if not one.alive]
+        log.warning("the server starts without %s, whose hosts are not there", ", ".join(missing))
+        return True
 
     def prove(self, instance: Instance) -> None:
         """The instance is healthy: a sequence ended well there, or it was up for ``HEALTHY_S``."""
@@ -219,20 +243,31 @@ class InstanceTable:
             instance.state = InstanceState.DRAINING
             self._changed(now)
 
-    def shun(self, instance: Instance, now: float) -> None:
-        """Avoids an instance whose process has ended, as another instance saw: it gets no sequences until
-        another one is up. That it is lost is for its link to tell, which may have more of what it said."""
+    def shun(self, instance: Instance, now: float, why: str = "") -> None:
+        """Avoids an instance whose process has ended, as another instance saw, or that cannot be reached: it
+        gets no sequences until another process is up, or there is another connection. That it is lost is for
+        its link to tell, which may have more of what it said."""
         if instance.alive and not instance.shunned:
             instance.shunned = True
+            if why:
+                log.warning("engine %s gets no requests: %s", instance.name, why)
             self._changed(now)
 
-    def lose(self, instance: Instance, now: float) -> bool:
-        """Loses the process of an instance, which is gone or unusable. Returns whether that is new."""
+    def lose(self, instance: Instance, now: float, error: WeftError, closing: bool) -> bool:
+        """Loses the process of an instance, which is gone or unusable. Returns whether that is new.
+
+        ``closing``: this front ends, and its instances with it.
+        """
         if instance.state in (InstanceState.DOWN, InstanceState.RETIRED):
             return False
+        planned = closing or instance.state is InstanceState.DRAINING
+        # Who waits for the first start tells the reason itself, as its last line.
+        level = logging.INFO if planned or not (self.complete or self._joining) else logging.ERROR
+        log.log(level, "engine %s is lost: %s", instance.name, error.message)
         healthy = instance.alive and now - instance.since >= HEALTHY_S
         instance.deaths = 1 if healthy else instance.deaths + 1
         instance.state = InstanceState.DOWN
+        self._look_for_path(now)
         self._changed(now)
         return True
 

@@ -37,6 +37,7 @@ class InstanceState(Enum):
     RETIRED = "retired"
 
 
+GONE = (InstanceState.DOWN, InstanceState.RETIRED)
 ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 
@@ -79,6 +80,8 @@ class Instance:
     """When it proved progress last: its step counter moved, or it had nothing to do."""
     deadline: float = math.inf
     """While it starts: when it must listen at the latest or, once it listens, answer."""
+    located: bool = False
+    """Whether its present process was heard of; that of a host that is not there was not."""
     listens: bool = False
     shunned: bool = False
     """Whether its present process has ended, as another one says that saw it: nothing is sent there."""
@@ -127,7 +130,7 @@ class Instance:
     def start(self, link: int, deadline: float) -> None:
         """Takes note of a new process."""
         self.state = InstanceState.STARTING
-        self.lonely = self.shunned = False
+        self.lonely = self.shunned = self.located = False
         self.link = link
         self.deadline = deadline
         self.welcome = None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from weft.common.errors import ImageFailed
+from weft.common.errors import ImageFailed, NotGreeted
 from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -269,6 +269,11 @@ def is_refusal(event: TokenEvent) -> bool:
     """Whether an instance has no room for the sequence, and another one may have."""
     error = event.error
     return event.finish == "error" and error is not None and error.blame == "capacity" and error.retryable
+
+
+def was_not_greeted(event: TokenEvent) -> bool:
+    """Return True where a head refuses a sequence because it does not know the connection."""
+    return event.error is not None and event.error.code == NotGreeted.code
 
 
 def _after(event: TokenEvent, count: int) -> TokenEvent:

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import WeftError
+from weft.common.log import get_logger
 from weft.routing.events import Opened
 from weft.routing.lateness import Lateness
 from weft.routing.ledger import LedgerEntry
 from weft.routing.parked import Parked
+
+log = get_logger(__name__)
 
 
 class OpenSequences:
@@ -20,6 +24,7 @@ class OpenSequences:
         self.entries: dict[int, LedgerEntry] = {}
         self.requests: dict[int, dict[int, None]] = {}
         """Request -> its open sequences: they share a prompt, and its blocks where they are together."""
+        self._refusals = CountedLog(log)
         self.parked = Parked()
         """Those that wait for an instance, in order."""
         self.paused: dict[int, None] = {}
@@ -76,5 +81,6 @@ class OpenSequences:
             entry = self.entries[sequence]
             error = lateness.why(begun=entry.attempt >= 0, images=bool(entry.submit.media))
             if error is not None:
+                self._refusals.say("a request fails: %s", error.message)
                 found.append((sequence, error))
         return found

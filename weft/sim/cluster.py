@@ -86,7 +86,8 @@ class Cluster(Timeline):
         self.leases: list[Lease | None] = [None] * len(self.instances)
         self.replicas = self._make_replicas(domain)
         self.fronts: list[FrontProcess] = []
-        self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)), rng.random() < 0.5)
+        self.supervisor = Supervisor(self, self.instances, rng.choice((1, 3, 5, 8)))
+        self.network.remakes = rng.random() < 0.7
         old = rng.random() < 0.3 and not paired
         """Whether an upgrade is under way: some processes speak version 1."""
         self._start(fronts, old)

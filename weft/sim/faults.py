@@ -194,7 +194,9 @@ def _close_front(cluster: Cluster) -> bool:
 
 def _break_link(cluster: Cluster) -> bool:
     link = _link(cluster)
-    return link is not None and cluster.break_link(link)
+    if link is None:
+        return False
+    return cluster.network.reset(link) if cluster.network.remakes else cluster.break_link(link)
 
 
 def _partition(cluster: Cluster) -> bool:

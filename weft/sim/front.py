@@ -292,7 +292,9 @@ class FrontProcess:
             stream.lands_by = math.inf
 
     def linked(self, link: Link) -> None:
-        """There is a connection."""
+        """There is a connection: the first over this link, or another one."""
+        for stream in self.streams.values():  # the head has ended them with the connection before
+            stream.links.discard(link.number)
         self.feed(e.Linked(link.head.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
@@ -301,12 +303,11 @@ class FrontProcess:
         self.feed(e.Lost(link.head.instance, link.number, EngineDead(why)))
 
     def started(self, head: HeadProcess) -> None:
-        """The registry says that there is another process, or another way to it."""
-        relinked = any(link.head is head for link in self.links.values())
+        """The registry says that there is another process."""
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
         self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
-        self.feed(e.Expected(head.instance, link.number, relinked))
+        self.feed(e.Expected(head.instance, link.number))
         self.feed(e.Located(head.instance, link.number))
         self.cluster.connect(link)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from weft.routing import events as e
 from weft.sim.check import Violation
 from weft.types import messages as m
 
@@ -43,7 +44,7 @@ class Link:
         self.front = front
         self.head = head
         self.connection = f"{front.name}/{number}".encode()
-        """By what the head knows it."""
+        """By what the head knows it; of each connection over the link another name."""
         self.latency = latency
         self.version = min(front.version, head.version)
         """Of the messages that both ends speak."""
@@ -76,6 +77,8 @@ class Network:
         self._cluster = cluster
         self.lost = 0
         """Messages that were under way on links that broke."""
+        self.remakes = False
+        """True where a link that breaks is connected again: between hosts, where processes outlive it."""
 
     def to_head(self, link: Link, message: m.ToHead) -> None:
         """Sends ``message``. Raises Violation for what the version of the link does not know."""
@@ -123,11 +126,46 @@ class Network:
         if not link.up:
             return 0
         link.up = False
-        link.excused = True
         link.lingers = lingers
         gone = len(link.to_head) + (0 if lingers else len(link.to_front))
         self.lost += gone
         return gone
+
+    def reset(self, link: Link) -> bool:
+        """The connection breaks, and another one to the same process is made. Whether it was up.
+
+        What was under way is lost in both directions. The head may notice the end of the connection before it
+        gets the next one, or long after.
+        """
+        if not link.up:
+            return False
+        cluster = self._cluster
+        rng, now = cluster.rng, cluster.now
+        self.cut(link, lingers=False)
+        seconds = rng.uniform(0.01, 0.3) if rng.random() < 0.7 else rng.uniform(1.0, 3.0)
+        again = Link(link.number, link.front, link.head, link.latency)
+        again.connection = link.connection + b"+"
+        again.excused, again.held_until = link.excused, now + seconds
+        again.silence = link.silence + seconds
+        link.front.links[link.number] = again
+        cluster.note(
+            link.front.name, "..", link.head.name, f"link {link.number} is reset for {seconds:.3f} s"
+        )
+        if seconds >= 1.0:
+            cluster.at(now + 0.5, link.front, self._unreachable, again)
+        cluster.at(now + seconds, None, self._connect_again, again)
+        cluster.at(now + rng.random() * rng.choice((0.05, 0.05, 4.0)), link.head, link.head.forget, link)
+        return True
+
+    def _unreachable(self, link: Link) -> None:
+        """There has been no connection for a while."""
+        if link.front.links[link.number] is link and not link.up and not link.unlinked:
+            link.front.feed(e.Unreachable(link.head.instance, link.number))
+
+    def _connect_again(self, link: Link) -> None:
+        if link.head.alive and not link.unlinked:
+            self._cluster.count("connections made again")
+        self._cluster.connect(link)
 
     def _arrival(self, link: Link, after: float) -> float:
         cluster = self._cluster

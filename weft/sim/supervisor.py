@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 class Supervisor:
     """The supervisor of a simulated cluster. It never dies."""
 
-    def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int, relinks: bool) -> None:
-        """``restarts``: of all heads together. ``relinks``: whether a process that is well is kept."""
+    def __init__(self, cluster: Cluster, instances: dict[str, str], restarts: int) -> None:
+        """``restarts``: of all heads together."""
         self._cluster = cluster
         self._domains = instances
-        self._relinks = relinks
         self._budget = RestartBudget(restarts, 600.0)
         self.heads: dict[str, HeadProcess] = {}
         """The present process of each instance, alive or not."""
@@ -80,11 +79,6 @@ class Supervisor:
         """``front`` has given ``head`` up."""
         if not self._present(head):
             return  # there is another one already, of which the front has heard or will hear
-        well = head.alive and head.listens and head.stalled_until <= self._cluster.now
-        if self._relinks and well and not head.protocol.draining and not self._domains[head.instance]:
-            self._cluster.count("relinked")
-            self.tell(front, front.started, head)
-            return
         self._cluster.end_head(head)
         self._again(head, "a front gave it up")
 

@@ -39,8 +39,10 @@ class PeerRank(NamedTuple):
 class Link:
     """One connection, of which this rank is the writer (it connected) or the receiver (it accepted)."""
 
-    def __init__(self, name: str, connection: Connection, writer: bool, until: float) -> None:
+    def __init__(self, name: str, connection: Connection, writer: bool, until: float, host: str = "") -> None:
         self.name, self.connection, self.writer = name, connection, writer
+        self.host = host
+        """Address of the one that connected; "" where all are of this host."""
         self.until: float | None = until
         """By when the hand-shake must be over; None when it is."""
         self.address: object = None
@@ -56,6 +58,24 @@ class Link:
         self.waiting: list[Write] = []
         """For the end of the hand-shake."""
         self.unanswered: dict[tuple[RoomKey, int], None] = {}
+
+
+def check_hello(hello: f.Hello, transport: str, incarnation: int, meant: PeerRank | None) -> None:
+    """Raises BadFrame for a Hello of another version, or of or for another start of a rank.
+
+    ``incarnation``: of this rank. ``meant``: the receiver that a writer connected to; None at a receiver.
+    """
+    if hello.version != f.VERSION or hello.transport != transport:
+        theirs = f"version {hello.version} of {hello.transport}"
+        raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {transport}")
+    if meant is None:
+        if hello.wanted != incarnation:
+            raise f.BadFrame("a peer means another start of this rank")
+        return
+    if hello.incarnation != meant.endpoint.incarnation:
+        raise f.BadFrame("another start of a rank answers")
+    if hello.rank != meant.rank:
+        raise f.BadFrame(f"rank {hello.rank} answers where rank {meant.rank} is meant to be")
 
 
 def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:

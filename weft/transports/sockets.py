@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
+from weft.common.counted_log import CountedLog
 from weft.common.errors import ErrorInfo, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.transfer.arrivals import Incoming
@@ -37,8 +38,9 @@ from weft.transports import wire as f
 from weft.transports.buffers import Buffers
 from weft.transports.connection import Connection, Got
 from weft.transports.copying import digest_parts
-from weft.transports.links import Link, PeerRank, Source, check_inside, info_of
+from weft.transports.links import Link, PeerRank, Source, check_hello, check_inside, info_of
 from weft.transports.memory import Direct, Memory, Staged
+from weft.transports.newcomers import MOST_UNPROVEN, Newcomers
 from weft.transports.taking import take_in
 from weft.types.rooms import Endpoint, RoomKey
 
@@ -47,8 +49,6 @@ log = get_logger(__name__)
 HELLO_S = 10.0
 """Seconds within which a peer says who it is."""
 MOST_PEERS = 1024
-MOST_UNPROVEN = 64
-"""Connections that were accepted and whose hand-shake is not over."""
 _PAUSE_S = 0.05
 """Until what the system had no room for is tried again."""
 _AT_ONCE = 2 << 20
@@ -82,6 +82,8 @@ class SocketTransport:
         self._peers: dict[str, PeerRank] = {}
         self._links: dict[str, Link] = {}
         self._accepted = 0
+        self._newcomers = Newcomers(MOST_UNPROVEN)
+        self._strangers = CountedLog(log)
         self._again: float | None = None
         """When connections are made and accepted again, of which some could not be."""
         self._events: list[Incoming | Written] = []
@@ -295,7 +297,7 @@ class SocketTransport:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, address = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.error("connections for transfers cannot be accepted: %s", error.strerror)
@@ -304,18 +306,21 @@ class SocketTransport:
             return
         try:
             self._admit(sock)
-            unproven = sum(link.until is not None and not link.writer for link in self._links.values())
-            if len(self._links) >= MOST_PEERS or unproven >= MOST_UNPROVEN:
+            if len(self._links) >= MOST_PEERS:
                 raise f.BadFrame("there are too many connections")
         except (OSError, WeftError) as error:
             self.refused += 1
-            log.warning("a connection for transfers was refused: %s", error)
+            self._strangers.say("a connection for transfers was refused: %s", error)
             sock.close()
             return
         sock.setblocking(False)
         self._accepted += 1
         name = f"accepted#{self._accepted}"
-        link = self._links[name] = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S)
+        host = str(address[0]) if isinstance(address, tuple) else ""
+        if (oldest := self._newcomers.add(host, name)) is not None:
+            self._lost(self._links[oldest], Unavailable("it said nothing, and made room for another one"))
+        link = Link(name, self._connection(sock), False, time.monotonic() + HELLO_S, host)
+        self._links[name] = link
         self._selector.register(sock, selectors.EVENT_READ, link)
 
     def _connection(self, sock: socket.socket) -> Connection:
@@ -359,11 +364,12 @@ class SocketTransport:
             return
         if isinstance(error, WeftError):
             self.refused += 1
-            log.warning("the connection for transfers with %s was closed: %s", link.peer, error)
+            self._strangers.say("a connection for transfers was closed: %s (%s)", error, link.peer)
         elif not isinstance(error, OSError):
             self.refused += 1
             log.error("the connection for transfers with %s failed", link.peer, exc_info=error)
         del self._links[link.name]
+        self._newcomers.left(link.host, link.name)
         if link.connection.sock in self._selector.get_map():
             self._selector.unregister(link.connection.sock)
         link.connection.close()
@@ -407,22 +413,14 @@ class SocketTransport:
                 raise f.BadFrame(f"a {type(got.frame).__name__} came out of turn")
 
     def _check_hello(self, link: Link, hello: f.Hello) -> None:
-        if hello.version != f.VERSION or hello.transport != self.name:
-            theirs = f"version {hello.version} of {hello.transport}"
-            raise f.BadFrame(f"a peer speaks {theirs}, this rank version {f.VERSION} of {self.name}")
-        if not link.writer and hello.wanted != self.incarnation:
-            raise f.BadFrame("a peer means another start of this rank")
-        if link.writer:
-            meant = self._peers[link.name]
-            if hello.incarnation != meant.endpoint.incarnation:
-                raise f.BadFrame("another start of a rank answers")
-            if hello.rank != meant.rank:
-                raise f.BadFrame(f"rank {hello.rank} answers where rank {meant.rank} is meant to be")
+        check_hello(hello, self.name, self.incarnation, self._peers[link.name] if link.writer else None)
 
     def _open(self, link: Link) -> None:
         """The hand-shake is over."""
         link.until = None
         link.connection.proven = True
+        if not link.writer:
+            self._newcomers.proved(link.host, link.name)
         while link.waiting and self._lives(link):
             self._send_write(link, link.waiting.pop(0))
 

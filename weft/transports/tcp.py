@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from weft.common.errors import ConfigError
-from weft.parallel.secret import check_secret
+from weft.config.secret_file import check_secret
 from weft.transfer.pushes import Write
 from weft.transports import wire as f
 from weft.transports.connection import Got, memory_of
 from weft.transports.connection_keys import NONCE_BYTES, keys, new_nonce
 from weft.transports.links import Link, Source
 from weft.transports.sockets import SocketTransport
+
+SILENCE_S = 15
+"""Seconds after which a connection breaks whose other end acknowledges nothing, or takes nothing."""
 
 
 class TcpTransport(SocketTransport):
@@ -117,5 +121,16 @@ def numeric(address: str) -> tuple[str, int]:
 
 
 def _configure(sock: socket.socket) -> None:
-    """Buffers are left to the system: a size that is asked for ends its own tuning, and may be smaller."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    """Sets the options of a connection, or of a listener, whose connections inherit them.
+
+    Buffers are left to the system: a size that is asked for ends its own tuning, and may be smaller.
+    """
+    tcp = socket.IPPROTO_TCP
+    sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
+    # A connection that a router forgot carries nothing, and no end hears of it: by default for 15 minutes.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        sock.setsockopt(tcp, socket.TCP_KEEPIDLE, SILENCE_S // 3)
+        sock.setsockopt(tcp, socket.TCP_KEEPINTVL, SILENCE_S // 3)
+        sock.setsockopt(tcp, socket.TCP_KEEPCNT, 2)
+        sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)

@@ -1,0 +1,100 @@
+"""TCP connections between hosts break, and no process does: nobody is restarted, and no request fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from tests.faults.cluster import SETTINGS, Cluster, Server
+from tests.faults.netns import Hosts, children_of
+from tests.faults.test_hosts import Alone, alone
+from tests.support.processes import with_role
+
+__all__ = ["alone"]
+
+pytestmark = pytest.mark.slow
+REFUSED_S = SETTINGS["rank_timeout"] / 3
+"""A firewall refuses everything for so long."""
+PAIR = [{"role": "prefill", "only-host": 0}, {"role": "decode", "only-host": 1}]
+
+
+@pytest.fixture(autouse=True)
+def tools(hosts: Hosts) -> None:
+    for tool in ("ss", "nft"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed (Debian: iproute2, nftables)")
+    try:
+        hosts.refuse(0)
+        hosts.pass_again()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine has no firewall rules in network namespaces: {error}")
+
+
+def processes(server: Server) -> list[int]:
+    """Of all heads and ranks."""
+    roots = [server.process, *server.others]
+    found = {pid for root in roots for role in ("head", "rank") for pid in with_role(root.pid, role)}
+    for root in roots:
+        for part in children_of(root):
+            found |= {pid for role in ("head", "rank") for pid in with_role(part, role)}
+    return sorted(found)
+
+
+def disturb(hosts: Hosts, deed: str) -> None:
+    if deed == "reset":
+        if not hosts.reset():
+            pytest.skip("this kernel resets no connections for ss (CONFIG_INET_DIAG_DESTROY)")
+    elif deed == "refused":
+        hosts.refuse(1)
+        time.sleep(REFUSED_S)
+        hosts.pass_again()
+    else:
+        assert hosts.forget()
+
+
+def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone: Alone) -> None:
+    """One group prefills here and one decodes there."""
+    server = cluster.up(json.dumps(PAIR))
+    there = processes(server)
+    for deed in ("reset", "reset", "refused", "reset", "half open"):
+        server.ask()
+        time.sleep(0.4)
+        disturb(cluster.hosts, deed)
+        assert server.told() == alone.texts, deed
+        cluster.hosts.pass_again()
+    assert processes(server) == there
+    assert server.metrics()["engine_restarts_total"] == 0
+    server.stop()
+
+
+def test_connections_of_a_head_and_its_rank(cluster: Cluster, alone: Alone) -> None:
+    """The group is formed anew. After a reset its processes are the same; after seconds without a connection
+    the rank may be another one."""
+    server = cluster.start(tensor_parallel_size=2)
+    there = processes(server)
+    for deed in ("reset", "refused", "half open"):
+        server.ask()
+        time.sleep(0.4)
+        disturb(cluster.hosts, deed)
+        assert server.told() == alone.texts, deed
+        cluster.hosts.pass_again()
+        if deed == "reset":
+            assert processes(server) == there
+    assert server.metrics()["engine_restarts_total"] == 0
+    server.stop()
+
+
+def test_connections_of_several_fronts(cluster: Cluster, alone: Alone) -> None:
+    server = cluster.start(data_parallel_size=2, fronts=2)
+    there = processes(server)
+    for deed in ("reset", "refused"):
+        server.ask()
+        time.sleep(0.4)
+        disturb(cluster.hosts, deed)
+        assert server.told() == alone.texts, deed
+    assert processes(server) == there
+    server.stop()

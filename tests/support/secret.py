@@ -1,0 +1,14 @@
+"""Files for ``--group-secret``."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+
+def write_secret(folder: Path, text: str | None = None) -> Path:
+    """A file in ``folder`` that this user alone can read, with ``text`` or a secret of its own."""
+    file = folder / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32) if text is None else text)
+    return file

@@ -1,0 +1,57 @@
+"""The file of ``--group-secret``: who knows its content may join the groups of a server."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from weft.common.errors import ConfigError
+from weft.config.resolved import EngineConfig
+from weft.config.sections import ParallelSection, TransferSection
+
+LEAST_BYTES = 16
+_FLAG = "--group-secret"
+_MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, the same on all hosts"
+
+
+def check_secrets(groups: Iterable[EngineConfig]) -> None:
+    """Reads the secret of each group that needs one, before anything starts. Raises ConfigError."""
+    for group in groups:
+        if needs_secret(group.parallel, group.transfer):
+            check_secret(read_secret(group.parallel.group_secret))
+
+
+def needs_secret(parallel: ParallelSection, transfer: TransferSection) -> bool:
+    """True for a group that speaks to others, or within itself, over TCP."""
+    moves = transfer.role != "unified" or transfer.take_embeddings
+    return parallel.nnodes > 1 or (moves and transfer.transfer == "tcp")
+
+
+def check_secret(secret: bytes) -> None:
+    """Raises ConfigError for one that is too short."""
+    if len(secret) < LEAST_BYTES:
+        raise ConfigError(f"{_FLAG}: the file must hold at least {LEAST_BYTES} bytes: {_MAKE}", param=_FLAG)
+
+
+def read_secret(file: str | None) -> bytes:
+    """The secret in ``file``, of any length. Raises ConfigError: no file, or one that others can read."""
+    if file is None:
+        raise ConfigError(
+            f"--transfer tcp needs {_FLAG} FILE, which all groups share: caches go to nobody else; {_MAKE}",
+            param=_FLAG,
+        )
+    path = Path(file)
+    try:
+        mode = path.stat().st_mode
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"{_FLAG} {file}: the file can't be read ({error.strerror}): {_MAKE}", param=_FLAG
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"{_FLAG} {file}: other users of this host can read or change the file: run `chmod 600 {file}`",
+            param=_FLAG,
+        )
+    return secret
