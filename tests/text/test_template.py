@@ -45,7 +45,7 @@ GREEDY = {
 FORBIDDEN = {
     "classes": "{{ ''.__class__.__mro__ }}",
     "globals": "{{ cycler.__init__.__globals__ }}",
-    "changing messages": "{{ messages.append(1) }}",
+    "changing messages": "{{ messages.clear() }}",
     "namespace attributes": "{% set ns = namespace() %}{% set ns.__x = 1 %}",
     "include": "{% include 'other' %}",
     "import": "{% import 'os' as os %}",
@@ -128,11 +128,3 @@ def test_renders_as_transformers_does(source: str) -> None:
     messages = [{"role": "system", "content": " s<1> "}, {"role": "user", "content": "héllo"}]
     theirs, _ = chat.render_jinja_template([messages], chat_template=source)
     assert ChatTemplate(source).render({"messages": messages}) == theirs[0]
-
-
-def test_recognises_templates_that_want_parts() -> None:
-    loops = "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
-    asks = "{% if messages[0].content is string %}a{% endif %}" + loops
-    assert ChatTemplate(loops).wants_parts
-    assert not ChatTemplate(asks).wants_parts
-    assert not ChatTemplate("{{ messages[0].content }}").wants_parts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from jinja2 import TemplateSyntaxError, meta, nodes
@@ -31,9 +30,7 @@ class ChatTemplate:
                 f"the chat template does not compile: {_reason(error)}", param="chat_template"
             ) from None
         self.takes_parts = _loops_over_content(tree)
-        """Whether content may be a list of parts."""
-        self.wants_parts = self.takes_parts and not re.search(r"content\S* is (not )?string", source)
-        """Whether content must be a list of parts: the template loops over it and never asks for text."""
+        """Whether it looks through content that is a list of parts, as one that shows images does."""
         self.names_developer = "developer" in source
         self.uses_tools = "tools" in meta.find_undeclared_variables(tree)
         """Whether it shows tools to the model."""

@@ -1,0 +1,314 @@
+"""The forms in which a chat template reads messages, tools and calls.
+
+Templates differ: some fail on content that is null, some write "None" for it, some take lists of parts, some
+write arguments with ``tojson`` and others append them to a string. Names of models say nothing reliable, so
+each template renders a few probes once, and the results choose the forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.text.limits import MAX_SECONDS, Budget
+from weft.text.marks import Marks
+from weft.text.template import ChatTemplate
+
+log = logging.getLogger(__name__)
+ToolForm: TypeAlias = Literal["object", "text"]
+"""A call's arguments: as an object, or as JSON text."""
+Nothing: TypeAlias = Literal["null", "text", "left out"]
+"""The content of a message without any: None, "", or no such field."""
+_NOTHINGS: tuple[Nothing, ...] = ("null", "text", "left out")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field of a thought, the most common first."""
+_SECONDS = 5 * MAX_SECONDS
+_PROBE = "probe7f3c"
+_OTHER = "probe9b0e"
+_RESULT = "probe5d21"
+_ASKED = "probe4e88"
+_REPRS = ("{'type'", '{"type"')
+"""A list of parts that a template wrote instead of reading it."""
+_EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The forms that one template reads."""
+
+    lists: frozenset[str] = frozenset()
+    """Roles with content that may be a list of parts."""
+    texts: frozenset[str] = frozenset(("system", "user", "assistant", "tool"))
+    """Roles with content that may be a string."""
+    arguments: ToolForm = "object"
+    nothing: Nothing = "null"
+    """Content of an assistant's message with calls that has none."""
+    keeps_empty: bool = True
+    """Whether the template shows calls beside content that is ""."""
+    one_call: bool = False
+    """Whether the template refuses a message with several calls."""
+    result_names: bool = False
+    """Whether the template needs the function's name in a tool's result."""
+    describes: bool = False
+    """Whether the template needs a description of each tool."""
+    needs_parameters: bool = False
+    """Whether the template needs a schema of each tool."""
+    thoughts: tuple[str, ...] = THOUGHTS[:2]
+    """Fields that hold the assistant's thought."""
+    thought_alone: bool = False
+    """Whether the template refuses a thought beside text and calls."""
+    problem: str = ""
+    """Why the template cannot show calls; "" where it can, or has none."""
+
+
+def find_form(template: ChatTemplate, named: Mapping[str, Any]) -> TemplateForm:
+    """The forms that ``template`` reads. ``named``: variables besides the conversation.
+
+    Never raises: where no form works, ``problem`` says so.
+    """
+    return _Prober(template, named).form()
+
+
+def find_ends(
+    template: ChatTemplate, named: Mapping[str, Any], form: TemplateForm, added: Sequence[str], known: set[str]
+) -> set[str]:
+    """Added tokens that ``template`` writes behind a whole turn of the assistant: after an answer, and after
+    calls. ``known``: ends that the configuration names.
+
+    A mark that stands *inside* a turn, between two of its messages or calls, ends none.
+    """
+    prober = _Prober(template, named)
+    return prober.ends(form, Marks(tuple(added)), known)
+
+
+class _Prober:
+    """Renders probes under one budget."""
+
+    def __init__(self, template: ChatTemplate, named: Mapping[str, Any]) -> None:
+        self._template = template
+        self._named = named
+        self._budget = Budget(_SECONDS)
+        self._error = ""
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
+    ) -> str | None:
+        """The text; None where the template fails."""
+        variables = {
+            **self._named,
+            "messages": list(messages),
+            "add_generation_prompt": prompt,
+            "tools": tools,
+            "documents": None,
+        }
+        try:
+            return self._template.render(variables, self._budget)
+        except InvalidRequest as error:
+            self._error = error.message
+            return None
+
+    # -- forms
+
+    def form(self) -> TemplateForm:
+        found = TemplateForm()
+        for role in ("user", "system", "assistant"):
+            found = self._content(found, role)
+        if self._template.uses_tools:
+            found = self._tools(found)
+        if "tool_calls" in self._template.source or "arguments" in self._template.source:
+            found = self._calls(found)
+            found = self._content(found, "tool")
+        return self._thoughts(found)
+
+    def _content(self, form: TemplateForm, role: str) -> TemplateForm:
+        """Finds out whether content of ``role`` may be a string, a list of parts, or either."""
+        text = self._around(form, role, _PROBE)
+        parts = self._around(form, role, [_part(_PROBE), _part(_OTHER)])
+        takes_text = text is not None and _PROBE in text
+        takes_list = parts is not None and _PROBE in parts and _OTHER in parts
+        if takes_list and parts is not None and any(shown in parts for shown in _REPRS):
+            takes_list = False
+        if not takes_text and not takes_list:
+            return form  # the template shows nothing of the role, or refuses it: its error is the request's
+        return msgspec.structs.replace(
+            form,
+            texts=form.texts | {role} if takes_text else form.texts - {role},
+            lists=form.lists | {role} if takes_list else form.lists - {role},
+        )
+
+    def _around(self, form: TemplateForm, role: str, content: Any) -> str | None:
+        """A conversation whose message of ``role`` has ``content``."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        message = {"role": role, "content": content}
+        if role == "tool":
+            turn = _called(form, [_call(form, 0, _OTHER)])
+            return self._render([user, turn, _result(form, content)], _TOOLS)
+        if role == "assistant":
+            return self._render([user, message, user])
+        return self._render([message, user] if role == "system" else [message])
+
+    def _tools(self, form: TemplateForm) -> TemplateForm:
+        """Finds out which fields of a tool the template needs."""
+        user = [{"role": "user", "content": _content(form, "user", "u")}]
+        for described, schema in itertools.product((False, True), repeat=2):
+            function: dict[str, Any] = {"name": _PROBE}
+            if described:
+                function["description"] = ""
+            if schema:
+                function["parameters"] = _EMPTY_SCHEMA
+            text = self._render(user, [{"type": "function", "function": function}])
+            if text is not None:
+                return msgspec.structs.replace(form, describes=described, needs_parameters=schema)
+        return form
+
+    def _calls(self, form: TemplateForm) -> TemplateForm:
+        """Finds out how the template reads calls and the content beside them."""
+        forms: tuple[ToolForm, ...] = ("object", "text")
+        for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
+            tried = msgspec.structs.replace(
+                form, result_names=named, arguments=arguments, nothing=nothing
+            )
+            text = self._with_calls(tried)
+            if text is None:
+                continue
+            empty = self._with_calls(msgspec.structs.replace(tried, nothing="text"))
+            if nothing == "null" and empty is not None and _spelled(text) > _spelled(empty):
+                continue  # the template writes "None" for it
+            two = [_call(tried, number, _PROBE) for number in range(2)]
+            several = self._with_calls(tried, two)
+            return msgspec.structs.replace(
+                tried, keeps_empty=empty is not None, one_call=several is None
+            )
+        if self._error:
+            log.warning("the chat template shows no tool calls: %s", self._error)
+        return msgspec.structs.replace(form, problem=self._error)
+
+    def _with_calls(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
+        """A conversation with calls in two turns; None where the template fails or shows no arguments."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
+        turn = _called(form, calls or [_call(form, 0, _PROBE)])
+        results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
+        text = self._render([user, turn, *results, answer, user, turn, *results], _TOOLS, prompt=True)
+        wrong = (f"{{'{_PROBE}'", f'\\"{_PROBE}')  # Python's form, or JSON text that was encoded again
+        if text is None or _PROBE not in text or any(shown in text for shown in wrong):
+            return None
+        return text
+
+    def _thoughts(self, form: TemplateForm) -> TemplateForm:
+        """Finds out which field the template takes a thought from."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
+        turns = [spoken] if form.problem else [_called(form, [_call(form, 0, _PROBE)]), spoken]
+        for field, turn in itertools.product(THOUGHTS, turns):
+            text = self._render([user, {**turn, field: _RESULT}], _TOOLS)
+            if text is None or _RESULT not in text:
+                continue
+            both = {**turn, "content": spoken["content"], field: _RESULT}
+            alone = "tool_calls" in turn and self._render([user, both], _TOOLS) is None
+            return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
+        return form
+
+    # -- ends
+
+    def ends(self, form: TemplateForm, marks: Marks, known: set[str]) -> set[str]:
+        inner = self._inside(form, marks)
+        user = {"role": "user", "content": _content(form, "user", _ASKED)}
+        answer = {"role": "assistant", "content": _content(form, "assistant", _PROBE)}
+        ends = set[str]()
+        for messages in ([user, answer, user], [user, answer]):
+            text = self._render(messages)
+            if text is not None:
+                after = text.rpartition(_PROBE)[2].partition(_ASKED)[0]
+                ends |= _first(after, marks, inner, anywhere=False)
+        called = _called(form, [_call(form, 0, _PROBE)])
+        text = self._render([user, called, _result(form, _content(form, "tool", _RESULT))], _TOOLS)
+        if text is not None and _PROBE in text and _RESULT in text:
+            after = text.partition(_RESULT)[0].rpartition(_PROBE)[2]
+            if not any(end in after for end in ends | known):
+                ends |= _first(after, marks, inner, anywhere=True)
+        return ends
+
+    def _inside(self, form: TemplateForm, marks: Marks) -> set[str]:
+        """Marks that stand inside of one turn: between its thought, its text and its calls."""
+        user = {"role": "user", "content": _content(form, "user", _ASKED)}
+        one = [_call(form, 0, _PROBE)]
+        calls = one if form.one_call else [*one, _call(form, 1, _OTHER)]
+        turn = _called(form, calls)
+        thought = dict.fromkeys(form.thoughts, _RESULT)
+        spoken = {**turn, "content": _content(form, "assistant", _RESULT)}
+        found = set[str]()
+        for message in (turn, {**turn, **thought}, spoken):
+            text = self._render([user, message], _TOOLS)
+            places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
+            shown = [place for place in places if place >= 0]
+            if text and shown:
+                found |= {mark for mark, _ in marks.all_with_places(text[min(shown) : max(shown)])}
+        return found
+
+
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": _EMPTY_SCHEMA},
+    }
+]
+
+
+def content_of(form: TemplateForm, role: str, texts: Sequence[str]) -> Any:
+    """Content that holds ``texts``: a list of parts where the template takes one and there are several
+    texts, or where it takes nothing else; otherwise a string with the texts in lines of their own."""
+    as_list = role in form.lists and (len(texts) > 1 or role not in form.texts)
+    return [_part(text) for text in texts] if as_list else "\n".join(texts)
+
+
+def _content(form: TemplateForm, role: str, text: str) -> Any:
+    return content_of(form, role, [text])
+
+
+def without_content(form: TemplateForm, message: dict[str, Any]) -> dict[str, Any]:
+    """``message``, an assistant's with calls, in the form of one without content."""
+    if form.nothing == "left out":
+        return {key: value for key, value in message.items() if key != "content"}
+    return {**message, "content": "" if form.nothing == "text" else None}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _call(form: TemplateForm, number: int, key: str) -> dict[str, Any]:
+    arguments: Any = {key: "x"} if form.arguments == "object" else json.dumps({key: "x"})
+    function = {"name": "f", "arguments": arguments}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
+
+
+def _called(form: TemplateForm, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return without_content(form, {"role": "assistant", "content": None, "tool_calls": list(calls)})
+
+
+def _result(form: TemplateForm, content: Any, number: int = 0) -> dict[str, Any]:
+    named = {"name": "f"} if form.result_names else {}
+    return {"role": "tool", "content": content, "tool_call_id": f"call0000{number}", **named}
+
+
+def _spelled(text: str) -> int:
+    return text.count("None") + text.count("null")
+
+
+def _first(text: str, marks: Marks, inner: set[str], *, anywhere: bool) -> set[str]:
+    """The first mark of ``text`` that is none of ``inner``. Unless ``anywhere``, only white space and marks
+    may stand before it."""
+    at = 0
+    for found, start in marks.all_with_places(text):
+        if not anywhere and text[at:start].strip():
+            break
+        if found not in inner:
+            return {found}
+        at = start + len(found)
+    return set()
