@@ -106,9 +106,11 @@ def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark
         ]
     texts = [part.text for part in message.content if isinstance(part, TextPart)]
     content = content_of(form, role, texts)
-    return marks.around(content, mark) if isinstance(content, str) else [
-        {**part, "text": marks.around(part["text"], mark)} for part in content
-    ]
+    return (
+        marks.around(content, mark)
+        if isinstance(content, str)
+        else [{**part, "text": marks.around(part["text"], mark)} for part in content]
+    )
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
     """The forms that one template reads."""
 
     lists: frozenset[str] = frozenset()
-    """Roles with content that may be a list of parts."""
+    """Roles with content that may be a list of several parts."""
     texts: frozenset[str] = frozenset(("system", "user", "assistant", "tool"))
     """Roles with content that may be a string."""
     arguments: ToolForm = "object"
@@ -75,7 +75,11 @@ def find_form(template: ChatTemplate, named: Mapping[str, Any]) -> TemplateForm:
 
 
 def find_ends(
-    template: ChatTemplate, named: Mapping[str, Any], form: TemplateForm, added: Sequence[str], known: set[str]
+    template: ChatTemplate,
+    named: Mapping[str, Any],
+    form: TemplateForm,
+    added: Sequence[str],
+    known: set[str],
 ) -> set[str]:
     """Added tokens that ``template`` writes behind a whole turn of the assistant: after an answer, and after
     calls. ``known``: ends that the configuration names.
@@ -120,9 +124,7 @@ class _Prober:
             found = self._content(found, role)
         if self._template.uses_tools:
             found = self._tools(found)
-        if "tool_calls" in self._template.source or "arguments" in self._template.source:
-            found = self._calls(found)
-            found = self._content(found, "tool")
+        found = self._content(self._calls(found), "tool")
         return self._thoughts(found)
 
     def _content(self, form: TemplateForm, role: str) -> TemplateForm:
@@ -134,7 +136,9 @@ class _Prober:
         if takes_list and parts is not None and any(shown in parts for shown in _REPRS):
             takes_list = False
         if not takes_text and not takes_list:
-            return form  # the template shows nothing of the role, or refuses it: its error is the request's
+            single = self._around(form, role, [_part(_PROBE)])
+            if single is None or _PROBE not in single or any(shown in single for shown in _REPRS):
+                return form  # the template shows nothing of the role, or refuses it: the request reads why
         return msgspec.structs.replace(
             form,
             texts=form.texts | {role} if takes_text else form.texts - {role},
@@ -146,7 +150,9 @@ class _Prober:
         user = {"role": "user", "content": _content(form, "user", "u")}
         message = {"role": role, "content": content}
         if role == "tool":
-            turn = _called(form, [_call(form, 0, _OTHER)])
+            turn = _called(form, [_call(form, 0, _RESULT)])
+            if form.problem:
+                turn = {"role": "assistant", "content": _content(form, "assistant", "a")}
             return self._render([user, turn, _result(form, content)], _TOOLS)
         if role == "assistant":
             return self._render([user, message, user])
@@ -170,9 +176,7 @@ class _Prober:
         """Finds out how the template reads calls and the content beside them."""
         forms: tuple[ToolForm, ...] = ("object", "text")
         for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
-            tried = msgspec.structs.replace(
-                form, result_names=named, arguments=arguments, nothing=nothing
-            )
+            tried = msgspec.structs.replace(form, result_names=named, arguments=arguments, nothing=nothing)
             text = self._with_calls(tried)
             if text is None:
                 continue
@@ -181,24 +185,37 @@ class _Prober:
                 continue  # the template writes "None" for it
             two = [_call(tried, number, _PROBE) for number in range(2)]
             several = self._with_calls(tried, two)
-            return msgspec.structs.replace(
-                tried, keeps_empty=empty is not None, one_call=several is None
-            )
-        if self._error:
-            log.warning("the chat template shows no tool calls: %s", self._error)
-        return msgspec.structs.replace(form, problem=self._error)
+            return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=several is None)
+        problem = self._error or "calls are not in what it writes"
+        if "tool_calls" in self._template.source:
+            log.warning("the chat template shows no tool calls of earlier turns: %s", problem)
+        return msgspec.structs.replace(form, problem=problem, nothing=self._plainest(form))
+
+    def _plainest(self, form: TemplateForm) -> Nothing:
+        """The form of missing content of a template that shows no calls: the one that spells no "None"."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        written: dict[Nothing, int] = {}
+        for nothing in _NOTHINGS:
+            tried = msgspec.structs.replace(form, nothing=nothing)
+            text = self._turns(tried) or self._render([user, _called(tried, [_call(tried, 0, _PROBE)])])
+            if text is not None:
+                written[nothing] = _spelled(text)
+        return min(written, key=written.__getitem__, default=form.nothing)
 
     def _with_calls(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
         """A conversation with calls in two turns; None where the template fails or shows no arguments."""
-        user = {"role": "user", "content": _content(form, "user", "u")}
-        answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
-        turn = _called(form, calls or [_call(form, 0, _PROBE)])
-        results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
-        text = self._render([user, turn, *results, answer, user, turn, *results], _TOOLS, prompt=True)
+        text = self._turns(form, calls)
         wrong = (f"{{'{_PROBE}'", f'\\"{_PROBE}')  # Python's form, or JSON text that was encoded again
         if text is None or _PROBE not in text or any(shown in text for shown in wrong):
             return None
         return text
+
+    def _turns(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
+        turn = _called(form, calls or [_call(form, 0, _PROBE)])
+        results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
+        return self._render([user, turn, *results, answer, user, turn, *results], _TOOLS, prompt=True)
 
     def _thoughts(self, form: TemplateForm) -> TemplateForm:
         """Finds out which field the template takes a thought from."""
@@ -262,9 +279,11 @@ _TOOLS: list[dict[str, Any]] = [
 
 def content_of(form: TemplateForm, role: str, texts: Sequence[str]) -> Any:
     """Content that holds ``texts``: a list of parts where the template takes one and there are several
-    texts, or where it takes nothing else; otherwise a string with the texts in lines of their own."""
-    as_list = role in form.lists and (len(texts) > 1 or role not in form.texts)
-    return [_part(text) for text in texts] if as_list else "\n".join(texts)
+    texts, or where it takes no string; otherwise the texts joined, each in a line of its own."""
+    if role in form.lists and (len(texts) > 1 or role not in form.texts):
+        return [_part(text) for text in texts]
+    joined = "\n".join(texts)
+    return joined if role in form.texts else [_part(joined)]
 
 
 def _content(form: TemplateForm, role: str, text: str) -> Any:

@@ -28,12 +28,51 @@ from weft.text.words import Word, written
 
 _REMOVED = ("format", "pprint", "random", "urlize", "xmlattr", "filesizeformat")
 _MAX_SEPARATOR = 16
-_KEEPS_WORDS = frozenset((
-    *("abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "first", "float", "groupby"),
-    *("int", "items", "join", "last", "length", "list", "lower", "map", "max", "min", "reject", "rejectattr"),
-    *("reverse", "round", "select", "selectattr", "slice", "sort", "string", "sum", "tojson", "trim", "unique"),
-    *("upper", "wordcount"),
-))
+_KEEPS_WORDS = frozenset(
+    (
+        *(
+            "abs",
+            "attr",
+            "batch",
+            "capitalize",
+            "count",
+            "d",
+            "default",
+            "dictsort",
+            "first",
+            "float",
+            "groupby",
+        ),
+        *(
+            "int",
+            "items",
+            "join",
+            "last",
+            "length",
+            "list",
+            "lower",
+            "map",
+            "max",
+            "min",
+            "reject",
+            "rejectattr",
+        ),
+        *(
+            "reverse",
+            "round",
+            "select",
+            "selectattr",
+            "slice",
+            "sort",
+            "string",
+            "sum",
+            "tojson",
+            "trim",
+            "unique",
+        ),
+        *("upper", "wordcount"),
+    )
+)
 """Filters that hand values on, compare them, or write a ``Word`` with its marks."""
 _MAKES_TEXT = frozenset(("center", "format", "format_map", "join", "ljust", "replace", "rjust"))
 """Methods of strings that put their arguments into a text."""

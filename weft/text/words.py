@@ -61,7 +61,17 @@ def _again(value: Any, mark: str) -> Any:
 
 
 for _name in (
-    *("__getitem__", "__mul__", "__rmul__", "capitalize", "casefold", "center", "expandtabs", "ljust", "lower"),
+    *(
+        "__getitem__",
+        "__mul__",
+        "__rmul__",
+        "capitalize",
+        "casefold",
+        "center",
+        "expandtabs",
+        "ljust",
+        "lower",
+    ),
     *("lstrip", "partition", "removeprefix", "removesuffix", "replace", "rjust", "rpartition", "rsplit"),
     *("rstrip", "split", "splitlines", "strip", "swapcase", "title", "translate", "upper", "zfill"),
 ):

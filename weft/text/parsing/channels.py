@@ -41,7 +41,9 @@ class ChannelReader:
     def openings(self) -> tuple[str, ...]:
         """What a header may begin with. Between messages a header may be empty."""
         used = self._declared
-        return (used.start, used.channel) if self.body is not None else (used.start, used.channel, used.message)
+        return (
+            (used.start, used.channel) if self.body is not None else (used.start, used.channel, used.message)
+        )
 
     @property
     def endings(self) -> tuple[str, ...]:
