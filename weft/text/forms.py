@@ -239,7 +239,7 @@ class _Prober:
         answer = {"role": "assistant", "content": _content(form, "assistant", _PROBE)}
         ends = set[str]()
         for messages in ([user, answer, user], [user, answer]):
-            text = self._render(messages)
+            text = self._render(messages) or self._render(messages, _TOOLS)
             if text is not None:
                 after = text.rpartition(_PROBE)[2].partition(_ASKED)[0]
                 ends |= _first(after, marks, inner, anywhere=False)
@@ -264,8 +264,8 @@ class _Prober:
             text = self._render([user, message], _TOOLS)
             places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
             shown = [place for place in places if place >= 0]
-            if text and shown:
-                found |= {mark for mark, _ in marks.all_with_places(text[min(shown) : max(shown)])}
+            if text and shown and shown == sorted(shown):  # some templates write text behind the turn's end
+                found |= {mark for mark, _ in marks.all_with_places(text[shown[0] : shown[-1]])}
         return found
 
 

@@ -130,8 +130,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Templates may append to lists, as some published ones do: all values are made for one rendering."""
-        return (attr == "append" and type(obj) is list) or super().is_safe_attribute(obj, attr, value)
+        """Templates may use lists as queues, as published ones do: all lists are made for one rendering."""
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(
+            obj, attr, value
+        )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = limits.current()

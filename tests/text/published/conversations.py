@@ -193,7 +193,8 @@ def _forms(messages: Messages) -> Iterator[Messages]:
             elif listed and isinstance(content, str):
                 message["content"] = _parts(content)
             elif message["role"] in joined and isinstance(content, list):
-                message["content"] = "\n".join(part["text"] for part in content)
+                text = "\n".join(part["text"] for part in content)
+                message["content"] = _parts(text) if listed else text
             if "reasoning_content" in message:
                 message[field] = message.pop("reasoning_content")
         yield made

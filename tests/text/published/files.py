@@ -21,7 +21,7 @@ BOS, EOS, UNK = "<|test_bos|>", "<|test_eos|>", "<|test_unk|>"
 """Named by the configuration of every model here, and by no template."""
 _MARK = re.compile(
     r"<\|[^|<>\s'\"]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<\|\"\|>|<\|[a-z_]{1,20}>|<[a-z_]{1,20}\|>|\[/?[A-Z_]{3,20}\]"
-    r"|</?seed:[a-z_]{1,20}>|<(?:start|end)_of_turn>|<sep>|</?think>|</?tool_(?:call|response)>"
+    r"|</?seed:[a-z_]{1,20}>|</?s>|<(?:start|end)_of_[a-z]+>|<sep>|</?think>|</?tool_(?:call|response)>"
     r"|</?arg_(?:key|value)>"
 )
 """Texts that are tokens of their own in the tokenizers of these templates."""

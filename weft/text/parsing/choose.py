@@ -29,7 +29,7 @@ _CALLS_BY_TEXT = (
     (("<|START_ACTION|>",), "command_a"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|function_call|>",), "gigachat3"),
-    (("function call<|role_sep|>",), "gigachat3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
     (("<tool_calls>[",), "apriel"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<tool_call>",), "hermes"),
@@ -49,6 +49,7 @@ _THOUGHTS_BY_TEXT = (
     (("<|channel>thought",), "gemma4"),
     (("<|START_THINKING|>",), "command_a"),
     (("<|inner_prefix|>",), "apertus"),
+    (("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), "apriel"),
     (("<think>",), "qwen3"),
     (("</think>",), "deepseek_r1"),
 )

@@ -54,5 +54,9 @@ LFM2 = _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", Keywords(), h
 FORMATS = (APERTUS, APRIEL, COMMAND_A, GRANITE, LFM2)
 THOUGHTS = (
     OutputFormat(name="apertus", thoughts=(Thought(open="<|inner_prefix|>", close="<|inner_suffix|>"),)),
+    OutputFormat(
+        name="apriel",
+        thoughts=(Thought(open="Here are my reasoning steps:", close="[BEGIN FINAL RESPONSE]"),),
+    ),
     OutputFormat(name="command_a", thoughts=(Thought(open="<|START_THINKING|>", close="<|END_THINKING|>"),)),
 )
