@@ -27,6 +27,7 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.text.conversation import conversation_of, tool_objects
 from weft.text.forms import TemplateForm, find_ends, find_form
+from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks
 from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
@@ -248,7 +249,7 @@ class ChatFormat:
     def _form_of(self, template: ChatTemplate) -> TemplateForm:
         """The forms that ``template`` reads; found out once for the checkpoint's own."""
         if template is not self._template:
-            return find_form(template, self._named())
+            return find_form(template, self._named(), MAX_SECONDS)  # a request's own gets no more time
         if self._form is None:
             self._form = find_form(template, self._named())
         return self._form

@@ -74,7 +74,7 @@ def _for_template(
     if role == "developer" and not template.names_developer:
         role = "system"  # what the template knows the same thing as
     result: dict[str, Any] = {"role": role, "content": _content(message, role, form, marks, mark)}
-    if message.calls and (message.content is None or _is_empty(message) and not form.keeps_empty):
+    if message.calls and (message.content is None or (_is_empty(message) and not form.keeps_empty)):
         result = without_content(form, result)
     if message.name is not None:
         result["name"] = marks.around(message.name, mark)

@@ -28,7 +28,7 @@ Nothing: TypeAlias = Literal["null", "text", "left out"]
 _NOTHINGS: tuple[Nothing, ...] = ("null", "text", "left out")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names of the field of a thought, the most common first."""
-_SECONDS = 5 * MAX_SECONDS
+SECONDS = 5 * MAX_SECONDS
 _PROBE = "probe7f3c"
 _OTHER = "probe9b0e"
 _RESULT = "probe5d21"
@@ -66,12 +66,13 @@ class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
     """Why the template cannot show calls; "" where it can, or has none."""
 
 
-def find_form(template: ChatTemplate, named: Mapping[str, Any]) -> TemplateForm:
-    """The forms that ``template`` reads. ``named``: variables besides the conversation.
+def find_form(template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> TemplateForm:
+    """The forms that ``template`` reads. ``named``: variables besides the conversation. ``seconds``: for all
+    probes together.
 
     Never raises: where no form works, ``problem`` says so.
     """
-    return _Prober(template, named).form()
+    return _Prober(template, named, seconds).form()
 
 
 def find_ends(
@@ -93,10 +94,10 @@ def find_ends(
 class _Prober:
     """Renders probes under one budget."""
 
-    def __init__(self, template: ChatTemplate, named: Mapping[str, Any]) -> None:
+    def __init__(self, template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> None:
         self._template = template
         self._named = named
-        self._budget = Budget(_SECONDS)
+        self._budget = Budget(seconds)
         self._error = ""
 
     def _render(

@@ -1,4 +1,4 @@
-"""The published chat templates, read from the folder that ``WEFT_REAL_FILES`` names, and models around them."""
+"""The published chat templates, in the folder that ``WEFT_REAL_FILES`` names, and models around them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import re
 import tempfile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,9 @@ def model(name: str) -> TextModel:
         named = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNK, "chat_template": template}
         (Path(folder) / "tokenizer_config.json").write_text(json.dumps(named))
         return TextModel.load(folder)
+
+
+def common_length(first: str, second: str) -> int:
+    """How many characters at the start of both are the same."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return sum(1 for _ in same)

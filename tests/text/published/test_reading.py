@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.text.published.conversations import (
     said,
     user,
 )
-from tests.text.published.files import model, template_names
+from tests.text.published.files import common_length, model, template_names
 from weft.common.errors import InvalidRequest
 from weft.text.model import TextModel
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
@@ -109,7 +108,7 @@ def turn_of(text_model: TextModel, before: Messages, turn: dict[str, Any]) -> tu
     except InvalidRequest:  # it wants results behind calls
         results = [result(number) for number in range(len(turn.get("tool_calls", ())))]
         whole = chat.encode([*before, turn, *results], tools=tools, add_generation_prompt=False).text
-    start = len(os.path.commonprefix([prompt, whole]))
+    start = common_length(prompt, whole)
     marks = re.compile("|".join(map(re.escape, sorted(text_model.tokenizer.special, key=len, reverse=True))))
     start = next((one.start() for one in marks.finditer(whole) if one.start() < start < one.end()), start)
     in_thought = text_model.output.in_thought(whole[:start], "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.text.published.conversations import CONVERSATIONS, TOOLS, reference
-from tests.text.published.files import VARIABLE, model, source, template_names
+from tests.text.published.files import VARIABLE, common_length, model, source, template_names
 from weft.common.errors import InvalidRequest
 from weft.text.template import ChatTemplate
 
@@ -48,6 +48,6 @@ def test_every_kind_of_conversation_is_rendered_as_by_the_reference(name: str) -
             if wanted is not None:
                 wrong.append(f"{kind}: {error.message}")
         if made is not None and wanted is not None and made != wanted:
-            at = len(os.path.commonprefix([made, wanted]))
+            at = common_length(made, wanted)
             wrong.append(f"{kind}: {made[at - 30 : at + 80]!r}, not {wanted[at - 30 : at + 80]!r}")
     assert not wrong, "\n".join([name, *wrong])

@@ -13,6 +13,7 @@ from weft.text.parsing.declaration import (
     BLANK,
     NAME,
     Arguments,
+    Blank,
     Call,
     CallObject,
     JsonArguments,
@@ -39,7 +40,7 @@ APERTUS = _listed(
     "<|tools_prefix|>",
     "<|tools_suffix|>",
     JsonArguments(),
-    head=('{"', NAME, '"', BLANK, ":", BLANK),
+    head=('{"', NAME, '"', BLANK, ":", Blank(" ")),
     tail=(BLANK, "}"),
 )
 APRIEL = _listed("apriel", "<tool_calls>", "</tool_calls>", CallObject())
