@@ -222,14 +222,14 @@ class _Prober:
         """Finds out which field the template takes a thought from."""
         user = {"role": "user", "content": _content(form, "user", "u")}
         spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
-        turns = [spoken] if form.problem else [_called(form, [_call(form, 0, _PROBE)]), spoken]
-        for field, turn in itertools.product(THOUGHTS, turns):
+        called = _called(form, [_call(form, 0, _PROBE)])
+        both = {**called, "content": spoken["content"]}
+        for field, turn in itertools.product(THOUGHTS, (called, spoken)):
             text = self._render([user, {**turn, field: _RESULT}], _TOOLS)
-            if text is None or _RESULT not in text:
-                continue
-            both = {**turn, "content": spoken["content"], field: _RESULT}
-            alone = "tool_calls" in turn and self._render([user, both], _TOOLS) is None
-            return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
+            if text is not None and _RESULT in text:
+                refused = self._render([user, {**both, field: _RESULT}], _TOOLS) is None
+                alone = refused and self._render([user, both], _TOOLS) is not None
+                return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
         return form
 
     # -- ends
