@@ -189,7 +189,7 @@ def test_a_template_that_loops_over_parts_gets_parts(all_tokenizers: dict[str, T
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}<|im_end|>{% endfor %}"
     chat = ChatFormat(all_tokenizers["byte_level"], template)
     assert chat.encode([user("abc")]).text == "abc<|im_end|>"
-    assert chat.end_of_turn() == 2
+    assert chat.ends_of_turn() == {2}
 
 
 def test_developer_is_system_where_the_template_does_not_know_it(chatml: ChatFormat) -> None:

@@ -49,7 +49,7 @@ GREEDY = {
 FORBIDDEN = {
     "classes": "{{ ''.__class__.__mro__ }}",
     "globals": "{{ cycler.__init__.__globals__ }}",
-    "changing messages": "{{ messages.append(1) }}",
+    "changing messages": "{{ messages.clear() }}",
     "namespace attributes": "{% set ns = namespace() %}{% set ns.__x = 1 %}",
     "include": "{% include 'other' %}",
     "import": "{% import 'os' as os %}",
@@ -134,14 +134,6 @@ def test_renders_as_transformers_does(source: str) -> None:
     assert ChatTemplate(source).render({"messages": messages}) == theirs[0]
 
 
-def test_recognises_templates_that_want_parts() -> None:
-    loops = "{% for m in messages %}{% for p in m['content'] %}{{ p.text }}{% endfor %}{% endfor %}"
-    asks = "{% if messages[0].content is string %}a{% endif %}" + loops
-    assert ChatTemplate(loops).wants_parts
-    assert not ChatTemplate(asks).wants_parts
-    assert not ChatTemplate("{{ messages[0].content }}").wants_parts
-
-
 NESTED = "{% set ns = namespace(x=['a']) %}{% for i in range(30) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 ENDLESS = {
     "written": NESTED + "{{ ns.x }}",
@@ -168,7 +160,7 @@ def test_a_checkpoint_whose_template_has_no_end_loads_and_says_so(
 ) -> None:
     before = time.monotonic()
     chat = ChatFormat(all_tokenizers["byte_level"], ENDLESS["written"])
-    assert chat.end_of_turn() is None
+    assert chat.ends_of_turn() == set()
     assert time.monotonic() - before < deadline(MAX_SECONDS + 2)
     assert "--chat-template" in (chat.problem or "")
     before = time.monotonic()

@@ -3,8 +3,9 @@
 How user text is kept from becoming control tokens, although template and text end up in one string:
 
 1. In every string of the request, wherever a special token is spelled, a *mark* (random digits, new for each
-   rendering) goes in behind its first character. Where a string begins or ends with a piece of a special
-   token, a mark goes there too, so that two strings, or a string and the template, cannot make one together.
+   rendering) goes in behind its first character. A string that begins or ends with a piece of a special
+   token is a ``Word``, which is written with marks around it, so that two strings, or a string and the
+   template, cannot make one together. Comparisons see the plain word.
 2. The template is rendered. Special tokens found in the result are the template's own; they are rewritten to
    the private names of ``private.py``. Then the marks are taken out.
 3. One pass of the private encoder makes the ids, as if the original tokenizer had seen the whole string.
@@ -24,12 +25,14 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
-from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
+from weft.text.conversation import conversation_of, tool_objects
+from weft.text.forms import TemplateForm, find_ends, find_form
+from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks
 from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
-from weft.text.template import TOO_EXPENSIVE, ChatTemplate
+from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.video import VideoPart, group_times
 
@@ -41,7 +44,6 @@ _RESERVED = frozenset((
     "environment",
 ))
 # fmt: on
-_PROBE = "7f3c9b0e5d"
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
@@ -116,7 +118,7 @@ class ChatFormat:
         self._allow_request_template = allow_request_template
         self._default_kwargs = check_kwargs(default_kwargs)
         self._in_thought = in_thought
-        self._form: ToolForm | None = None
+        self._form: TemplateForm | None = None
         self._template: ChatTemplate | InvalidRequest | None = None
         if self._source is not None:
             try:
@@ -168,8 +170,8 @@ class ChatFormat:
             )
         mark = secret_digits()
         checked = self._checked(messages, template)
-        form = self._tool_form(template)
-        conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
+        form = self._form_of(template)
+        conversation = conversation_of(checked, template, form, self._marks, mark)
         tail = secret_digits() + " "
         if continue_final_message:
             _append(conversation[-1], tail)
@@ -179,7 +181,7 @@ class ChatFormat:
             **{key: self._marks.inside(value, mark) for key, value in extra.items()},
             "messages": conversation,
             "add_generation_prompt": add_generation_prompt,
-            "tools": self._marks.everywhere(tool_objects(tools), mark) if tools else None,
+            "tools": self._marks.everywhere(tool_objects(tools, form), mark) if tools else None,
             "documents": None,
         }
         rendered = template.render(variables)
@@ -244,43 +246,30 @@ class ChatFormat:
         if [token for token in ids if token in placeholders] != wanted:
             raise _not_shown(shown[0])
 
-    def _tool_form(self, template: ChatTemplate) -> ToolForm:
-        """How the template wants calls; found out once."""
+    def _form_of(self, template: ChatTemplate) -> TemplateForm:
+        """The forms that ``template`` reads; found out once for the checkpoint's own."""
         if template is not self._template:
-            return tool_form(template, self._named())
+            return find_form(template, self._named(), MAX_SECONDS)  # a request's own gets no more time
         if self._form is None:
-            self._form = tool_form(template, self._named())
+            self._form = find_form(template, self._named())
         return self._form
 
-    def end_of_turn(self) -> int | None:
-        """Id of the added token that the template writes after an assistant's message, if it does.
+    def ends_of_turn(self) -> set[int]:
+        """Ids of the added tokens that the template writes behind a whole turn of the assistant.
 
-        Where a template marks only the start of messages, that is the next role's token: it ends a turn too.
+        Where a template marks only the start of messages, the next role's token ends a turn.
         """
         if not isinstance(self._template, ChatTemplate):
-            return None
-        turns = [("user", "u"), ("assistant", _PROBE), ("user", "u")]
-        part = self._template.wants_parts
-        conversation = [
-            {"role": role, "content": [{"type": "text", "text": text}] if part else text}
-            for role, text in turns
-        ]
-        variables = {
-            "messages": conversation,
-            "add_generation_prompt": False,
-            "tools": None,
-            "documents": None,
-        }
-        try:
-            text = self._template.render({**self._named(), **variables})
-        except InvalidRequest as error:
-            if error.error_code == TOO_EXPENSIVE:  # it would be for every conversation
-                self._template = error
-            return None
-        _, _, after = text.rpartition(_PROBE)
+            return set()
         added = self._tokenizer.added
-        found = Marks(tuple(added)).find(after.lstrip())
-        return None if found is None else added[found]
+        known = {text for text, token in added.items() if token in self._tokenizer.eos_ids}
+        try:
+            form = self._form_of(self._template)
+            found = find_ends(self._template, self._named(), form, tuple(added), known)
+        except InvalidRequest as error:  # the template would take as long for every conversation
+            self._template = error
+            return set()
+        return {added[text] for text in found}
 
     def _choose(self, requested: str | None) -> ChatTemplate:
         if requested is not None:
@@ -355,10 +344,11 @@ def _append(message: dict[str, Any], tail: str) -> None:
             "continue_final_message needs the last message to be the assistant's",
             param="continue_final_message",
         )
-    if isinstance(message["content"], list):
-        message["content"][-1]["text"] += tail
+    content = message.get("content")
+    if isinstance(content, list):
+        content[-1]["text"] += tail
     else:
-        message["content"] = (message["content"] or "") + tail
+        message["content"] = (content or "") + tail
 
 
 def _cut(rendered: str, tail: str) -> str:

@@ -1,102 +1,116 @@
-"""Checked messages and tools in the form that a chat template wants them.
-
-Templates differ in what they do with a call's arguments: most write them with ``tojson`` or loop over them
-and want an object, some append them to a string and want JSON text. Which it is, is found out by a rendering
-with a probe.
-"""
+"""Checked messages and tools in the form that a chat template reads: see ``forms.py``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from weft.common.errors import InvalidRequest
+import msgspec
+
+from weft.text.forms import TemplateForm, ToolForm, content_of, without_content
 from weft.text.marks import Marks
 from weft.text.messages import CallMade, Message, TextPart
 from weft.text.parsing.parser import Tool
 from weft.text.template import ChatTemplate
 from weft.text.video import VideoPart
 
-ToolForm: TypeAlias = Literal["object", "text"]
-"""What a template wants a call's arguments as."""
-_PROBE = "probe7f3c"
 
-
-def tool_form(template: ChatTemplate, named: Mapping[str, Any]) -> ToolForm:
-    """How ``template`` wants the arguments of calls; ``named`` are variables it gets besides messages."""
-    if "tool_calls" not in template.source and "arguments" not in template.source:
-        return "object"
-    for form in ("object", "text"):
-        arguments: Any = {_PROBE: "x"} if form == "object" else json.dumps({_PROBE: "x"})
-        try:
-            text = template.render(_probe(template, named, arguments))
-        except InvalidRequest:
-            continue
-        if _PROBE in text and f"{{'{_PROBE}'" not in text:
-            return "object" if form == "object" else "text"
-    return "object"
-
-
-def _probe(template: ChatTemplate, named: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
-    def content(text: str) -> Any:
-        return [{"type": "text", "text": text}] if template.wants_parts else text
-
-    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": content("u")},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": content("t"), "tool_call_id": "call00000", "name": "f"},
-    ]
-    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    return {
-        **named,
-        "messages": messages,
-        "add_generation_prompt": True,
-        "tools": [{"type": "function", "function": function}],
-        "documents": None,
-    }
-
-
-def tool_objects(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as OpenAI writes them, which is what templates are made for."""
+def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, Any]]:
+    """Tools as OpenAI writes them, which is what templates are made for. Fields that a client left out are
+    there where the template needs them."""
     made: list[dict[str, Any]] = []
     for tool in tools:
         function: dict[str, Any] = {"name": tool.name}
-        if tool.description:
+        if tool.description or form.describes:
             function["description"] = tool.description
         if tool.parameters:
             function["parameters"] = tool.parameters
+        elif form.needs_parameters:
+            function["parameters"] = {"type": "object", "properties": {}}
         made.append({"type": "function", "function": function})
     return made
 
 
-def for_template(
-    message: Message, template: ChatTemplate, form: ToolForm, marks: Marks, mark: str
+def conversation_of(
+    messages: Sequence[Message], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
+) -> list[dict[str, Any]]:
+    """Messages as the template gets them, with marks in all of their strings."""
+    made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in _one_call_each(messages) if form.one_call else messages:
+        names.update((call.id, call.name) for call in message.calls)
+        one = _for_template(message, template, form, marks, mark)
+        if message.role == "tool" and form.result_names:
+            one.setdefault("name", marks.around(names.get(message.tool_call_id or "", ""), mark))
+        made.append(one)
+    return made
+
+
+def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
+    """Messages in which each call has one of its own, with the call's result behind it."""
+    waiting: dict[str, Message] = {}
+    for number, message in enumerate(messages):
+        if len(message.calls) < 2:
+            if waiting.pop(message.tool_call_id or "", None) is None:
+                yield message
+            continue
+        waiting = {}
+        for result in messages[number + 1 :]:
+            if result.role != "tool":
+                break
+            waiting.setdefault(result.tool_call_id or "", result)
+        for at, call in enumerate(message.calls):
+            spoken = {} if at == 0 else {"content": None, "reasoning": None}
+            yield msgspec.structs.replace(message, calls=(call,), **spoken)
+            if call.id in waiting:
+                yield waiting[call.id]
+        waiting = {call.id: waiting[call.id] for call in message.calls if call.id in waiting}
+
+
+def _for_template(
+    message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
-    """A message as the template gets it, with marks in all of its strings."""
     role: str = message.role
     if role == "developer" and not template.names_developer:
         role = "system"  # what the template knows the same thing as
-    result: dict[str, Any] = {"role": role, "content": None}
-    if message.content is not None and (template.wants_parts or message.shown):
-        result["content"] = [
-            {"type": "text", "text": marks.around(part.text, mark)}
-            if isinstance(part, TextPart)
-            else {"type": "video" if isinstance(part, VideoPart) else "image"}
-            for part in message.content
-        ]
-    elif message.content is not None:
-        result["content"] = marks.around(message.text(), mark)
+    result: dict[str, Any] = {"role": role, "content": _content(message, role, form, marks, mark)}
+    if message.calls and (message.content is None or (_is_empty(message) and not form.keeps_empty)):
+        result = without_content(form, result)
     if message.name is not None:
         result["name"] = marks.around(message.name, mark)
     if message.tool_call_id is not None:
         result["tool_call_id"] = marks.around(message.tool_call_id, mark)
     if message.calls:
-        result["tool_calls"] = [_call(call, form, marks, mark) for call in message.calls]
-    if message.reasoning is not None:
-        result.update(_reasoning(message, template, marks.around(message.reasoning, mark)))
+        result["tool_calls"] = [_call(call, form.arguments, marks, mark) for call in message.calls]
+    if message.reasoning is not None and not (
+        form.thought_alone and message.calls and not _is_empty(message)
+    ):
+        thought = marks.around(message.reasoning, mark)
+        result.update(dict.fromkeys(form.thoughts, thought))
     return result
+
+
+def _is_empty(message: Message) -> bool:
+    return not message.shown and not message.text()
+
+
+def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark: str) -> Any:
+    if message.content is None:
+        return None
+    if message.shown:
+        return [
+            {"type": "text", "text": marks.around(part.text, mark)}
+            if isinstance(part, TextPart)
+            else {"type": "video" if isinstance(part, VideoPart) else "image"}
+            for part in message.content
+        ]
+    texts = [part.text for part in message.content if isinstance(part, TextPart)]
+    content = content_of(form, role, texts)
+    return (
+        marks.around(content, mark)
+        if isinstance(content, str)
+        else [{**part, "text": marks.around(part["text"], mark)} for part in content]
+    )
 
 
 def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, Any]:
@@ -109,11 +123,3 @@ def _call(call: CallMade, form: ToolForm, marks: Marks, mark: str) -> dict[str, 
             "arguments": marks.everywhere(arguments, mark),
         },
     }
-
-
-def _reasoning(message: Message, template: ChatTemplate, text: str) -> dict[str, str]:
-    """A thought under the name that the template reads."""
-    if "thinking" in template.source and "reasoning_content" not in template.source:
-        both = message.calls and message.content is not None and message.text()
-        return {} if both else {"thinking": text}  # such a template refuses both beside calls
-    return {"reasoning_content": text, "reasoning": text}

@@ -110,6 +110,8 @@ def check_method(function: Any, args: tuple[Any, ...]) -> None:
     function = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     subject = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
+    if isinstance(subject, list) and name == "append":
+        current().size(len(subject) + 1)
     if not isinstance(subject, str):
         return
     if name in ("format", "format_map") and _UNSAFE_FORMAT.search(subject):

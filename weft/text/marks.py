@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
+
+from weft.text.words import Word
 
 
 class Marks:
@@ -24,6 +27,10 @@ class Marks:
         """The special token that ``text`` begins with."""
         match = self._any.match(text)
         return None if match is None else match[0]
+
+    def all_with_places(self, text: str) -> Iterator[tuple[str, int]]:
+        """The special tokens in ``text``, in order, each with its position."""
+        return ((match[0], match.start()) for match in self._any.finditer(text))
 
     def inside(self, value: Any, mark: str) -> Any:
         """``value`` with a mark in every spelled special token of its strings, at any depth."""
@@ -50,14 +57,17 @@ class Marks:
         return value
 
     def around(self, text: str, mark: str) -> str:
-        """``text`` marked inside, and at an end that could become part of a special token."""
+        """``text`` marked inside; a ``Word`` where ``text`` spells no special token, but could become a part
+        of one."""
         reach = range(1, min(self._longest, len(text) + 1))
         within = len(text) < self._longest and any(text in special for special in self._special)
         before = within or any(text[:size] in self._tails for size in reach)
         after = within or any(text[-size:] in self._heads for size in reach)
         marked: str = self.inside(text, mark)
-        if not text:
+        if not text or not (before or after):
             return marked
+        if marked == text:
+            return Word(text, mark)
         return (mark if before else "") + marked + (mark if after else "")
 
     def rewrite(self, rendered: str, mark: str, name: Any) -> str:

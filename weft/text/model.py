@@ -22,8 +22,7 @@ class TextModel:
         self.tokenizer = tokenizer
         self.chat = chat
         self.output = ModelOutput(None, {}) if output is None else output
-        turn = chat.end_of_turn()
-        self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *([] if turn is None else [turn])}))
+        self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *chat.ends_of_turn()}))
         """Every id that ends a turn: of the tokenizer, the generation config and the chat template."""
 
     @classmethod

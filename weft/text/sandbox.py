@@ -24,9 +24,58 @@ from jinja2.utils import Namespace
 
 from weft.text import limits
 from weft.text.limits import Budget, TemplateLimit
+from weft.text.words import Word, written
 
 _REMOVED = ("format", "pprint", "random", "urlize", "xmlattr", "filesizeformat")
 _MAX_SEPARATOR = 16
+_KEEPS_WORDS = frozenset(
+    (
+        *(
+            "abs",
+            "attr",
+            "batch",
+            "capitalize",
+            "count",
+            "d",
+            "default",
+            "dictsort",
+            "first",
+            "float",
+            "groupby",
+        ),
+        *(
+            "int",
+            "items",
+            "join",
+            "last",
+            "length",
+            "list",
+            "lower",
+            "map",
+            "max",
+            "min",
+            "reject",
+            "rejectattr",
+        ),
+        *(
+            "reverse",
+            "round",
+            "select",
+            "selectattr",
+            "slice",
+            "sort",
+            "string",
+            "sum",
+            "tojson",
+            "trim",
+            "unique",
+        ),
+        *("upper", "wordcount"),
+    )
+)
+"""Filters that hand values on, compare them, or write a ``Word`` with its marks."""
+_MAKES_TEXT = frozenset(("center", "format", "format_map", "join", "ljust", "replace", "rjust"))
+"""Methods of strings that put their arguments into a text."""
 
 
 class _Generation(Extension):
@@ -80,15 +129,29 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _guard(tree)
         return tree
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Templates may use lists as queues, as published ones do: all lists are made for one rendering."""
+        return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = limits.current()
         budget.tick()
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        subject = getattr(method, "__self__", None)
+        if isinstance(subject, str) and method.__name__ in _MAKES_TEXT:
+            args, kwargs = tuple(written(args)), written(kwargs)
+            if type(subject) is Word:
+                __obj = __self.getattr(str(subject), method.__name__)
         limits.check_counts([*args, *kwargs.values()])
         limits.check_method(__obj, args)
         return budget.result(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         limits.current().tick()
+        if operator == "%":
+            left, right = written(left), tuple(written(right)) if isinstance(right, tuple) else written(right)
         limits.check_binop(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
@@ -167,6 +230,8 @@ def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
         budget = limits.current()
         budget.tick()
         own = args[passes:]
+        if name not in _KEEPS_WORDS:
+            own = tuple(written(value) for value in own)
         limits.check_counts([*own[1:], *kwargs.values()])
         if name == "replace":
             budget.size(limits.replaced(*own, *kwargs.values()))
@@ -202,8 +267,20 @@ def _tojson(
     if isinstance(indent, int) and indent > _MAX_SEPARATOR:
         raise TemplateLimit("the chat template asks for too large a number")
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        written(value),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: Any) -> list[Any]:
+    """What filters such as ``map`` return, as a list."""
+    if not isinstance(value, Iterator):
+        raise TypeError("no JSON value")
+    return [written(item) for item in _loop(value)]
 
 
 def _strftime_now(form: str) -> str:

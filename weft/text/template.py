@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import re
 import sys
 from typing import Any
 
@@ -23,7 +22,9 @@ from weft.common.errors import DeadlineExceeded, InvalidRequest
 from weft.common.guard import Guard
 from weft.common.workers import WorkerDied
 from weft.text.limits import MAX_SECONDS, Budget, TemplateLimit
+from weft.text.private import secret_digits
 from weft.text.sandbox import TemplateEnvironment
+from weft.text.words import sent
 
 MAX_SOURCE = 1 << 20
 WALL_SECONDS = 10.0
@@ -49,9 +50,7 @@ class CompiledTemplate:
                 f"the chat template does not compile: {_reason(error)}", param="chat_template"
             ) from None
         self.takes_parts = _loops_over_content(tree)
-        """Whether content may be a list of parts."""
-        self.wants_parts = self.takes_parts and not re.search(r"content\S* is (not )?string", source)
-        """Whether content must be a list of parts: the template loops over it and never asks for text."""
+        """Whether it looks through content that is a list of parts, as one that shows images does."""
         self.names_developer = "developer" in source
         self.uses_tools = "tools" in meta.find_undeclared_variables(tree)
         """Whether it shows tools to the model."""
@@ -73,7 +72,6 @@ class ChatTemplate:
     """
 
     takes_parts: bool
-    wants_parts: bool
     names_developer: bool
     uses_tools: bool
 
@@ -84,11 +82,12 @@ class ChatTemplate:
         vars(self).update(_asked({"source": source}, "chat_template")["facts"])
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """The text for ``variables``, plain JSON values, within ``seconds``.
+        """The text for ``variables``, JSON values and words (``weft.text.words``), within ``seconds``.
 
         Raises InvalidRequest, naming ``messages``, when the template refuses, fails or exceeds its limits.
         """
-        asked = {"source": self.source, "variables": variables, "seconds": seconds}
+        tag = secret_digits()  # no string of a client begins with it
+        asked = {"source": self.source, "variables": sent(variables, tag), "tag": tag, "seconds": seconds}
         text: str = _asked(asked, "messages")["text"]
         return text
 

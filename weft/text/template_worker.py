@@ -1,8 +1,8 @@
 """A process that compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
 
-A payload is a JSON object: ``source``, and to render ``variables`` and ``seconds``. The answer has ``facts``
-of the template or the ``text``; or ``error`` and ``param``. JSON of the standard library, because variables
-may hold integers of any size and lone surrogates.
+A payload is a JSON object: ``source``, and to render ``variables``, the ``tag`` of words in them, and
+``seconds``. The answer has ``facts`` of the template or the ``text``; or ``error`` and ``param``. JSON of the
+standard library, because variables may hold integers of any size and lone surrogates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weft.common.errors import InvalidRequest
 from weft.common.workers import Answer, serve
 from weft.text.limits import MAX_SECONDS, Budget
 from weft.text.template import CompiledTemplate
+from weft.text.words import received
 
 CPU_SECONDS = MAX_SECONDS + 0.5
 """CPU time of one payload. The budget ends most templates earlier, and says why."""
@@ -41,7 +42,8 @@ def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dic
     try:
         template = compiled(asked["source"])
         if "variables" in asked:
-            answer = {"text": template.render(asked["variables"], Budget(asked["seconds"]))}
+            variables = received(asked["variables"], asked["tag"])
+            answer = {"text": template.render(variables, Budget(asked["seconds"]))}
         else:
             answer = {"facts": {name: value for name, value in vars(template).items() if name[0] != "_"}}
     except InvalidRequest as error:

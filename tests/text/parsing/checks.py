@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from tests.text.parsing.families import TOOLS, joined
+from weft.text.parsing.channels import MAX_UNKNOWN
 from weft.text.parsing.declaration import Kind, OutputFormat, Parameters
 from weft.text.parsing.engine import OutputEngine
 from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content, OutputEvent, Reasoning
@@ -101,6 +102,10 @@ def check_markup(declared: OutputFormat, markup: str) -> None:
             r"\b(assistant|analysis|commentary|final|json|code|text)\b|to=functions\.|to=", " ", rest
         )
     left = _JSON_MARKUP.sub("", rest.replace("function", "").replace("true", "").replace("false", ""))
+    used = declared.channels
+    if used is not None and any(mark in markup for mark in (used.start, used.channel, used.message)):
+        assert len(left.split()) <= MAX_UNKNOWN, f"{left!r} of {markup!r} is called markup"
+        return
     assert not left.strip(), f"{left!r} of {markup!r} is called markup"
 
 

@@ -191,7 +191,7 @@ def _deepseek_v31(calls: Sequence[Call], first: int) -> str:
     return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
 
 
-def _deepseek_v32(calls: Sequence[Call], first: int) -> str:
+def _deepseek_v32(calls: Sequence[Call], first: int, section: str = "function_calls") -> str:
     text = []
     for call in calls:
         values = "".join(
@@ -200,7 +200,11 @@ def _deepseek_v32(calls: Sequence[Call], first: int) -> str:
             for key, value in call.arguments.items()
         )
         text.append(f'<｜DSML｜invoke name="{call.name}">\n{values}</｜DSML｜invoke>\n')
-    return f"<｜DSML｜function_calls>\n{''.join(text)}</｜DSML｜function_calls>"
+    return f"<｜DSML｜{section}>\n{''.join(text)}</｜DSML｜{section}>"
+
+
+def _deepseek_v4(calls: Sequence[Call], first: int) -> str:
+    return _deepseek_v32(calls, first, "tool_calls")
 
 
 def _llama3_json(calls: Sequence[Call], first: int) -> str:
@@ -217,6 +221,51 @@ def _pythonic(calls: Sequence[Call], first: int) -> str:
         for call in calls
     )
     return f"[{made}]"
+
+
+def _lfm2(calls: Sequence[Call], first: int) -> str:
+    return f"<|tool_call_start|>{_pythonic(calls, first)}<|tool_call_end|>"
+
+
+def _apertus(calls: Sequence[Call], first: int) -> str:
+    made = _json([{call.name: call.arguments} for call in calls])
+    return f"<|tools_prefix|>{made}<|tools_suffix|>"
+
+
+def _apriel(calls: Sequence[Call], first: int) -> str:
+    made = _json([{"name": call.name, "arguments": call.arguments} for call in calls])
+    return f"<tool_calls>{made}</tool_calls>"
+
+
+def _command_a(calls: Sequence[Call], first: int) -> str:
+    made = [{"tool_name": call.name, "parameters": call.arguments} for call in calls]
+    return f"<|START_ACTION|>{_json(made)}<|END_ACTION|>"
+
+
+def _gigachat3(calls: Sequence[Call], first: int) -> str:
+    return "\n".join(
+        "<|function_call|>" + _json({"name": call.name, "arguments": call.arguments}) for call in calls
+    )
+
+
+def _seed_oss(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f"<parameter={key}>{_plain(value)}</parameter>\n" for key, value in call.arguments.items()
+        )
+        text.append(f"<seed:tool_call>\n<function={call.name}>\n{values}</function>\n</seed:tool_call>")
+    return "\n".join(text)
+
+
+def _minimax_m2(calls: Sequence[Call], first: int) -> str:
+    text = []
+    for call in calls:
+        values = "".join(
+            f'<parameter name="{key}">{_plain(value)}</parameter>\n' for key, value in call.arguments.items()
+        )
+        text.append(f'<invoke name="{call.name}">\n{values}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(text)}</minimax:tool_call>"
 
 
 def _mistral_list(calls: Sequence[Call], first: int) -> str:
@@ -270,6 +319,35 @@ FAMILIES = {
         Family("deepseek_v3", "deepseek_v3", "deepseek_r1", _deepseek_v3),
         Family("deepseek_v31", "deepseek_v31", "deepseek_v3", _deepseek_v31),
         Family("deepseek_v32", "deepseek_v32", "deepseek_v3", _deepseek_v32),
+        Family("deepseek_v4", "deepseek_v4", "deepseek_v3", _deepseek_v4),
+        Family(
+            "apertus",
+            "apertus",
+            "apertus",
+            _apertus,
+            open="<|inner_prefix|>",
+            close="<|inner_suffix|>",
+        ),
+        Family(
+            "apriel",
+            "apriel",
+            "apriel",
+            _apriel,
+            open="Here are my reasoning steps:",
+            close="[BEGIN FINAL RESPONSE]",
+        ),
+        Family(
+            "command_a",
+            "command_a",
+            "command_a",
+            _command_a,
+            open="<|START_THINKING|>",
+            close="<|END_THINKING|>",
+        ),
+        Family("gigachat3", "gigachat3", "qwen3", _gigachat3),
+        Family("lfm2", "lfm2", "qwen3", _lfm2),
+        Family("minimax_m2", "minimax_m2", "qwen3", _minimax_m2),
+        Family("seed_oss", "seed_oss", "seed_oss", _seed_oss, open="<seed:think>", close="</seed:think>"),
         Family("llama3_json", "llama3_json", "qwen3", _llama3_json),
         Family("python_tag", "llama3_json", "qwen3", _python_tag),
         Family("pythonic", "pythonic", "qwen3", _pythonic),

@@ -20,6 +20,7 @@ TEMPLATES = {
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>x\n```json\n": "deepseek_v3",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>": "deepseek_v31",
     "<｜DSML｜function_calls>": "deepseek_v32",
+    "<｜DSML｜tool_calls>": "deepseek_v4",
     "<|tool_calls_section_begin|><|tool_call_begin|>": "kimi_k2",
     "[TOOL_CALLS][ARGS]": "mistral",
     "<|start|>assistant<|channel|>final<|message|>": "gpt_oss",
@@ -63,7 +64,7 @@ def test_two_flags_make_one_declaration() -> None:
 
 
 def test_wrong_flags_are_named() -> None:
-    with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, none, deepseek_v3"):
+    with pytest.raises(ConfigError, match="--tool-call-parser must be one of auto, none, apertus"):
         choose("herms", "auto", ModelHints())
     with pytest.raises(ConfigError, match="--reasoning-parser must be one of"):
         choose("auto", "hermes", ModelHints())

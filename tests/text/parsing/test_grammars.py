@@ -101,14 +101,15 @@ def plain(value: Any) -> Any:
 
 
 def written(family: Family, calls: Sequence[Call]) -> str:
-    if family.name == "pythonic":  # under a grammar values are written as JSON
+    if family.name in ("pythonic", "lfm2"):  # under a grammar values are written as JSON
         made = []
         for one in calls:
             values = [
                 f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in one.arguments.items()
             ]
             made.append(f"{one.name}({', '.join(values)})")
-        return f"[{', '.join(made)}]"
+        listed = f"[{', '.join(made)}]"
+        return listed if family.name == "pythonic" else f"<|tool_call_start|>{listed}<|tool_call_end|>"
     if family.name == "gpt_oss":
         return family.render([Calls(tuple(calls[:1]))]).removesuffix("<|call|>")  # an end of turn
     return family.write_calls(calls, 0)
@@ -123,7 +124,10 @@ def required(held: Held, **more: Any) -> Grammar:
 def some_calls(held: Held, seed: int) -> list[Call]:
     maker = Maker(held.family, random.Random(seed))
     calls = ordered(maker.calls().calls)
-    if held.family.name == "pythonic":  # all its keywords are optional here: any order, but not none at all
+    if held.family.name in (
+        "pythonic",
+        "lfm2",
+    ):  # all its keywords are optional here: any order, but not none at all
         calls = [one for one in calls if one.arguments] or [Call("get", {"days": 1})]
     return calls[:1] if held.family.name == "gpt_oss" else calls
 

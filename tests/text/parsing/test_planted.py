@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.text.parsing.checks import read
-from tests.text.parsing.families import FAMILIES, SPEC, TOOLS
+from tests.text.parsing.families import FAMILIES, SPEC, TOOLS, joined
 from weft.text.parsing.declaration import (
     BLANK,
     NAME,
@@ -289,13 +289,67 @@ def test_channels_that_are_broken_are_text() -> None:
     for text in (
         "plain text",
         "<|channel|>analysis",
-        "<|channel|>secret<|message|>x<|end|>",
-        '<|channel|>commentary to=functions.unknown <|constrain|>json<|message|>{"a": 1}<|call|>',
-        "<|start|>user<|message|>x<|end|>",
-        "<|end|>",
+        "<|channel|>We look it up, and then <|channel|>",
+        "<|channel|>final a b c d<|message|>x",
+        '<|channel|>commentary to=functions.unknown <|constrain|>json<|message|>{"a": 1}',
+        "<|start|>user<|message|>x",
     ):
         assert read(declared, SPEC, [text]) == [Content(text)]
         assert read(declared, SPEC, list(text)) == [Content(text)]
+        assert read(declared, SPEC, [text + "<|end|>"]) == [Content(text)], "an end is always markup"
+
+
+HEADERS = {
+    "<|channel|>final <|constrain|>response<|message|>": "content",
+    "<|channel|>final<|constrain|>json_schema<|message|>": "content",
+    "<|channel|>final json<|message|>": "content",
+    "<|channel|>secret<|message|>": "content",
+    "<|channel|><|message|>": "content",
+    "<|channel|> final <|message|>": "content",
+    "<|channel|>finaljson<|message|>": "content",
+    "<|channel|>commentary to=assistant<|message|>": "content",
+    "<|channel|>analysis<|channel|>final<|message|>": "content",
+    "<|channel|>final<|channel|>final<|message|>": "content",
+    "<|channel|>analysis<|message|><|channel|>final<|message|>": "content",
+    "<|start|>assistant<|channel|>final<|message|>": "content",
+    "<|start|>assistant<|start|>assistant<|channel|>final<|message|>": "content",
+    "<|start|>assistant<|message|>": "content",
+    "<|message|>": "content",
+    "": "content",
+    "<|channel|>analysis code<|message|>": "thought",
+    "<|channel|>final<|channel|>analysis<|message|>": "thought",
+}
+
+
+@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("before", ["", "<|channel|>analysis<|message|>Hm.<|end|>"])
+def test_a_header_with_unknown_words_is_a_header(header: str, before: str) -> None:
+    """Twice, without a channel, with words that no one declared: a header is never content."""
+    declared = FAMILIES["gpt_oss"].declared
+    text = before + header + "Hello there.<|return|>"
+    said = Content("Hello there.") if HEADERS[header] == "content" else Reasoning("Hello there.")
+    wanted = joined([*([Reasoning("Hm.")] if before else []), said])
+    assert read(declared, SPEC, [text]) == wanted
+    assert read(declared, SPEC, list(text)) == wanted
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.get<|channel|>commentary <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.get <|constrain|>json_object<|message|>",
+        "<|channel|>commentary to=functions.get code<|constrain|>json<|message|>",
+        "<|channel|>analysis to=functions.get <|constrain|>json<|message|>",
+        "<|channel|>commentary <|constrain|>json to=functions.get<|message|>",
+        "<|channel|>tool to=functions.get<|message|>",
+        "<|start|>assistant to=functions.get<|message|>",
+        "to=functions.get<|message|>",
+    ],
+)
+def test_a_calls_header_with_unknown_words_is_a_header(header: str) -> None:
+    text = header + '{"days": 1}<|call|>'
+    for pieces in ([text], list(text)):
+        assert read(FAMILIES["gpt_oss"].declared, SPEC, pieces) == call(0, "get", '{"days": 1}')
 
 
 def test_a_recipient_before_the_channel() -> None:

@@ -11,6 +11,8 @@ from weft.text.parsing.declaration import Channels
 from weft.text.parsing.tape import Reading, Tape
 
 MAX_HEADER = 256
+MAX_UNKNOWN = 3
+"""Words of a header that mean nothing known. A header with more is text."""
 Body: TypeAlias = Literal["content", "reasoning"]
 
 
@@ -37,13 +39,16 @@ class ChannelReader:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What a header may begin with."""
-        return (self._declared.start, self._declared.channel)
+        """What a header may begin with. Between messages a header may be empty."""
+        used = self._declared
+        return (
+            (used.start, used.channel) if self.body is not None else (used.start, used.channel, used.message)
+        )
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """What ends the message that is open."""
-        return () if self.body is None else self._declared.ends
+        """What ends a message, also one that came without a header."""
+        return self._declared.ends
 
     def begin(self, *, in_thought: bool) -> Reading[None]:
         """At the output's start: the prompt ends behind the role, or inside a thought."""
@@ -66,12 +71,11 @@ class ChannelReader:
         tape = self._tape
         read = yield from self._until_message(start)
         header = None if read is None else self._parsed(read, start)
-        if read is None or header is None:
+        bare = not read and not tape.line_blank  # an empty header stands only where a message begins
+        if read is None or header is None or bare:
             tape.at = start
             return False
         behind = start + len(read) + len(self._declared.message)
-        if header.channel not in (*self._declared.thoughts, *self._declared.texts):
-            return False
         if header.recipient:
             tape.at = behind
             return (yield from self._call(header, behind))
@@ -88,8 +92,7 @@ class ChannelReader:
         while True:
             text = tape.slice(start, min(tape.end, start + MAX_HEADER))
             header, found, _ = text.partition(used.message)
-            again = used.start in header[1:] or used.channel in header.partition(used.channel)[2]
-            if again or any(mark in header for mark in used.ends):
+            if any(mark in header for mark in used.ends):
                 return None
             if found:
                 return header
@@ -97,27 +100,30 @@ class ChannelReader:
                 return None
 
     def _parsed(self, text: str, start: int) -> Header | None:
-        """What a header says; None for text that is none."""
+        """The meaning of a header; None for text that is none.
+
+        Models write headers twice, leave the channel out and invent words. The last channel counts. Words
+        that mean nothing are markup, unless they are so many that they look like a sentence, or stand
+        before a second header, where they may be a message that lacks its mark.
+        """
         used = self._declared
-        rest = text
-        if rest.startswith(used.start):
-            rest = rest[len(used.start) :]
-            if not rest.startswith(used.role):
-                return None
-            rest = rest[len(used.role) :]
-        before, found, after = rest.partition(used.channel)
-        after, constrained, kind = after.partition(used.constrain)
-        words = after.split()
-        if not found or not words or after[:1].isspace() or (constrained and not kind.strip()):
+        if not all(piece.startswith(used.role) for piece in text.split(used.start)[1:]):
             return None
-        other = [*before.split(), *words[1:]]
-        recipients = [word for word in other if word.startswith("to=")]
-        kinds = [*kind.split(), *(word for word in other if word not in recipients)]
-        if len(recipients) > 1 or len(kinds) > 1 or not set(kinds) <= set(used.kinds):
+        spaced = text.replace(used.start + used.role, " ").replace(used.constrain, " ")
+        before, _, after = spaced.rpartition(used.channel)
+        earlier, words = before.replace(used.channel, " ").split(), after.split()
+        recipients = [word for word in (*earlier, *words) if word.startswith("to=")]
+        known = {*used.thoughts, *used.texts, *used.kinds, *recipients}
+        if not known.issuperset(earlier) or len([word for word in words if word not in known]) > MAX_UNKNOWN:
             return None
-        recipient = recipients[0].removeprefix("to=") if recipients else ""
-        place = start + text.find("to=" + recipient) + len("to=") if recipients else start
-        return Header(channel=words[0], recipient=recipient, recipient_at=place)
+        name = words[0] if words and used.channel in text else ""
+        channels = (*used.thoughts, *used.texts)
+        channel = next((one for one in channels if name.startswith(one)), used.texts[0])
+        recipient = recipients[-1].removeprefix("to=") if recipients else ""
+        if recipient in used.nobody:
+            recipient = ""
+        place = start + text.rfind("to=" + recipient) + len("to=") if recipient else start
+        return Header(channel=channel, recipient=recipient, recipient_at=place)
 
     def _call(self, header: Header, behind: int) -> Reading[bool]:
         """A message to a tool. Its body is the arguments."""

@@ -16,28 +16,51 @@ from weft.text.parsing.response_template import read_response_template
 log = logging.getLogger(__name__)
 _CALLS_BY_TEXT = (
     (("<|channel|>", "<|message|>"), "gpt_oss"),
-    (("｜DSML｜",), "deepseek_v32"),
+    (("｜DSML｜", "function_calls>"), "deepseek_v32"),
+    (("｜DSML｜",), "deepseek_v4"),
     (("<｜tool▁call▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁call▁begin｜>",), "deepseek_v31"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
     (("<arg_key>",), "glm45"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<minimax:tool_call>",), "minimax_m2"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("<|tools_prefix|>",), "apertus"),
+    (("<|START_ACTION|>",), "command_a"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<|function_call|>",), "gigachat3"),
+    (("<|role_sep|>", "function call"), "gigachat3"),
+    (("<tool_calls>[",), "apriel"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<tool_call>",), "hermes"),
+    (("<|tool_call|>",), "granite"),
     (("func_name1(",), "pythonic"),
     (("<|python_start|>",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (("<|eom_id|>",), "llama3_json"),
+    (('{"name": function name, "parameters"',), "llama3_json"),
 )
-"""What a template writes (the first row of which all texts are there), to the format of calls."""
+"""What a template writes (the first row of which all texts are there), to the format of calls. Where no row
+fits, the tokenizer's added tokens are looked at in the same way."""
 _THOUGHTS_BY_TEXT = (
     (("<|channel|>", "<|message|>"), "gpt_oss"),
     (("[THINK]",), "mistral"),
     (("<seed:think>",), "seed_oss"),
+    (("<|channel>thought",), "gemma4"),
+    (("<|START_THINKING|>",), "command_a"),
+    (("<|inner_prefix|>",), "apertus"),
+    (("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"), "apriel"),
     (("<think>",), "qwen3"),
     (("</think>",), "deepseek_r1"),
 )
-_BY_MODEL = {"gpt_oss": "gpt_oss", "kimi_k2": "kimi_k2", "glm4_moe": "glm45", "llama4": "pythonic"}
+_BY_MODEL = {
+    "deepseek_v32": "deepseek_v32",
+    "deepseek_v4": "deepseek_v4",
+    "gpt_oss": "gpt_oss",
+    "kimi_k2": "kimi_k2",
+    "glm4_moe": "glm45",
+    "llama4": "pythonic",
+}
 """Where a template shows nothing: ``model_type`` to the format of calls."""
 
 
@@ -85,6 +108,9 @@ def _calls_of(hints: ModelHints) -> OutputFormat | None:
             return CALLS[name]
     if hints.model_type in _BY_MODEL:
         return CALLS[_BY_MODEL[hints.model_type]]
+    for texts, name in _CALLS_BY_TEXT:
+        if hints.added.issuperset(texts):
+            return CALLS[name]
     return None
 
 

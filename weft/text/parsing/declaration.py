@@ -181,6 +181,8 @@ class Channels(_Part, frozen=True, kw_only=True):
     """The channel a grammar writes calls into."""
     prefix: str
     """What stands before a tool's name in a recipient."""
+    nobody: tuple[str, ...] = ("assistant", "user", "all")
+    """Recipients that are no tools."""
 
 
 class OutputFormat(_Part, frozen=True, kw_only=True):

@@ -5,17 +5,20 @@ from __future__ import annotations
 from weft.text.parsing.declaration import OutputFormat
 from weft.text.parsing.formats import (
     deepseek,
+    gigachat,
     glm,
     gpt_oss,
     hermes,
     kimi,
+    lists,
     llama,
     mistral,
     qwen3_coder,
+    tagged,
     thoughts,
 )
 
-_FAMILIES = (deepseek, glm, gpt_oss, hermes, kimi, llama, mistral, qwen3_coder)
+_FAMILIES = (deepseek, gigachat, glm, gpt_oss, hermes, kimi, lists, llama, mistral, qwen3_coder, tagged)
 _CALL_ALIASES = {
     "qwen": "hermes",
     "qwen3_xml": "qwen3_coder",

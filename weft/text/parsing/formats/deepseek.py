@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, V3.1, V3.2.
+"""DeepSeek V3 and R1, V3.1, V3.2, V4.
 
 V3:    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
        ```json
@@ -11,6 +11,7 @@ V3.2:  <｜DSML｜function_calls>
        <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
        </｜DSML｜invoke>
        </｜DSML｜function_calls>
+V4:    the same in <｜DSML｜tool_calls>
 """
 
 from __future__ import annotations
@@ -54,23 +55,29 @@ DEEPSEEK_V31 = OutputFormat(
         ),
     ),
 )
-DEEPSEEK_V32 = OutputFormat(
-    name="deepseek_v32",
-    calls=(
-        Call(
-            section=Section(
-                head=("<｜DSML｜function_calls>", LINE), tail=(LINE, "</｜DSML｜function_calls>")
-            ),
-            head=('<｜DSML｜invoke name="', NAME, '">'),
-            arguments=Parameters(
-                key_open='<｜DSML｜parameter name="',
-                key_close='"',
-                string_flag=' string="',
-                value_open='">',
-                value_close="</｜DSML｜parameter>",
-                end="</｜DSML｜invoke>",
+
+
+def _dsml(name: str, section: str) -> OutputFormat:
+    """Calls in tags of DeepSeek's markup, inside of ``section``."""
+    return OutputFormat(
+        name=name,
+        calls=(
+            Call(
+                section=Section(head=(f"<｜DSML｜{section}>", LINE), tail=(LINE, f"</｜DSML｜{section}>")),
+                head=('<｜DSML｜invoke name="', NAME, '">'),
+                arguments=Parameters(
+                    key_open='<｜DSML｜parameter name="',
+                    key_close='"',
+                    string_flag=' string="',
+                    value_open='">',
+                    value_close="</｜DSML｜parameter>",
+                    end="</｜DSML｜invoke>",
+                ),
             ),
         ),
-    ),
-)
-FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32)
+    )
+
+
+DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
+DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
+FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32, DEEPSEEK_V4)

@@ -7,6 +7,7 @@ the first R1 did with templates that did not either.
 from __future__ import annotations
 
 from weft.text.parsing.declaration import OutputFormat, Thought
+from weft.text.parsing.formats import lists
 from weft.text.parsing.formats.gpt_oss import GPT_OSS
 from weft.text.parsing.formats.mistral import MISTRAL_THOUGHTS
 
@@ -15,4 +16,5 @@ DEEPSEEK_R1 = OutputFormat(
     name="deepseek_r1", thoughts=(Thought(open="<think>", close="</think>", implied=True),)
 )
 SEED_OSS = OutputFormat(name="seed_oss", thoughts=(Thought(open="<seed:think>", close="</seed:think>"),))
-FORMATS = (QWEN3, DEEPSEEK_R1, SEED_OSS, MISTRAL_THOUGHTS, GPT_OSS)
+GEMMA4 = OutputFormat(name="gemma4", thoughts=(Thought(open="<|channel>thought", close="<channel|>"),))
+FORMATS = (QWEN3, DEEPSEEK_R1, SEED_OSS, GEMMA4, MISTRAL_THOUGHTS, GPT_OSS, *lists.THOUGHTS)

@@ -1,0 +1,53 @@
+"""Published chat templates render conversations as the reference library renders them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.text.published.conversations import CONVERSATIONS, TOOLS, reference
+from tests.text.published.files import VARIABLE, common_length, model, source, template_names
+from weft.common.errors import InvalidRequest
+from weft.text.template import ChatTemplate
+
+pytest.importorskip("transformers")
+
+
+def test_the_templates_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    where = os.environ.get(VARIABLE)
+    if where is None:
+        pytest.skip(f"{VARIABLE} names no folder of published files")
+    found = list((Path(where) / "templates").glob("*.jinja"))
+    assert found, f"{VARIABLE} names {where}, which has no templates/*.jinja"
+    with capsys.disabled():
+        print(f"{len(found)} published chat templates")
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_every_kind_of_conversation_is_rendered_as_by_the_reference(name: str) -> None:
+    wrong: list[str] = []
+    knows = ChatTemplate(source(name)).uses_tools  # requests with tools are refused otherwise
+    for kind, (messages, given) in CONVERSATIONS.items():
+        options = {**given, "tools": knows and given.get("tools", False)}
+        wanted = reference(source(name), messages, options)
+        try:
+            made = (
+                model(name)
+                .chat.encode(
+                    messages,
+                    tools=TOOLS if options["tools"] else (),
+                    add_generation_prompt=options.get("prompt", True),
+                    continue_final_message=options.get("continued", False),
+                )
+                .text
+            )
+        except InvalidRequest as error:
+            made = None
+            if wanted is not None:
+                wrong.append(f"{kind}: {error.message}")
+        if made is not None and wanted is not None and made != wanted:
+            at = common_length(made, wanted)
+            wrong.append(f"{kind}: {made[at - 30 : at + 80]!r}, not {wanted[at - 30 : at + 80]!r}")
+    assert not wrong, "\n".join([name, *wrong])

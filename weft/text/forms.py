@@ -1,0 +1,343 @@
+"""The forms in which a chat template reads messages, tools and calls.
+
+Templates differ: some fail on content that is null, some write "None" for it, some take lists of parts, some
+write arguments with ``tojson`` and others append them to a string. Names of models say nothing reliable, so
+each template renders a few probes once, and the results choose the forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.text.limits import MAX_SECONDS
+from weft.text.marks import Marks
+from weft.text.template import TOO_EXPENSIVE, ChatTemplate
+
+log = logging.getLogger(__name__)
+ToolForm: TypeAlias = Literal["object", "text"]
+"""A call's arguments: as an object, or as JSON text."""
+Nothing: TypeAlias = Literal["null", "text", "left out"]
+"""The content of a message without any: None, "", or no such field."""
+_NOTHINGS: tuple[Nothing, ...] = ("null", "text", "left out")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field of a thought, the most common first."""
+SECONDS = 5 * MAX_SECONDS
+_PROBE = "probe7f3c"
+_OTHER = "probe9b0e"
+_RESULT = "probe5d21"
+_ASKED = "probe4e88"
+_REPRS = ("{'type'", '{"type"')
+"""A list of parts that a template wrote instead of reading it."""
+_EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The forms that one template reads."""
+
+    lists: frozenset[str] = frozenset()
+    """Roles with content that may be a list of several parts."""
+    texts: frozenset[str] = frozenset(("system", "user", "assistant", "tool"))
+    """Roles with content that may be a string."""
+    arguments: ToolForm = "object"
+    nothing: Nothing = "null"
+    """Content of an assistant's message with calls that has none."""
+    keeps_empty: bool = True
+    """Whether the template shows calls beside content that is ""."""
+    one_call: bool = False
+    """Whether the template refuses a message with several calls."""
+    result_names: bool = False
+    """Whether the template needs the function's name in a tool's result."""
+    describes: bool = False
+    """Whether the template needs a description of each tool."""
+    needs_parameters: bool = False
+    """Whether the template needs a schema of each tool."""
+    thoughts: tuple[str, ...] = THOUGHTS[:2]
+    """Fields that hold the assistant's thought."""
+    thought_alone: bool = False
+    """Whether the template refuses a thought beside text and calls."""
+    problem: str = ""
+    """Why the template cannot show calls; "" where it can, or has none."""
+
+
+def find_form(template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> TemplateForm:
+    """The forms that ``template`` reads. ``named``: variables besides the conversation. ``seconds``: for all
+    probes together.
+
+    Where no form works, ``problem`` says so. Raises InvalidRequest (`TOO_EXPENSIVE`) if the process of the
+    template was ended: a conversation would fare no better.
+    """
+    return _Prober(template, named, seconds).form()
+
+
+def find_ends(
+    template: ChatTemplate,
+    named: Mapping[str, Any],
+    form: TemplateForm,
+    added: Sequence[str],
+    known: set[str],
+) -> set[str]:
+    """Added tokens that ``template`` writes behind a whole turn of the assistant: after an answer, and after
+    calls. ``known``: ends that the configuration names.
+
+    A mark that stands *inside* a turn, between two of its messages or calls, ends none. Raises as
+    `find_form`.
+    """
+    prober = _Prober(template, named)
+    return prober.ends(form, Marks(tuple(added)), known)
+
+
+class _Prober:
+    """Renders probes within one limit of time."""
+
+    def __init__(self, template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> None:
+        self._template = template
+        self._named = named
+        self._until = time.monotonic() + seconds
+        self._error = ""
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
+    ) -> str | None:
+        """The text; None where the template fails."""
+        variables = {
+            **self._named,
+            "messages": list(messages),
+            "add_generation_prompt": prompt,
+            "tools": tools,
+            "documents": None,
+        }
+        left = min(MAX_SECONDS, self._until - time.monotonic())
+        if left <= 0:
+            self._error = "its probes take too long"
+            return None
+        try:
+            return self._template.render(variables, left)
+        except InvalidRequest as error:
+            if error.error_code == TOO_EXPENSIVE:
+                raise
+            self._error = error.message
+            return None
+
+    # -- forms
+
+    def form(self) -> TemplateForm:
+        found = TemplateForm()
+        for role in ("user", "system", "assistant"):
+            found = self._content(found, role)
+        if self._template.uses_tools:
+            found = self._tools(found)
+        found = self._content(self._calls(found), "tool")
+        return self._thoughts(found)
+
+    def _content(self, form: TemplateForm, role: str) -> TemplateForm:
+        """Finds out whether content of ``role`` may be a string, a list of parts, or either."""
+        text = self._around(form, role, _PROBE)
+        parts = self._around(form, role, [_part(_PROBE), _part(_OTHER)])
+        takes_text = text is not None and _PROBE in text
+        takes_list = parts is not None and _PROBE in parts and _OTHER in parts
+        if takes_list and parts is not None and any(shown in parts for shown in _REPRS):
+            takes_list = False
+        if not takes_text and not takes_list:
+            single = self._around(form, role, [_part(_PROBE)])
+            if single is None or _PROBE not in single or any(shown in single for shown in _REPRS):
+                return form  # the template shows nothing of the role, or refuses it: the request reads why
+        return msgspec.structs.replace(
+            form,
+            texts=form.texts | {role} if takes_text else form.texts - {role},
+            lists=form.lists | {role} if takes_list else form.lists - {role},
+        )
+
+    def _around(self, form: TemplateForm, role: str, content: Any) -> str | None:
+        """A conversation whose message of ``role`` has ``content``."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        message = {"role": role, "content": content}
+        if role == "tool":
+            turn = _called(form, [_call(form, 0, _RESULT)])
+            if form.problem:
+                turn = {"role": "assistant", "content": _content(form, "assistant", "a")}
+            return self._render([user, turn, _result(form, content)], _TOOLS)
+        if role == "assistant":
+            return self._render([user, message, user])
+        return self._render([message, user] if role == "system" else [message])
+
+    def _tools(self, form: TemplateForm) -> TemplateForm:
+        """Finds out which fields of a tool the template needs."""
+        user = [{"role": "user", "content": _content(form, "user", "u")}]
+        for described, schema in itertools.product((False, True), repeat=2):
+            function: dict[str, Any] = {"name": _PROBE}
+            if described:
+                function["description"] = ""
+            if schema:
+                function["parameters"] = _EMPTY_SCHEMA
+            text = self._render(user, [{"type": "function", "function": function}])
+            if text is not None:
+                return msgspec.structs.replace(form, describes=described, needs_parameters=schema)
+        return form
+
+    def _calls(self, form: TemplateForm) -> TemplateForm:
+        """Finds out how the template reads calls and the content beside them."""
+        forms: tuple[ToolForm, ...] = ("object", "text")
+        for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
+            tried = msgspec.structs.replace(form, result_names=named, arguments=arguments, nothing=nothing)
+            text = self._with_calls(tried)
+            if text is None:
+                continue
+            empty = self._with_calls(msgspec.structs.replace(tried, nothing="text"))
+            if nothing == "null" and empty is not None and _spelled(text) > _spelled(empty):
+                continue  # the template writes "None" for it
+            two = [_call(tried, number, _PROBE) for number in range(2)]
+            several = self._with_calls(tried, two)
+            return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=several is None)
+        problem = self._error or "calls are not in what it writes"
+        if "tool_calls" in self._template.source:
+            log.warning("the chat template shows no tool calls of earlier turns: %s", problem)
+        return msgspec.structs.replace(form, problem=problem, nothing=self._plainest(form))
+
+    def _plainest(self, form: TemplateForm) -> Nothing:
+        """The form of missing content of a template that shows no calls: the one that spells no "None"."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        written: dict[Nothing, int] = {}
+        for nothing in _NOTHINGS:
+            tried = msgspec.structs.replace(form, nothing=nothing)
+            text = self._turns(tried) or self._render([user, _called(tried, [_call(tried, 0, _PROBE)])])
+            if text is not None:
+                written[nothing] = _spelled(text)
+        return min(written, key=written.__getitem__, default=form.nothing)
+
+    def _with_calls(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
+        """A conversation with calls in two turns; None where the template fails or shows no arguments."""
+        text = self._turns(form, calls)
+        wrong = (f"{{'{_PROBE}'", f'\\"{_PROBE}')  # Python's form, or JSON text that was encoded again
+        if text is None or _PROBE not in text or any(shown in text for shown in wrong):
+            return None
+        return text
+
+    def _turns(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
+        turn = _called(form, calls or [_call(form, 0, _PROBE)])
+        results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
+        return self._render([user, turn, *results, answer, user, turn, *results], _TOOLS, prompt=True)
+
+    def _thoughts(self, form: TemplateForm) -> TemplateForm:
+        """Finds out which field the template takes a thought from."""
+        user = {"role": "user", "content": _content(form, "user", "u")}
+        spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
+        called = _called(form, [_call(form, 0, _PROBE)])
+        both = {**called, "content": spoken["content"]}
+        for field, turn in itertools.product(THOUGHTS, (called, spoken)):
+            text = self._render([user, {**turn, field: _RESULT}], _TOOLS)
+            if text is not None and _RESULT in text:
+                refused = self._render([user, {**both, field: _RESULT}], _TOOLS) is None
+                alone = refused and self._render([user, both], _TOOLS) is not None
+                return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
+        return form
+
+    # -- ends
+
+    def ends(self, form: TemplateForm, marks: Marks, known: set[str]) -> set[str]:
+        inner = self._inside(form, marks)
+        user = {"role": "user", "content": _content(form, "user", _ASKED)}
+        answer = {"role": "assistant", "content": _content(form, "assistant", _PROBE)}
+        ends = set[str]()
+        for messages in ([user, answer, user], [user, answer]):
+            text = self._render(messages) or self._render(messages, _TOOLS)
+            if text is not None:
+                after = text.rpartition(_PROBE)[2].partition(_ASKED)[0]
+                ends |= _first(after, marks, inner, anywhere=False)
+        called = _called(form, [_call(form, 0, _PROBE)])
+        text = self._render([user, called, _result(form, _content(form, "tool", _RESULT))], _TOOLS)
+        if text is not None and _PROBE in text and _RESULT in text:
+            after = text.partition(_RESULT)[0].rpartition(_PROBE)[2]
+            if not any(end in after for end in ends | known):
+                ends |= _first(after, marks, inner, anywhere=True)
+        return ends
+
+    def _inside(self, form: TemplateForm, marks: Marks) -> set[str]:
+        """Marks that stand inside of one turn: between its thought, its text and its calls."""
+        user = {"role": "user", "content": _content(form, "user", _ASKED)}
+        one = [_call(form, 0, _PROBE)]
+        calls = one if form.one_call else [*one, _call(form, 1, _OTHER)]
+        turn = _called(form, calls)
+        thought = dict.fromkeys(form.thoughts, _RESULT)
+        spoken = {**turn, "content": _content(form, "assistant", _RESULT)}
+        found = set[str]()
+        for message in (turn, {**turn, **thought}, spoken):
+            text = self._render([user, message], _TOOLS)
+            places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
+            shown = [place for place in places if place >= 0]
+            if text and shown and shown == sorted(shown):  # some templates write text behind the turn's end
+                found |= {mark for mark, _ in marks.all_with_places(text[shown[0] : shown[-1]])}
+        return found
+
+
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {"name": "f", "description": "d", "parameters": _EMPTY_SCHEMA},
+    }
+]
+
+
+def content_of(form: TemplateForm, role: str, texts: Sequence[str]) -> Any:
+    """Content that holds ``texts``: a list of parts where the template takes one and there are several
+    texts, or where it takes no string; otherwise the texts joined, each in a line of its own."""
+    if role in form.lists and (len(texts) > 1 or role not in form.texts):
+        return [_part(text) for text in texts]
+    joined = "\n".join(texts)
+    return joined if role in form.texts else [_part(joined)]
+
+
+def _content(form: TemplateForm, role: str, text: str) -> Any:
+    return content_of(form, role, [text])
+
+
+def without_content(form: TemplateForm, message: dict[str, Any]) -> dict[str, Any]:
+    """``message``, an assistant's with calls, in the form of one without content."""
+    if form.nothing == "left out":
+        return {key: value for key, value in message.items() if key != "content"}
+    return {**message, "content": "" if form.nothing == "text" else None}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _call(form: TemplateForm, number: int, key: str) -> dict[str, Any]:
+    arguments: Any = {key: "x"} if form.arguments == "object" else json.dumps({key: "x"})
+    function = {"name": "f", "arguments": arguments}
+    return {"id": f"call0000{number}", "type": "function", "function": function}
+
+
+def _called(form: TemplateForm, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return without_content(form, {"role": "assistant", "content": None, "tool_calls": list(calls)})
+
+
+def _result(form: TemplateForm, content: Any, number: int = 0) -> dict[str, Any]:
+    named = {"name": "f"} if form.result_names else {}
+    return {"role": "tool", "content": content, "tool_call_id": f"call0000{number}", **named}
+
+
+def _spelled(text: str) -> int:
+    return text.count("None") + text.count("null")
+
+
+def _first(text: str, marks: Marks, inner: set[str], *, anywhere: bool) -> set[str]:
+    """The first mark of ``text`` that is none of ``inner``. Unless ``anywhere``, only white space and marks
+    may stand before it."""
+    at = 0
+    for found, start in marks.all_with_places(text):
+        if not anywhere and text[at:start].strip():
+            break
+        if found not in inner:
+            return {found}
+        at = start + len(found)
+    return set()
