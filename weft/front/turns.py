@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.common.errors import InvalidRequest
-from weft.front.asked_output import effort_variables
+from weft.front.effort import effort_variables
 from weft.text.chat import ChatFormat
 from weft.text.messages import ImagePart
 
@@ -137,7 +137,7 @@ def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
     if error.param is None:
         return error
     root = error.param.partition("[")[0].partition(".")[0]
-    if root not in names:
+    if not names.get(root):
         return error
     message = error.message.replace(error.param, names[root])
     return type(error)(message, param=names[root], code=error.error_code)
