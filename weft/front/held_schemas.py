@@ -90,21 +90,21 @@ def _held(tool: Tool) -> Tool:
         made, left_out = loosened(tool.arguments, LLGUIDANCE)
     except InvalidRequest:
         return msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
-    _say(f"tool {printable(tool.name, 64)}", left_out)
+    _say(f"tool {tool.name}", left_out)
     return msgspec.structs.replace(tool, parameters=made, strict=False)
+
+
+def say_left_out(where: str, what: str) -> None:
+    """Logs something that no grammar can hold to: the first time, and at most ``MAX_SAID`` such lines."""
+    if _said.cache_info().currsize < MAX_SAID:
+        _said(f"{printable(where, 80)}: {printable(what, 240)}")
 
 
 def _say(where: str, left_out: Sequence[LeftOut]) -> None:
     for one in left_out:
-        _say_once(f"{where}: {one.keyword} at {printable(one.at or '/', 200)}")
+        say_left_out(where, f"{one.keyword} (at {one.at or '/'})")
 
 
 @functools.lru_cache(MAX_SAID)
 def _said(line: str) -> None:
-    log.warning("a schema that is not strict loses what no grammar can hold to: %s", line)
-
-
-def _say_once(line: str) -> None:
-    """Logs a line the first time, and no more than ``MAX_SAID`` lines."""
-    if _said.cache_info().currsize < MAX_SAID:
-        _said(line)
+    log.warning("outputs are held to all of a request but for what no grammar can hold to: %s", line)

@@ -13,7 +13,6 @@ from weft.front.effort import effort_variables
 from weft.text.chat import ChatFormat
 from weft.text.messages import ImagePart
 
-_PROBE = "5d0e4b7a91"
 Parts = list[dict[str, Any] | ImagePart]
 """Typed content parts, as chat takes them."""
 
@@ -98,21 +97,12 @@ class Turns:
 
 def shows_system_inside(chat: ChatFormat) -> bool:
     """Whether a conversation's template shows a system message that is not the first one."""
-    turns = [("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c")]
-    try:
-        shown = chat.encode([{"role": role, "content": text} for role, text in turns])
-    except InvalidRequest:
-        return False
-    return _PROBE in shown.text
+    return chat.order is not None and chat.order.late("system") is not None
 
 
 def shows_users_apart(chat: ChatFormat) -> bool:
     """Whether a conversation's template takes two messages of the user in a row."""
-    try:
-        chat.encode([{"role": "user", "content": text} for text in ("a", _PROBE)])
-    except InvalidRequest:
-        return False
-    return True
+    return chat.order is not None and chat.order.takes_users_in_a_row
 
 
 def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:

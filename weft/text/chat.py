@@ -24,6 +24,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
+from weft.text.arrange import RoleOrder, arranged
 from weft.text.conversation import ToolForm, for_template, tool_form, tool_objects
 from weft.text.marks import Marks
 from weft.text.messages import Message, ShownPart, Shows, check_messages
@@ -124,6 +125,7 @@ class ChatFormat:
             except InvalidRequest as error:
                 self._template = error
         self._marks = Marks(tuple(tokenizer.special))
+        self._order = self._own_order()
 
     @property
     def source(self) -> str | None:
@@ -167,7 +169,7 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        checked = self._checked(messages, template)
+        checked = arranged(self._checked(messages, template), self._order_of(template))
         form = self._tool_form(template)
         conversation = [for_template(message, template, form, self._marks, mark) for message in checked]
         tail = secret_digits() + " "
@@ -194,6 +196,29 @@ class ChatFormat:
         in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
         self._check_shown(shown, ids)
         return ChatPrompt(ids, text, in_thought, shown)
+
+    @property
+    def order(self) -> RoleOrder | None:
+        """The order of roles that the model's template shows; None without a template."""
+        return self._order
+
+    def _order_of(self, template: ChatTemplate) -> RoleOrder:
+        if self._order is not None and template is self._template:
+            return self._order
+        return RoleOrder(lambda messages: self._plain(messages, template))
+
+    def _own_order(self) -> RoleOrder | None:
+        template = self._template
+        if not isinstance(template, ChatTemplate):
+            return None
+        return RoleOrder(lambda messages: self._plain(messages, template))
+
+    def _plain(self, messages: Sequence[Message], template: ChatTemplate) -> str:
+        """The text of messages that hold nothing like a special token."""
+        mark = secret_digits()
+        conversation = [for_template(one, template, "object", self._marks, mark) for one in messages]
+        variables = {"messages": conversation, "add_generation_prompt": True}
+        return template.render({**self._named(), **variables, "tools": None, "documents": None})
 
     def _thinks(self, prompt: str, last: str) -> bool:
         """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
