@@ -22,7 +22,7 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
     further = schema.get("additionalProperties", True)
     properties = schema.get("properties", {})
-    if rule is True:
+    if rule is True or _says_nothing(rule):
         return rest
     if not isinstance(rule, dict) or not isinstance(properties, dict):
         return None
@@ -68,12 +68,22 @@ def _pattern(rule: dict[str, Any]) -> str | None:
         least, most = said.get("minLength", 0), said.get("maxLength", "")
         if not all(isinstance(one, int) or one == "" for one in (least, most)):
             return None
-        return rf"^[\s\S]{{{least},{most}}}$"
+        return rf"^[^\u0000]{{{least},{most}}}$"
     if len(said) != 1:
         return None
     ((key, value),) = said.items()
     if key == "pattern" and isinstance(value, str):
         return value
-    if key == "format" and isinstance(value, str):
-        return f"^(?:{FORMATS[value]})$" if value in FORMATS else r"[\s\S]*"
+    if key == "format" and value in FORMATS:
+        return f"^(?:{FORMATS[value]})$"
     return None
+
+
+def _says_nothing(rule: Any) -> bool:
+    """True for a rule that every name keeps."""
+    if not isinstance(rule, dict) or rule.get("type", "string") != "string":
+        return False
+    said = rule.keys() - _NOTES
+    return not said or (
+        said == {"format"} and isinstance(rule["format"], str) and rule["format"] not in FORMATS
+    )
