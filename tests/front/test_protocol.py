@@ -80,7 +80,7 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
         ("temperature", -1),
         ("temperature", "1"),
         ("temperature", True),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_p", 2),
         ("top_k", 1.5),
         ("min_p", 1.1),
@@ -122,7 +122,9 @@ def test_what_is_not_a_json_object(body: bytes) -> None:
         ("best_of", 2),
         ("model", ""),
         ("model", 5),
-        ("store", True),
+        ("store", "yes"),
+        ("verbosity", "loud"),
+        ("prediction", "x"),
         ("prompt_logprobs", 21),
         ("prompt_logprobs", -1),
         ("priority", 1.5),
@@ -175,11 +177,10 @@ def test_unknown_parameters() -> None:
     assert refused(chat, echo=True).param == "echo"
     assert refused(text, suffix="x").param == "suffix"
     assert refused(chat, stream=True, stream_options={"x": 1}).param == "stream_options"
-    for name in ("include_obfuscation", "continuous_usage_stats"):
-        error = refused(chat, stream=True, stream_options={name: True})
-        assert (error.param, error.error_code) == ("stream_options", "unsupported_parameter")
-        assert name in error.message
-        assert chat(stream=True, stream_options={name: False}).usage_in_stream is False
+    error = refused(chat, stream=True, stream_options={"include_obfuscation": True})
+    assert (error.param, error.error_code) == ("stream_options", "unsupported_parameter")
+    assert "include_obfuscation" in error.message
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).usage_in_stream is False
 
 
 #: Parameter: values that ask for nothing, and values that ask for something.
@@ -189,9 +190,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "function_call": (["none", "auto"], [{"name": "f"}]),
     "response_format": ([{"type": "text"}], [{"type": "json_objects"}, {"type": "text", "x": 1}, {}]),
     "modalities": ([["text"]], [["text", "audio"], []]),
-    "service_tier": (["auto", "default"], ["flex", "priority", ""]),
-    "store": ([False], [True, 0]),
-    "verbosity": (["medium"], ["low", "high"]),
     "metadata": ([{}], []),
     "user": ([""], []),
     "safety_identifier": ([""], []),
@@ -265,10 +263,9 @@ def test_labels_are_taken_and_change_nothing(make: Any, label: str) -> None:
 
 
 def test_required_fields() -> None:
-    for body, name in (({"messages": CHAT["messages"]}, "model"), ({"model": "m"}, "messages")):
-        with pytest.raises(InvalidRequest) as caught:
-            parse(json.dumps(body).encode(), ChatRequest)
-        assert (caught.value.param, caught.value.error_code) == (name, "missing_required_parameter")
+    with pytest.raises(InvalidRequest) as caught:
+        parse(b'{"model": "m"}', ChatRequest)
+    assert (caught.value.param, caught.value.error_code) == ("messages", "missing_required_parameter")
     assert refused(chat, messages=[]).param == "messages"
     assert refused(chat, messages="hi").param == "messages"
     assert refused(chat, messages=["hi"]).param == "messages"

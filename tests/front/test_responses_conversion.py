@@ -251,7 +251,7 @@ BAD: list[tuple[str, Any]] = [
     ("max_output_tokens", "5"),
     ("max_output_tokens", 2**63),
     ("temperature", -1),
-    ("top_p", 0),
+    ("top_p", -1),
     ("top_logprobs", 21),
     ("top_logprobs", -1),
     ("include", "x"),
@@ -306,13 +306,10 @@ def test_what_cannot_be_is_refused_by_name(name: str, value: Any) -> None:
     assert error.param.startswith(name)
 
 
-@pytest.mark.parametrize("name", ["model", "input"])
-def test_what_must_be_there(name: str) -> None:
-    body = {"model": "m", "input": "x"}
-    del body[name]
+def test_what_must_be_there() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse(json.dumps(body).encode(), ResponsesRequest)
-    assert caught.value.param == name
+        parse(b'{"model": "m"}', ResponsesRequest)
+    assert caught.value.param == "input"
 
 
 def test_images_are_parts_in_their_places() -> None:

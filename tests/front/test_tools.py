@@ -267,10 +267,6 @@ def _deep(levels: int) -> dict[str, Any]:
             {"tools": [tool("f", strict=True, parameters={**CITY, "if": {"type": "object"}, "then": {}})]},
         ),
         ("response_format", {"response_format": {"type": "json_object"}, "guided_regex": "x"}),
-        (
-            "response_format",
-            {"response_format": {"type": "json_object"}, "tools": TOOLS, "tool_choice": "required"},
-        ),
         ("guided_regex", {"guided_regex": "("}),
         ("guided_regex", {"guided_regex": r"(?=x)x"}),
         ("guided_grammar", {"guided_grammar": "start: nope"}),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from weft.common.errors import InvalidRequest
 from weft.front.conversation import Conversation
+from weft.front.effort import effort_variables, switch_variables
+from weft.front.held_schemas import advised, all_firm, blamed, form_held, tools_held, tools_open
 from weft.text.chat import ChatPrompt
 from weft.text.model import TextModel
-from weft.text.parsing.grammars import loosened
 from weft.text.parsing.output import ModelOutput
 from weft.text.parsing.parser import OutputSpec, Tool
-from weft.types.grammar import Grammar, OneOf
+from weft.types.grammar import Grammar, JsonSchema, OneOf
 
 Check = Callable[[Grammar, str], None]
 """Raises InvalidRequest, naming the parameter, for a grammar that does not compile."""
@@ -34,78 +34,64 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
     """What the whole output may be, thought included; None where it may be anything.
 
     Where calls are required, or the arguments of strict tools asked for, calls are held to the tools. An
-    answer is held to its format; with tools the output is calls, or an answer in the format. Raises
-    InvalidRequest for what cannot be held to.
+    answer is held to its format; with tools the output is calls, or an answer in the format. A required call
+    wins over a format, because the output is then no answer. Raises InvalidRequest for what cannot be held
+    to.
     """
     calling = bool(spec.tools) and asked.tools.mode == "required"
-    if asked.constraint is None:
+    if calling or asked.constraint is None:
         if not calling and not any(tool.strict for tool in spec.tools):
             return None
         return _calls(model, spec, "required" if calling else "auto", check)
     param = asked.constraint.param
-    if calling:
-        raise InvalidRequest(
-            f"{param} asks for an answer, and tool_choice for a call; send one of them", param=param
-        )
-    answer = model.answer_grammar(asked.constraint.grammar, in_reasoning=spec.in_reasoning)
-    check(answer, param)
+
+    def answered(form: Grammar) -> Grammar:
+        grammar = model.answer_grammar(form, in_reasoning=spec.in_reasoning)
+        check(grammar, param)
+        return grammar
+
+    form = asked.constraint.grammar
+    try:
+        answer = answered(form)
+    except InvalidRequest as error:
+        if asked.constraint.strict or not isinstance(form, JsonSchema):
+            raise advised(error, form) from None
+        answer = answered(form_held(form, param, error))
     if not spec.tools:
         return answer
-    both = OneOf((_calls(model, spec, "required", check), answer))
+    calls = _calls(model, spec, "required", check)
+    assert calls is not None
+    both = OneOf((calls, answer))
     check(both, param)
     return both
 
 
 def _calls(
     model: ModelOutput, spec: OutputSpec, choice: Literal["auto", "required"], check: Check
-) -> Grammar:
-    """The grammar of calls. Where a backend cannot hold to the schema of a tool that is not strict, its
-    arguments are any object."""
+) -> Grammar | None:
+    """The grammar of calls; None where they may be anything. Where a grammar cannot hold to the schema of a
+    tool that is not strict, the schema loses what cannot be held, or as a last resort all of it."""
 
-    def made(tools: Sequence[Tool]) -> Grammar:
+    def made(tools: Sequence[Tool]) -> Grammar | None:
         grammar = model.call_grammar(tools, choice, parallel=spec.parallel, in_reasoning=spec.in_reasoning)
-        assert grammar is not None
-        check(grammar, "tools")
+        if grammar is not None:
+            check(grammar, "tools")
         return grammar
 
-    try:
-        return made(spec.tools)
-    except InvalidRequest:
-        if all(tool.strict or not tool.parameters for tool in spec.tools):
-            raise
-        return made(loosened(spec.tools))
+    for relaxed in (tuple, tools_held, tools_open):
+        try:
+            return made(relaxed(spec.tools))
+        except InvalidRequest as error:
+            refusal = error
+            if all_firm(spec.tools):
+                break
+    raise blamed(refusal, spec.tools) from None
 
 
 def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:
-    """Variables for the chat template: the effort's, and the request's own, which win."""
-    if asked.effort is None:
-        return asked.template
-    thinks = text.output.tells_thoughts
-    return {**effort_variables(asked.effort, text.chat.source or "", thinks), **(asked.template or {})}
-
-
-def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str, Any]:
-    """What a chat template makes of ``reasoning_effort``.
-
-    Templates have a variable of that name, or one that switches thinking on and off. Where there is neither,
-    only what the model does by itself can be asked for: medium, and none of one that does not think. Raises
-    InvalidRequest otherwise.
-    """
-    found: dict[str, Any] = {}
-    if _mentions(source, "reasoning_effort"):
-        found["reasoning_effort"] = effort
-    for name in ("enable_thinking", "thinking"):
-        if _mentions(source, name):
-            found[name] = effort != "none"
-    if not found and effort != "medium" and (thinks or effort != "none"):
-        raise InvalidRequest(
-            "this model's chat template has no variable for reasoning_effort: only medium, what the model "
-            "does by itself, can be asked for",
-            param="reasoning_effort",
-        )
-    return found
-
-
-def _mentions(source: str, name: str) -> bool:
-    """Whether a template reads a variable: not a field of something, and not a word in quotes."""
-    return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])(?!\s*=[^=])", source) is not None
+    """Variables for the chat template: of the effort, of the switch, and the request's own, which win."""
+    source, thinks = text.chat.source or "", text.output.tells_thoughts
+    made = {} if asked.effort is None else effort_variables(asked.effort, source, thinks)
+    if asked.thinks is not None:
+        made |= switch_variables(asked.thinks, source, thinks)
+    return {**made, **(asked.template or {})} if made else asked.template

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -158,8 +158,14 @@ class ChatShape:
             created=self._created,
             model=self._asked.model,
             choices=choices,
-            usage=None if self._asked.usage_in_stream else UNSET,
+            usage=self._usage(),
         )
+
+    def _usage(self) -> r.Usage | UnsetType | None:
+        """The usage of a chunk that is not the last."""
+        if self._asked.usage_in_chunks:
+            return self._generation.usage()
+        return None if self._asked.usage_in_stream else UNSET
 
 
 def _kind_of(event: OutputEvent) -> tuple[type[OutputEvent], int]:

@@ -17,6 +17,8 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     stream: bool
     usage_in_stream: bool = False
+    usage_in_chunks: bool = False
+    """Whether every chunk has the usage so far."""
     return_token_ids: bool = False
     skip_special_tokens: bool = True
     top: int | None = None
@@ -42,6 +44,8 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
     grammar: Grammar
     param: str
+    strict: bool = True
+    """Whether a schema is refused that a grammar cannot hold to in all. Else it loses what cannot be held."""
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +70,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     effort: str | None = None
     """``reasoning_effort``."""
+    thinks: bool | None = None
+    """Thinking switched on or off; None leaves it to the model."""
     thinking_budget: int | None = None
     """Tokens of a thought after which it is ended."""
     template: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,12 +17,15 @@ import numpy as np
 from weft.common.errors import ContextLength, DeadlineExceeded, InvalidRequest, NotFound
 from weft.front.asked_output import grammar_of, output_of, variables_of
 from weft.front.conversation import AnswerOptions, Conversation, Sharing
+from weft.front.messages.protocol import CountRequest
+from weft.front.openai_requests import conversation_of, form_of
 from weft.front.proofs import Compiling, Grammars
 from weft.front.protocol.chat import ChatRequest
 from weft.front.protocol.completions import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from weft.front.protocol.embeddings import EmbeddingRequest
 from weft.front.protocol.parse import parse, printable
-from weft.front.turns import ShownTurns
+from weft.front.responses.protocol import TokensRequest
+from weft.front.turns import renamed, shows_system_inside, shows_users_apart
 from weft.grammar.checks import check_tree
 from weft.grammar.service import Compile
 from weft.media.headers import ImageHeader
@@ -35,6 +39,7 @@ from weft.types.grammar import Grammar
 from weft.types.media import MediaItem
 from weft.types.sampling import SamplingParams, TokenParams
 
+R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
 COLUMN_BYTES = 8
 """Bytes of one candidate at one position, as the head sends it."""
 ECHO_BYTES = 28
@@ -125,7 +130,6 @@ class Reader:
         self._pictures = pictures
         self._files: Mapping[str, ImageHeader] = {}
         self._client = 0
-        self._turns = ShownTurns(text.chat)
         self._waits = waits
 
     def knowing(
@@ -145,40 +149,33 @@ class Reader:
     @property
     def system_inside(self) -> bool:
         """True when the chat template shows a system message that is not the first one."""
-        return self._turns.system_inside
+        return shows_system_inside(self.text.chat)
 
     @property
     def users_apart(self) -> bool:
         """True when the chat template takes two messages of the user in a row."""
-        return self._turns.users_apart
+        return shows_users_apart(self.text.chat)
 
     def check_model(self, name: str) -> None:
         """Raises NotFound unless ``name`` is served."""
         check_model(name, self._names)
 
+    def named(self, asked: R) -> R:
+        """``asked`` with a model: the server's own where the request names none. Raises NotFound."""
+        if asked.model is None:
+            return msgspec.structs.replace(asked, model=self._names[0])
+        check_model(asked.model, self._names)
+        return asked
+
     def chat(self, body: bytes) -> Job:
         """Reads a chat request. Raises WeftError."""
-        asked = parse(body, ChatRequest)
-        check_model(asked.model, self._names)
-        params = asked.sampling()
-        continues = bool(asked.continue_final_message)
-        opens = not continues if asked.add_generation_prompt is None else asked.add_generation_prompt
-        return self.converse(
-            Conversation(
-                messages=asked.messages,
-                params=params,
-                form=_form(asked, params, include_reasoning=asked.include_reasoning is not False),
-                tools=asked.tool_use(),
-                constraint=asked.constraint(),
-                effort=asked.reasoning_effort,
-                thinking_budget=asked.thinking_token_budget,
-                template=asked.chat_template_kwargs,
-                opens=opens,
-                continues=continues,
-                prompt_ids=asked.prompt_token_ids,
-                sharing=asked.sharing(),
-            )
-        )
+        asked = self.named(parse(body, ChatRequest))
+        thoughts = asked.thoughts()
+        try:
+            thinks = bool(self.text.output.thought_end)
+            return self.converse(conversation_of(asked, thoughts, thinks=thinks))
+        except InvalidRequest as error:
+            raise renamed(error, thoughts.names) from None
 
     def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
         """Reads what any API for conversations asks. ``clip``: more output than the context leaves room for
@@ -266,10 +263,9 @@ class Reader:
 
     def completions(self, body: bytes) -> Job:
         """Reads a completions request. Raises WeftError."""
-        asked = parse(body, CompletionRequest)
-        check_model(asked.model, self._names)
+        asked = self.named(parse(body, CompletionRequest))
         params = asked.sampling()
-        form = _form(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
+        form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
         constraint = asked.constraint()
         grammar = None if constraint is None else constraint.grammar
         if constraint is not None:
@@ -285,14 +281,15 @@ class Reader:
 
     def embeddings(self, body: bytes) -> Job:
         """Reads an embeddings request. Raises WeftError."""
-        asked = parse(body, EmbeddingRequest)
-        check_model(asked.model, self._names)
+        asked = self.named(parse(body, EmbeddingRequest))
         prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
         return Job(
             prompts=[Prompt(data=prompt_bytes(ids, self.limits, "input"), max_tokens=1) for ids in prompts],
             params=SamplingParams(max_tokens=1),
             token_params=TokenParams(max_tokens=1),
-            asked=AnswerOptions(model=asked.model, stream=False, encoding=asked.encoding_format or "float"),
+            asked=AnswerOptions(
+                model=asked.model or "", stream=False, encoding=asked.encoding_format or "float"
+            ),
             continues=True,
             param="input",
             sharing=asked.sharing(),
@@ -408,29 +405,6 @@ class Reader:
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )
-
-
-def _form(
-    asked: ChatRequest | CompletionRequest,
-    params: SamplingParams,
-    *,
-    echo: bool = False,
-    prompt_only: bool = False,
-    include_reasoning: bool = True,
-) -> AnswerOptions:
-    """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
-    return AnswerOptions(
-        model=asked.model,
-        stream=bool(asked.stream),
-        usage_in_stream=asked.usage_in_stream,
-        return_token_ids=bool(asked.return_token_ids),
-        skip_special_tokens=asked.skip_special_tokens is not False,
-        top=params.logprobs,
-        prompt_logprobs=asked.prompt_logprobs is not None,
-        echo=echo,
-        prompt_only=prompt_only,
-        include_reasoning=include_reasoning,
-    )
 
 
 def check_model(name: str, names: Sequence[str]) -> None:

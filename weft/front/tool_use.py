@@ -10,6 +10,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.tool_schema import check_schema
+from weft.grammar.normal import without_nulls
 from weft.text.parsing.parser import Tool
 
 MAX_TOOLS = 512
@@ -51,7 +52,9 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         if names is not None and (not names or not known.issuperset(names)):
             raise InvalidRequest("tool_choice must name tools of the request", param="tool_choice")
         return cls(
-            tools=tuple(tools),
+            tools=tuple(
+                msgspec.structs.replace(tool, parameters=without_nulls(tool.parameters)) for tool in tools
+            ),
             mode=mode,
             names=None if names is None else tuple(dict.fromkeys(names)),
             parallel=parallel,
@@ -76,7 +79,8 @@ def _check_tool(tool: Tool, number: int) -> None:
         raise InvalidRequest(
             f"{where} must have a name of 1 to 128 characters out of A-Z a-z 0-9 _ . : / -", param="tools"
         )
-    if tool.parameters.get("type", "object") != "object":
+    where = f"{where} ({tool.name})"
+    if tool.parameters.get("type") not in (None, "object"):
         raise InvalidRequest(f"{where}: the schema of its parameters must be of an object", param="tools")
     check_schema(tool.parameters, where)
     try:

@@ -6,15 +6,13 @@ order; everything after that (templates, tools, grammars, limits) is the same fo
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from weft.common.errors import InvalidRequest
-from weft.front.asked_output import effort_variables
+from weft.front.effort import effort_variables
 from weft.text.chat import ChatFormat
 from weft.text.messages import ImagePart
 
-_PROBE = "5d0e4b7a91"
 Parts = list[dict[str, Any] | ImagePart]
 """Typed content parts, as chat takes them."""
 
@@ -99,21 +97,12 @@ class Turns:
 
 def shows_system_inside(chat: ChatFormat) -> bool:
     """Whether a conversation's template shows a system message that is not the first one."""
-    turns = [("user", "a"), ("assistant", "b"), ("system", _PROBE), ("user", "c")]
-    try:
-        shown = chat.encode([{"role": role, "content": text} for role, text in turns])
-    except InvalidRequest:
-        return False
-    return _PROBE in shown.text
+    return chat.order is not None and chat.order.late("system") is not None
 
 
 def shows_users_apart(chat: ChatFormat) -> bool:
     """Whether a conversation's template takes two messages of the user in a row."""
-    try:
-        chat.encode([{"role": "user", "content": text} for text in ("a", _PROBE)])
-    except InvalidRequest:
-        return False
-    return True
+    return chat.order is not None and chat.order.takes_users_in_a_row
 
 
 def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:
@@ -138,22 +127,7 @@ def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
     if error.param is None:
         return error
     root = error.param.partition("[")[0].partition(".")[0]
-    if root not in names:
+    if not names.get(root):
         return error
     message = error.message.replace(error.param, names[root])
     return type(error)(message, param=names[root], code=error.error_code)
-
-
-class ShownTurns:
-    """How the chat template shows messages that not every template takes; found out once."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self._chat = chat
-
-    @functools.cached_property
-    def system_inside(self) -> bool:
-        return shows_system_inside(self._chat)
-
-    @functools.cached_property
-    def users_apart(self) -> bool:
-        return shows_users_apart(self._chat)

@@ -1,7 +1,8 @@
 """JSON schemas, read strictly: what a backend holds to exactly goes through, all else is refused by name.
 
 A schema comes out with the same meaning in fewer words: without annotations, formats and patterns written as
-one whole-text pattern, ``oneOf`` of parts that exclude each other as ``anyOf``.
+one whole-text pattern, ``oneOf`` of parts that exclude each other as ``anyOf``. ``loose.py`` leaves
+out of a schema what is refused here, for requests that allow this.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, Never
-from urllib.parse import unquote
 
 import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.grammar.disjoint import Disjoint
 from weft.grammar.formats import FORMATS, INTEGERS, NOTES
+from weft.grammar.normal import lookup, normal, step
 from weft.grammar.patterns import RUST, Dialect, whole_pattern
+from weft.grammar.schema_values import Unheld, bound, check_constant, check_text, count, shown
 
 MAX_NESTING = 64
 """Levels of arrays and objects of a schema's own text."""
@@ -26,9 +28,6 @@ MAX_TARGETS = 256
 """Places that references point to."""
 MAX_PROPERTIES = 1000
 """Properties of one object."""
-MAX_COUNT = 100_000
-"""Of minItems, maxLength and the like."""
-MAX_EXACT = 2**53
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
@@ -46,6 +45,11 @@ _ANNOTATIONS = frozenset(
         "$id",
         "id",
         "$anchor",
+        "nullable",  # already in the type
+        "contentEncoding",
+        "contentMediaType",
+        "contentSchema",
+        "propertyOrdering",
         "discriminator",
         "markdownDescription",
         "enumDescriptions",
@@ -83,15 +87,24 @@ def read_schema(text: str, keywords: Keywords) -> Any:
         return True
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema must be an object")
-    _check_nesting(schema)
-    return _Reader(schema, keywords).read()
+    check_nesting(schema)
+    return SchemaReader(normal(schema), keywords).read()
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A keyword that was taken out of a schema."""
+
+    at: str
+    """JSON pointer of the schema that had the keyword."""
+    keyword: str
 
 
 def _no_constant(name: str) -> Never:
     raise ValueError(name)
 
 
-def _check_nesting(schema: Any) -> None:
+def check_nesting(schema: Any) -> None:
+    """Raises InvalidRequest for a schema with too many levels."""
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
         level = [
@@ -105,10 +118,14 @@ def _check_nesting(schema: Any) -> None:
     raise InvalidRequest(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
 
 
-class _Reader:
+class SchemaReader:
     """Rewrites one document. Definitions keep their places, so that references stay what they are."""
 
-    def __init__(self, document: dict[str, Any], keywords: Keywords) -> None:
+    def __init__(self, document: dict[str, Any], keywords: Keywords, *, loose: bool = False) -> None:
+        """``loose``: keywords that cannot be held to are noted in ``left_out``, and not refused."""
+        self.left_out: list[LeftOut] = []
+        self._loose = loose
+        self._step = step if loose else _step
         self._document = document
         self._keywords = keywords
         self._count = 0
@@ -145,7 +162,10 @@ class _Reader:
             self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
         # Only now: schemas have what they must have, those that references point to, too.
         for schemas, at in self._exclusive:
-            self._disjoint.check(schemas, at)
+            if not self._loose:
+                self._disjoint.check(schemas, at)
+            elif not self._disjoint.all(schemas):
+                self.left_out.append(LeftOut(at.removesuffix("/oneOf"), "oneOf"))
         if self._targets:
             self._check_cycles()
             # each target gets a definition of its own name: what was at its place may be gone or rewritten
@@ -161,15 +181,10 @@ class _Reader:
         """What a reference points to, as the client wrote it."""
         if pointer != "#" and not pointer.startswith("#/"):
             self._refuse("$ref", at, "points outside of the schema")
-        found: Any = self._document
-        for step in pointer.split("/")[1:]:
-            step = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            else:
-                self._refuse("$ref", at, "points to nothing")
+        try:
+            found = lookup(self._document, pointer[1:])
+        except LookupError:
+            self._refuse("$ref", at, "points to nothing")
         if not isinstance(found, dict | bool):
             self._refuse("$ref", at, "points to what is no schema")
         return found
@@ -185,19 +200,25 @@ class _Reader:
         result: dict[str, Any] = {}
         for key, value in schema.items():
             if key in _ANNOTATIONS or key in _PLACES or key.startswith("x-"):
-                if key in ("$id", "id") and at:
-                    self._refuse(key, at, f"{_UNSUPPORTED} but at the top")
                 continue
-            here = f"{at}/{_step(key)}"
-            if key in _COUNTS:
-                result[key] = _count(value, here)
-            elif key in _BOUNDS:
-                result[key] = _bound(value, here)
-            elif key in self._readers:
-                result.update(self._readers[key](value, schema, here))
-            else:
-                self._refuse(key, at, _UNSUPPORTED)
+            try:
+                result.update(self._keyword(key, value, schema, at))
+            except Unheld:
+                if not self._loose:
+                    raise
+                self.left_out.append(LeftOut(at, key))
         return self._joined(result, schema, at)
+
+    def _keyword(self, key: str, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """The keywords that ``key`` becomes."""
+        here = f"{at}/{self._step(key)}"
+        if key in _COUNTS:
+            return {key: count(value, here)}
+        if key in _BOUNDS:
+            return {key: bound(value, here)}
+        if key in self._readers:
+            return self._readers[key](value, schema, here)
+        self._refuse(key, at, _UNSUPPORTED)
 
     def _joined(self, result: dict[str, Any], schema: dict[str, Any], at: str) -> dict[str, Any]:
         """The rewritten keywords together, checked against what the backend holds to."""
@@ -216,7 +237,7 @@ class _Reader:
         types = value if isinstance(value, list) else [value]
         for one in types:
             if one not in _TYPES:
-                raise InvalidRequest(f"{_shown(one)} is no type of JSON (at {at})")
+                raise InvalidRequest(f"{shown(one)} is no type of JSON (at {at})")
         if not types:
             raise InvalidRequest(f"a list of types must not be empty (at {at})")
         return {"type": types[0] if len(types) == 1 else list(dict.fromkeys(types))}
@@ -225,11 +246,11 @@ class _Reader:
         if not isinstance(value, list) or not value:
             raise InvalidRequest(f"enum must be a list of at least one value (at {at})")
         for one in value:
-            _check_constant(one, at)
+            check_constant(one, at)
         return {"enum": value}
 
     def _read_const(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        _check_constant(value, at)
+        check_constant(value, at)
         return {"const": value}
 
     def _read_ref(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
@@ -276,8 +297,8 @@ class _Reader:
         if len(value) > MAX_PROPERTIES:
             raise InvalidRequest(f"an object has more than {MAX_PROPERTIES} properties (at {at})")
         for key in value:
-            _check_text(key, at)
-        return {key: self._schema(inner, f"{at}/{_step(key)}") for key, inner in value.items()}
+            check_text(key, at)
+        return {key: self._schema(inner, f"{at}/{self._step(key)}") for key, inner in value.items()}
 
     def _read_required(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
@@ -285,35 +306,33 @@ class _Reader:
         if len(value) > MAX_PROPERTIES:
             raise InvalidRequest(f"an object has more than {MAX_PROPERTIES} properties (at {at})")
         for one in value:
-            _check_text(one, at)
+            check_text(one, at)
         return {"required": list(dict.fromkeys(value))} if value else {}
 
     def _read_additional(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         return {"additionalProperties": self._schema(value, at)}
 
     def _read_min_properties(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        least = _count(value, at)
+        least = count(value, at)
         required = schema.get("required")
         if isinstance(required, list) and len(set(map(str, required))) >= least:
             return {}
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if least > 1 and not closed:
             # a key that is written twice counts once
-            raise InvalidRequest(
-                f"minProperties is supported up to the number of required properties (at {at})"
-            )
+            raise Unheld(f"minProperties is supported up to the number of required properties (at {at})")
         return {"minProperties": least}
 
     def _read_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         if isinstance(value, list):
-            raise InvalidRequest(f"items must be one schema; for a list of them use prefixItems (at {at})")
+            raise Unheld(f"items must be one schema; for a list of them use prefixItems (at {at})")
         return {"items": self._schema(value, at)}
 
     def _read_prefix_items(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         return {"prefixItems": self._list(value, at)}
 
     def _read_multiple_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        if _bound(value, at) <= 0:
+        if bound(value, at) <= 0:
             raise InvalidRequest(f"multipleOf must be greater than 0 (at {at})")
         return {"multipleOf": value}
 
@@ -328,9 +347,8 @@ class _Reader:
         if value in INTEGERS:
             least, most = INTEGERS[value]
             return {"": [{"minimum": least, "maximum": most}]}
-        if value not in FORMATS:
-            known = ", ".join(sorted([*FORMATS, *INTEGERS, *NOTES]))
-            raise InvalidRequest(f"format {_shown(value)} is not supported (at {at}); there are: {known}")
+        if value not in FORMATS:  # an annotation, as the standard says
+            return {}
         pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
         return {"": [pattern]} if "pattern" in schema else pattern
 
@@ -338,7 +356,7 @@ class _Reader:
         try:
             return whole_pattern(pattern, self._keywords.dialect)
         except InvalidRequest as error:
-            raise InvalidRequest(f"{error.message} (at {at})") from None
+            raise Unheld(f"{error.message} (at {at})") from None
 
     def _check_cycles(self) -> None:
         """Raises InvalidRequest where a reference leads to itself without a value between."""
@@ -362,7 +380,7 @@ class _Reader:
 
     def _refuse(self, keyword: str, at: str, why: str) -> Never:
         whom = f" by {self._keywords.backend}" if why.startswith(_UNSUPPORTED) else ""
-        raise InvalidRequest(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
+        raise Unheld(f"{_step(keyword)} {why}{whom} (at {at or '/'})")
 
 
 def _same_place(schema: Any) -> Iterator[str]:
@@ -398,51 +416,5 @@ def _anchored(regex: str) -> str:
     return f"^(?:{regex})$"
 
 
-def _count(value: Any, at: str) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequest(f"a number from 0 on is expected (at {at})")
-    if value > MAX_COUNT:
-        raise InvalidRequest(f"a number up to {MAX_COUNT} is expected (at {at})")
-    return value
-
-
-def _bound(value: Any, at: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequest(f"a number is expected (at {at})")
-    if abs(value) > MAX_EXACT or (value != 0 and abs(value) < 1e-12):
-        raise InvalidRequest(f"the number is too large, or too close to 0 (at {at})")
-    return value
-
-
-def _check_constant(value: Any, at: str) -> None:
-    """Values that every spelling of JSON has exactly once."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, str):
-            _check_text(one, at)
-        elif isinstance(one, float) or (isinstance(one, int) and not isinstance(one, bool)):
-            if abs(one) > MAX_EXACT or (one != 0 and abs(one) < 1e-12):
-                raise InvalidRequest(f"the number is too large, or too close to 0 (at {at})")
-        elif isinstance(one, dict):
-            stack.extend([*one, *one.values()])
-        elif isinstance(one, list):
-            stack.extend(one)
-
-
-def _check_text(text: str, at: str) -> None:
-    if any((ord(char) < 0x20 and char not in "\b\f\n\r\t") or char == "\x7f" for char in text):
-        raise InvalidRequest(f"texts with control characters are not supported (at {at})")
-    if any(0xD800 <= ord(char) < 0xE000 for char in text):
-        raise InvalidRequest(f"half of a surrogate pair is no text (at {at})")
-
-
 def _step(key: str) -> str:
-    return _shown(key).strip('"').replace("~", "~0").replace("/", "~1")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return step(shown(key).strip('"'))

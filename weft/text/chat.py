@@ -25,6 +25,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
+from weft.text.arrange import RoleOrder, arranged
 from weft.text.conversation import conversation_of, tool_objects
 from weft.text.forms import TemplateForm, find_ends, find_form
 from weft.text.limits import MAX_SECONDS
@@ -126,6 +127,7 @@ class ChatFormat:
             except InvalidRequest as error:
                 self._template = error
         self._marks = Marks(tuple(tokenizer.special))
+        self._order = self._own_order()
 
     @property
     def source(self) -> str | None:
@@ -169,8 +171,8 @@ class ChatFormat:
                 param="tools",
             )
         mark = secret_digits()
-        checked = self._checked(messages, template)
         form = self._form_of(template)
+        checked = arranged(self._checked(messages, template), self._order_of(template, form))
         conversation = conversation_of(checked, template, form, self._marks, mark)
         tail = secret_digits() + " "
         if continue_final_message:
@@ -196,6 +198,28 @@ class ChatFormat:
         in_thought = (add_generation_prompt or continue_final_message) and self._thinks(text, last)
         self._check_shown(shown, ids)
         return ChatPrompt(ids, text, in_thought, shown)
+
+    @property
+    def order(self) -> RoleOrder | None:
+        """The order of roles that the model's template shows; None without a template."""
+        return self._order
+
+    def _order_of(self, template: ChatTemplate, form: TemplateForm) -> RoleOrder:
+        if self._order is not None and template is self._template:
+            return self._order
+        return RoleOrder(lambda messages: self._plain(messages, template, form))
+
+    def _own_order(self) -> RoleOrder | None:
+        template = self._template
+        if not isinstance(template, ChatTemplate):
+            return None
+        return RoleOrder(lambda messages: self._plain(messages, template, self._form_of(template)))
+
+    def _plain(self, messages: Sequence[Message], template: ChatTemplate, form: TemplateForm) -> str:
+        """The text of messages that hold nothing like a special token."""
+        conversation = conversation_of(messages, template, form, self._marks, secret_digits())
+        variables = {"messages": conversation, "add_generation_prompt": True}
+        return template.render({**self._named(), **variables, "tools": None, "documents": None})
 
     def _thinks(self, prompt: str, last: str) -> bool:
         """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""

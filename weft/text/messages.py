@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.text.echoes import THOUGHTS, thought_of, without_thoughts
 from weft.text.tokenizer import check_text
 from weft.text.video import VIDEO_KINDS, VideoPart, video_part
 
@@ -28,17 +29,27 @@ MAX_DEPTH = 64
 _NOT_BUILT = (
     "function_call",
     "audio",
-    "annotations",
     "refusal",
     "tool_calls",
     "tool_call_id",
-    "provider_specific_fields",
+    "prefix",
+    "partial",
 )
 """Fields clients send back with nothing in them; with a value they are refused where they have no meaning."""
 _REASONING = ("reasoning_content", "reasoning")
 PARTIAL = "partial_json"
 """The key under which a model is shown arguments that are no JSON object."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_NO_EFFECT = ("id", "cache_control")
+"""Fields of any message that mean nothing here: names of clients, and what caches it by itself."""
+# fmt: off
+_ASKS = frozenset((
+    "content", "name", "tool_calls", "tool_call_id", "function_call", "audio", "refusal", "prefix", "partial",
+    *_REASONING,
+))
+# fmt: on
+"""Fields of the assistant's messages that are part of the conversation, or ask for something. All others are
+dropped: answers come back with all that some server wrote into them."""
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -243,7 +254,7 @@ def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
 def _holds_nothing(value: Any) -> bool:
     if isinstance(value, dict):
         return all(one is None for one in value.values())
-    return value in ([], "")
+    return value in ([], "") or value is False
 
 
 def _check_field(
@@ -251,8 +262,10 @@ def _check_field(
 ) -> None:
     """Takes one field of a message that has a value."""
     if key == "content":
-        if value == [] and role == "assistant":
-            value = ""
+        if role == "assistant" and isinstance(value, list):
+            value, thought = without_thoughts(value)
+            _add_thought(fields, thought, f"{where}.content")
+            value = value or ""
         fields["content"] = _content(value, f"{where}.content", shows)
     elif key == "name" and isinstance(value, str):
         check_text(value, f"{where}.name")
@@ -264,17 +277,32 @@ def _check_field(
         fields["tool_call_id"] = value
     elif key in _REASONING and role == "assistant" and isinstance(value, str):
         check_text(value, f"{where}.{key}")
-        if value:
+        if value:  # the plain text wins over thoughts in other forms
             fields["reasoning"] = value
     elif key == "refusal" and role == "assistant" and isinstance(value, str):
         check_text(value, f"{where}.refusal")
         if value and "content" not in fields:
             fields["content"] = (TextPart(value),)
+    elif key in THOUGHTS and role == "assistant":
+        _add_thought(fields, thought_of(value), f"{where}.{key}")
+    elif key in _NO_EFFECT or _dropped(role, key):
+        return
     elif not (key in (*_NOT_BUILT, *_REASONING) and _holds_nothing(value)):
         shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
         raise InvalidRequest(
             f"{where}.{shown} is not supported in a message of the role {role}", param=f"{where}.{shown}"
         )
+
+
+def _add_thought(fields: dict[str, Any], thought: str, where: str) -> None:
+    check_text(thought, where)
+    if thought:
+        fields.setdefault("reasoning", thought)
+
+
+def _dropped(role: Role, key: Any) -> bool:
+    """Whether a field of an answer that comes back is only what its server wrote beside the answer."""
+    return role == "assistant" and isinstance(key, str) and key not in _ASKS
 
 
 def _check_calls(calls: Any, where: str) -> tuple[CallMade, ...]:
@@ -357,7 +385,7 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
 
 def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
     """``image_url`` as OpenAI has it, or ``image`` with an object of Pillow's, of callers in this process."""
-    unknown = {name for name, value in part.items() if value is not None} - {"type", kind}
+    unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
     if unknown:
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"

@@ -188,8 +188,8 @@ def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Token
     _check_any_left(params, allowed, bad, stop_ids)
     return TokenParams(
         temperature=float(params.temperature),
-        top_k=max(params.top_k, 0),
-        top_p=float(params.top_p),
+        top_k=max(params.top_k, 0) if params.top_p else 1,
+        top_p=float(params.top_p) or 1.0,  # no prefix reaches 0: the likeliest token is what is left
         min_p=float(params.min_p),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),

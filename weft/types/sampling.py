@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = 0
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
-    """Keep the shortest prefix, by probability, that reaches this mass."""
+    """Keep the shortest prefix, by probability, that reaches this mass; of 0 the likeliest token."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest."""
     frequency_penalty: float = 0.0
@@ -125,18 +125,18 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
         _fail(name, f"must be between {low} and {high}")
 
 
-def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         _fail(name, "must be a finite number")
-    if not low <= value <= high or (open_low and value == low):
-        _fail(name, f"must be {'greater than' if open_low else 'at least'} {low:g} and at most {high:g}")
+    if not low <= value <= high:
+        _fail(name, f"must be at least {low:g} and at most {high:g}")
 
 
 def _check_ranges(p: SamplingParams) -> None:
     _integer("n", p.n, 1, MAX_N)
     _number("temperature", p.temperature, 0, 100)
     _integer("top_k", p.top_k, -1, 1 << 31)
-    _number("top_p", p.top_p, 0, 1, open_low=True)
+    _number("top_p", p.top_p, 0, 1)
     _number("min_p", p.min_p, 0, 1)
     _number("frequency_penalty", p.frequency_penalty, -2, 2)
     _number("presence_penalty", p.presence_penalty, -2, 2)

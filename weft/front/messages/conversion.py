@@ -66,7 +66,7 @@ def conversation(
         messages=messages,
         params=params,
         form=AnswerOptions(
-            model=asked.model, stream=isinstance(asked, MessagesRequest) and bool(asked.stream)
+            model=asked.model or "", stream=isinstance(asked, MessagesRequest) and bool(asked.stream)
         ),
         tools=_tools(asked),
         constraint=_constraint(asked),
@@ -112,11 +112,12 @@ def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -
 
 
 def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
-    unknown = message.keys() - {"role", "content"}
-    if unknown:
+    role = message.get("role")
+    unknown = message.keys() - {"role", "content", "id", "cache_control"}
+    # An answer that comes back has all fields that its server wrote.
+    if unknown and role != "assistant":
         shown = printable(min(unknown), 40)
         raise InvalidRequest(f"{where} has an unknown field: {shown}", param=where)
-    role = message.get("role")
     if role not in ("user", "assistant", "system"):
         raise InvalidRequest(f"{where}.role must be user, assistant or system", param=f"{where}.role")
     if "content" not in message:
@@ -225,4 +226,4 @@ def _effort(asked: CountRequest) -> str | None:
     effort = None if asked.output_config is None else asked.output_config.effort
     if effort is None:
         return "medium" if isinstance(asked.thinking, Enabled) else None
-    return "xhigh" if effort == "max" else effort
+    return effort

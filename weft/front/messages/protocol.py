@@ -102,7 +102,8 @@ class CountRequest(Body, frozen=True, kw_only=True):
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
-    model: str
+    model: str | None = None
+    """Without a name: the model that the server has."""
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -119,7 +120,8 @@ class CountRequest(Body, frozen=True, kw_only=True):
     workspace_id: str | None = None
 
     def check(self) -> None:
-        short("model", self.model)
+        if self.model is not None:
+            short("model", self.model)
         for label in ("user_profile_id", "workspace_id"):
             if (text := getattr(self, label)) is not None:
                 short(label, text)

@@ -27,7 +27,7 @@ def read_count(reader: Reader, body: bytes) -> Job:
 
 
 def _read(reader: Reader, asked: CountRequest) -> Job:
-    reader.check_model(asked.model)
+    asked = reader.named(asked)
     try:
         made, facts = conversation(
             asked, system_inside=reader.system_inside, keep_attribution=reader.keep_attribution

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from weft.common.errors import InvalidRequest
-from weft.front.protocol.fields import UNSUPPORTED
+from weft.front.protocol.fields import CHAT_NEUTRAL, UNSUPPORTED
 from weft.front.protocol.generate import Generate
 from weft.front.protocol.parse import MAX_NAME, between, missing
+from weft.front.protocol.thoughts import Effort, ReasoningOptions, ThinkingOptions, Thoughts, one_of
 from weft.front.protocol.tools import FunctionTool, ToolChoice, tool_use
 from weft.front.tool_use import ToolUse
 from weft.types.sampling import MAX_TOP_LOGPROBS, SamplingParams, StopIn
 
 MAX_METADATA = 16
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+MAX_BUDGET = 1 << 31
+
+
+_FOR_TEMPLATE = ("reasoning_effort", "enable_thinking", "thinking", "reasoning")
+_BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget", "thinking_budget_tokens")
 
 
 class ChatRequest(Generate, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
+    neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = CHAT_NEUTRAL
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED | {"echo"}
 
     messages: list[dict[str, Any]] | None = None
@@ -33,6 +40,14 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
     """Whether the answer shows thoughts."""
     thinking_token_budget: int | None = None
     """Tokens of a thought after which it is ended."""
+    max_thinking_tokens: int | None = None
+    """The same, as the two below: names of other servers."""
+    thinking_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    enable_thinking: bool | None = None
+    """Whether the model thinks: the chat template's variable."""
+    thinking: bool | ThinkingOptions | None = None
+    reasoning: ReasoningOptions | None = None
     max_completion_tokens: int | None = None
     stop_in: StopIn | None = None
     """Whether stop strings are looked for in content alone, as is the default, or everywhere."""
@@ -49,8 +64,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
     def check(self) -> None:
         super().check()
         self._check_prompt()
-        if self.thinking_token_budget is not None:
-            between("thinking_token_budget", self.thinking_token_budget, 0, 1 << 31)
+        self.thoughts()
         if self.top_logprobs is not None:
             between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
             if not self.logprobs:
@@ -72,12 +86,43 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
             return
         if not self.prompt_token_ids:
             raise InvalidRequest("prompt_token_ids must not be empty", param="prompt_token_ids")
-        for name in ("messages", "tools", "chat_template_kwargs", "reasoning_effort"):
+        for name in ("messages", "tools", "chat_template_kwargs", *_FOR_TEMPLATE):
             if getattr(self, name):
                 raise InvalidRequest(
                     f"{name} has no place in a prompt of token ids; send prompt_token_ids or {name}",
                     param="prompt_token_ids",
                 )
+
+    def thoughts(self) -> Thoughts:
+        """How the model is to think. Raises InvalidRequest for two that differ."""
+        options = self.thinking if isinstance(self.thinking, ThinkingOptions) else None
+        routed = self.reasoning or ReasoningOptions()
+        _, effort = one_of([("reasoning_effort", self.reasoning_effort), ("reasoning", routed.effort)])
+        switch_name, switch = one_of(
+            [
+                ("enable_thinking", self.enable_thinking),
+                ("thinking", self.thinking if isinstance(self.thinking, bool) else None),
+                ("thinking", None if options is None else options.switch),
+                ("reasoning", routed.enabled),
+            ]
+        )
+        budget_name, budget = one_of(
+            [
+                *((name, getattr(self, name)) for name in _BUDGETS),
+                ("thinking", None if options is None else options.budget_tokens),
+                ("reasoning", routed.max_tokens),
+            ]
+        )
+        if budget is not None:
+            between(budget_name, budget, 0, MAX_BUDGET)
+        return Thoughts(
+            effort=effort,
+            switch=switch,
+            budget=budget,
+            wish=budget_name in ("thinking", "reasoning"),
+            shown=self.include_reasoning is not False and not routed.exclude,
+            names={"enable_thinking": switch_name, "thinking_token_budget": budget_name},
+        )
 
     def tool_use(self) -> ToolUse:
         """Raises InvalidRequest."""

@@ -27,7 +27,8 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
         {"dimensions", "truncate_prompt_tokens", "add_special_tokens", "pooling", "normalize"}
     )
 
-    model: str
+    model: str | None = None
+    """Without a name: the model that the server has."""
     input: str | list[Any]
     """A text, token ids, a list of texts or a list of lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -39,7 +40,8 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     """Prefixes are shared only with requests of the same salt."""
 
     def check(self) -> None:
-        short("model", self.model)
+        if self.model is not None:
+            short("model", self.model)
         if self.user is not None:
             short("user", self.user)
         self.sharing()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 # fmt: off
 UNSUPPORTED = frozenset((
-    "functions", "function_call", "audio", "modalities", "prediction", "service_tier", "store", "verbosity",
-    "web_search_options", "moderation", "guided_decoding_backend", "grammar", "json_schema", "regex", "ebnf",
-    "use_beam_search", "length_penalty", "early_stopping", "chat_template", "documents",
-    "mm_processor_kwargs", "kv_transfer_params", "truncate_prompt_tokens", "vllm_xargs", "logits_processors",
-    "spaces_between_special_tokens", "return_tokens_as_token_ids", "lora_path", "typical_p", "mirostat_mode",
-    "no_repeat_ngram_size", "cache_prompt", "suffix", "request_id", "bootstrap_host", "bootstrap_port",
-    "bootstrap_room",
+    "functions", "function_call", "audio", "modalities", "web_search_options", "moderation",
+    "guided_decoding_backend", "grammar", "json_schema", "regex", "ebnf", "use_beam_search",
+    "length_penalty", "early_stopping", "chat_template", "documents", "mm_processor_kwargs",
+    "kv_transfer_params", "truncate_prompt_tokens", "vllm_xargs", "logits_processors",
+    "spaces_between_special_tokens", "return_tokens_as_token_ids", "lora_path", "typical_p",
+    "mirostat_mode", "no_repeat_ngram_size", "cache_prompt", "suffix", "request_id", "bootstrap_host",
+    "bootstrap_port", "bootstrap_room",
 ))
 """Of both routes."""
 # fmt: on
@@ -25,6 +25,12 @@ CHAT_ONLY = frozenset(
         "reasoning_effort",
         "include_reasoning",
         "thinking_token_budget",
+        "max_thinking_tokens",
+        "thinking_budget",
+        "thinking_budget_tokens",
+        "enable_thinking",
+        "thinking",
+        "reasoning",
         "chat_template_kwargs",
     )
 )
@@ -47,9 +53,6 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "function_call": is_one_of("none", "auto"),
     "response_format": is_one_of({"type": "text"}),
     "modalities": is_one_of(["text"]),
-    "service_tier": is_one_of("auto", "default"),
-    "store": is_one_of(False),
-    "verbosity": is_one_of("medium"),
     "metadata": is_one_of({}),
     "user": is_one_of(""),
     "safety_identifier": is_one_of(""),
@@ -75,6 +78,28 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "cache_prompt": is_one_of(True),
     "grammar": is_one_of(""),
 }
+
+CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    **NEUTRAL,
+    "thinking_budget": is_one_of(-1),
+    "thinking_budget_tokens": is_one_of(-1),
+    "separate_reasoning": is_one_of(True),
+    "stream_reasoning": is_one_of(True),
+}
+"""The same in chat. A budget of -1 is no limit."""
+
+HINTS: dict[str, Any] = {
+    "cache_control": dict[str, Any],
+    "prediction": dict[str, Any],
+    "prompt_cache_options": dict[str, Any],
+    "provider": dict[str, Any],
+    "service_tier": Literal["auto", "default", "flex", "priority", "scale", "fast"],
+    "session_id": str,
+    "store": bool,
+    "usage": dict[str, Any],
+    "verbosity": Literal["low", "medium", "high", "max"],
+}
+"""Parameters that are checked for their type and have no effect: docs/http.md names each of them."""
 
 NO_TOOLS: dict[str, Callable[[Any], bool]] = {
     "tool_choice": is_one_of("none", "auto"),

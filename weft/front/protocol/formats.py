@@ -21,7 +21,9 @@ class TextFormat(msgspec.Struct, frozen=True, tag="text", tag_field="type", forb
 class JsonObjectFormat(
     msgspec.Struct, frozen=True, tag="json_object", tag_field="type", forbid_unknown_fields=True
 ):
-    """Any JSON object."""
+    """Any JSON object, or one that is valid under ``schema``."""
+
+    schema: dict[str, Any] | bool | None = None
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,15 +34,31 @@ class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Without it: any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """No difference: the answer is valid under the schema also where it is false."""
+    """False: the schema loses what a grammar cannot hold to, and is not refused."""
 
 
 class JsonSchemaFormat(
-    msgspec.Struct, frozen=True, tag="json_schema", tag_field="type", forbid_unknown_fields=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    tag="json_schema",
+    tag_field="type",
+    forbid_unknown_fields=True,
 ):
-    """JSON that is valid under a schema."""
+    """JSON that is valid under a schema: under ``json_schema``, or right here as Responses has it."""
 
-    json_schema: NamedSchema
+    json_schema: NamedSchema | None = None
+    name: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @property
+    def named(self) -> NamedSchema:
+        """The schema, wherever it stands."""
+        if self.json_schema is not None:
+            return self.json_schema
+        return NamedSchema(schema=self.schema, strict=self.strict)
 
 
 class StructuralTagFormat(
@@ -103,18 +121,19 @@ def constraint_of(asked: Constrained) -> Constraint | None:
         grammar = _structured(value)
     else:
         grammar = _BUILD[param.removeprefix("guided_")](value, param)
-    return Constraint(grammar=grammar, param=param)
+    loose = isinstance(value, JsonSchemaFormat) and value.named.strict is False
+    return Constraint(grammar=grammar, param=param, strict=not loose)
 
 
 def format_grammar(form: ResponseFormat, param: str) -> Grammar:
     """The grammar of a response format that is not ``text``."""
-    if isinstance(form, JsonSchemaFormat):
-        schema = form.json_schema.schema
+    if isinstance(form, JsonSchemaFormat | JsonObjectFormat):
+        if isinstance(form, JsonSchemaFormat) and form.json_schema is None and form.schema is None:
+            raise InvalidRequest(f"{param} of type json_schema needs json_schema with a schema", param=param)
+        schema = form.named.schema if isinstance(form, JsonSchemaFormat) else form.schema
         return build.json_object() if schema is None else build.json_schema(schema, param=param)
-    if isinstance(form, StructuralTagFormat):
-        return build.structural_tag(_tag_of(form), param=param)
-    assert isinstance(form, JsonObjectFormat)
-    return build.json_object()
+    assert isinstance(form, StructuralTagFormat)
+    return build.structural_tag(_tag_of(form), param=param)
 
 
 def _tag_of(form: StructuralTagFormat) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.common.errors import InvalidRequest
 from weft.front.conversation import Constraint, Sharing
-from weft.front.protocol.fields import NEUTRAL, UNSUPPORTED
+from weft.front.protocol.fields import HINTS, NEUTRAL, UNSUPPORTED
 from weft.front.protocol.formats import Constrained, constraint_of
 from weft.front.protocol.parse import between, short
 from weft.types.sampling import SamplingParams
@@ -28,16 +28,15 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
     """Only false is accepted, which asks for nothing."""
     continuous_usage_stats: bool | None = None
-    """Only false is accepted, likewise."""
+    """Whether every chunk has the usage so far."""
 
     def check(self) -> None:
-        for name in ("include_obfuscation", "continuous_usage_stats"):
-            if getattr(self, name):
-                raise InvalidRequest(
-                    f"stream_options.{name} is not supported by this server",
-                    param="stream_options",
-                    code="unsupported_parameter",
-                )
+        if self.include_obfuscation:
+            raise InvalidRequest(
+                "stream_options.include_obfuscation is not supported by this server",
+                param="stream_options",
+                code="unsupported_parameter",
+            )
 
 
 class Generate(Constrained, frozen=True, kw_only=True):
@@ -45,8 +44,10 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = NEUTRAL
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
+    hints: ClassVar[Mapping[str, Any]] = HINTS
 
-    model: str
+    model: str | None = None
+    """Without a name: the model that the server has."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -84,7 +85,8 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """What types alone can't say. Raises InvalidRequest."""
-        short("model", self.model)
+        if self.model is not None:
+            short("model", self.model)
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
             if (text := getattr(self, label)) is not None:
                 short(label, text)
@@ -111,6 +113,11 @@ class Generate(Constrained, frozen=True, kw_only=True):
     @property
     def usage_in_stream(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling_with(self, **more: Any) -> SamplingParams:
         """SamplingParams of the fields that were given. Raises InvalidRequest, naming the parameter."""

@@ -2,7 +2,7 @@
 
 A field that is absent and one that is null mean the same. What Weft does not do is refused with 400 by name,
 unless its value asks for nothing (``Body.neutral``); what would change an answer is never accepted and
-ignored. Labels (``user`` and the like) are checked and have no effect.
+ignored. Labels (``user`` and the like) and hints (``Body.hints``) are checked and have no effect.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a value asks for nothing, so that it is dropped, as if absent; by parameter, of fields, too."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Parameters that Weft knows of and does not do."""
+    hints: ClassVar[Mapping[str, Any]] = {}
+    """Parameters that no answer depends on, with their types: they are checked and dropped."""
 
     def check(self) -> None:
         """What types alone can't say. Raises InvalidRequest."""
@@ -59,6 +61,9 @@ def make(data: Mapping[str, Any], cls: type[B]) -> B:
     values: dict[str, Any] = {}
     for name, value in data.items():
         if value is None or (name in neutral and neutral[name](value)):
+            continue
+        if name in cls.hints:
+            convert(name, value, cls.hints[name])
             continue
         if name not in fields:
             raise _refused(name, cls)

@@ -19,6 +19,8 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     parameters: dict[str, Any] | None = None
     """JSON Schema of the arguments, which are an object."""
     strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    """No effect, as beside the function: every prompt is cached."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +28,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
 
 
 class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +65,7 @@ class AllowedChoice(
     allowed_tools: AllowedTools
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedChoice
+ToolChoice = Literal["none", "auto", "required", "any"] | NamedFunction | AllowedChoice
 
 
 def tool_use(
@@ -72,7 +75,7 @@ def tool_use(
     made = tuple(map(_tool, tools or ()))
     several = parallel is not False
     if choice is None or isinstance(choice, str):
-        mode = choice or "auto"
+        mode = "required" if choice == "any" else choice or "auto"
         return ToolUse.checked(made, mode=mode, parallel=several)
     if isinstance(choice, NamedFunction):
         return ToolUse.checked(made, mode="required", names=[choice.function.name], parallel=False)

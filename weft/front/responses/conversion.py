@@ -92,7 +92,7 @@ def conversation(
         messages=turns.messages,
         params=params,
         form=AnswerOptions(
-            model=asked.model, stream=whole is not None and bool(whole.stream), top=params.logprobs
+            model=asked.model or "", stream=whole is not None and bool(whole.stream), top=params.logprobs
         ),
         tools=tools.use,
         constraint=_constraint(asked),
@@ -158,18 +158,19 @@ def _sampling(asked: ResponsesRequest) -> SamplingParams:
 
 def _constraint(asked: TokensRequest) -> Constraint | None:
     form = None if asked.text is None else asked.text.format
+    param = "text.format"
     if isinstance(form, NamedFormat):
-        return Constraint(grammar=build.json_schema(form.schema, param="text.format"), param="text.format")
-    return (
-        Constraint(grammar=build.json_object(), param="text.format")
-        if isinstance(form, ObjectFormat)
-        else None
-    )
+        grammar = build.json_schema(form.schema, param=param)
+        return Constraint(grammar=grammar, param=param, strict=form.strict is not False)
+    if not isinstance(form, ObjectFormat):
+        return None
+    schema = form.schema
+    grammar = build.json_object() if schema is None else build.json_schema(schema, param=param)
+    return Constraint(grammar=grammar, param=param)
 
 
 def _effort(asked: TokensRequest) -> str | None:
-    effort = None if asked.reasoning is None else asked.reasoning.effort
-    return "xhigh" if effort == "max" else effort
+    return None if asked.reasoning is None else asked.reasoning.effort
 
 
 def _facts(

@@ -70,8 +70,12 @@ class PlainFormat(_Strict, frozen=True, kw_only=True, tag="text", tag_field="typ
     """Any text."""
 
 
-class ObjectFormat(_Strict, frozen=True, kw_only=True, tag="json_object", tag_field="type"):
-    """Any JSON object."""
+class ObjectFormat(
+    _Strict, frozen=True, kw_only=True, omit_defaults=True, tag="json_object", tag_field="type"
+):
+    """Any JSON object, or one that is valid under ``schema``."""
+
+    schema: dict[str, Any] | None = None
 
 
 class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
@@ -81,7 +85,7 @@ class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_fie
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """No difference: the answer is valid under the schema also where it is false."""
+    """False: the schema loses what a grammar cannot hold to, and is not refused."""
 
 
 class TextConfig(_Strict, frozen=True, kw_only=True):
@@ -145,7 +149,8 @@ class TokensRequest(Body, frozen=True, kw_only=True):
     }
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
-    model: str
+    model: str | None = None
+    """Without a name: the model that the server has."""
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -156,7 +161,8 @@ class TokensRequest(Body, frozen=True, kw_only=True):
     text: TextConfig | None = None
 
     def check(self) -> None:
-        short("model", self.model)
+        if self.model is not None:
+            short("model", self.model)
         if not self.input and self.previous_response_id is None:
             raise InvalidRequest(
                 "input must be a text or items, and not empty, unless previous_response_id is there",

@@ -88,7 +88,7 @@ def _read(reader: Reader, payload: bytes, kind: type[TokensRequest]) -> Job:
     line, _, body = payload.partition(b"\n")
     history = msgspec.json.decode(line, type=History)
     asked = make(decode(body), kind)
-    reader.check_model(asked.model)
+    asked = reader.named(asked)
     try:
         made, facts = conversation(
             asked, history, system_inside=reader.system_inside, join_users=not reader.users_apart

@@ -14,13 +14,16 @@ from typing import Any, Literal
 import msgspec
 
 from weft.common.errors import InvalidRequest
+from weft.front.held_schemas import say_left_out
 from weft.front.protocol.parse import convert, printable
 from weft.front.responses.protocol import ChooseAllowed, ChooseCustom, ChooseFunction, ResponseToolChoice
 from weft.front.tool_use import ToolUse
+from weft.grammar.regular import regular_pattern
 from weft.text.parsing.parser import Tool
 
 SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+MAX_GRAMMAR = 64 << 10
+"""Characters of a custom tool's grammar."""
 
 
 class _Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,9 +46,23 @@ class TextInput(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field
     """Any text."""
 
 
+class GrammarInput(msgspec.Struct, frozen=True, kw_only=True, tag="grammar", tag_field="type"):
+    """Text of a grammar: of a context-free one in Lark's notation, or of a pattern."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+    @property
+    def pattern(self) -> str | None:
+        """The grammar as one pattern; None where there is none."""
+        if self.syntax == "regex":
+            return f"^(?:{self.definition})$"
+        return regular_pattern(self.definition)
+
+
 class CustomTool(_Tool, frozen=True, kw_only=True, rename={"asynchronous": "async"}):
     type: Literal["custom"]
-    format: TextInput | None = None
+    format: TextInput | GrammarInput | None = None
     asynchronous: Literal[False] | None = None
 
 
@@ -121,8 +138,7 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
     if kind == "custom":
         custom: CustomTool = convert(where, value, CustomTool)
         name = joined(namespace, custom.name)
-        made = Tool(name=name, description=custom.description or "", parameters=_INPUT)
-        return made, Named(name=custom.name, namespace=namespace, custom=True)
+        return _custom(custom, name), Named(name=custom.name, namespace=namespace, custom=True)
     shown = printable(kind, 40) if isinstance(kind, str) else "that type"
     raise InvalidRequest(
         f"{where}: tools of type {shown} are not supported by this server, which runs none itself; those "
@@ -130,6 +146,33 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
         param=where,
         code="unsupported_parameter",
     )
+
+
+def _custom(tool: CustomTool, name: str) -> Tool:
+    """The function that a model is told of.
+
+    A grammar is told to the model with the description. A grammar that is one pattern is also held to, where
+    the model's form of calls allows this.
+    """
+    about, form = tool.description or "", tool.format
+    if not isinstance(form, GrammarInput):
+        return Tool(name=name, description=about, parameters=_input())
+    kind = "grammar (Lark)" if form.syntax == "lark" else "regular expression"
+    about = f"{about}\n\nThe input must match this {kind}:\n{form.definition}".strip()
+    if len(form.definition) > MAX_GRAMMAR:
+        raise InvalidRequest(
+            f"tools: the grammar of {name} has more than {MAX_GRAMMAR} characters", param="tools"
+        )
+    if (pattern := form.pattern) is None:
+        say_left_out(f"tool {name}", "the grammar of its input")
+        return Tool(name=name, description=about, parameters=_input())
+    return Tool(name=name, description=about, parameters=_input(pattern), strict=True, yields=True)
+
+
+def _input(pattern: str | None = None) -> dict[str, Any]:
+    """The schema of the one argument that a custom tool has."""
+    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+    return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 def _chosen(tools: Sequence[Tool], choice: ResponseToolChoice | None, parallel: bool) -> ToolUse:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence as Items
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from weft.common.errors import InvalidRequest
 from weft.text.parsing.declaration import (
@@ -224,11 +224,7 @@ def _written(items: Syntax) -> list[str]:
 
 def _arguments(tool: Tool) -> JsonSchema:
     """A tool's arguments as a JSON object."""
-    return JsonSchema(schema=json.dumps(_object(tool.parameters), ensure_ascii=False))
-
-
-def _object(parameters: dict[str, Any]) -> dict[str, Any]:
-    return parameters if "type" in parameters else {"type": "object", **parameters}
+    return JsonSchema(schema=json.dumps(tool.arguments, ensure_ascii=False))
 
 
 def _without(grammar: Grammar, trigger: str) -> Grammar:
@@ -239,11 +235,3 @@ def _without(grammar: Grammar, trigger: str) -> Grammar:
     first, *rest = grammar.parts
     left = _without(first, trigger)
     return Sequence(tuple(rest)) if left == Text("") else Sequence((left, *rest))
-
-
-def loosened(tools: Items[Tool]) -> tuple[Tool, ...]:
-    """Tools whose arguments are any object, but for strict ones: where a schema is more than a backend can
-    hold to, and nobody asked that it be held to."""
-    return tuple(
-        tool if tool.strict else Tool(name=tool.name, description=tool.description) for tool in tools
-    )

@@ -54,8 +54,8 @@ def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
 
 
 def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
-    """(properties in order, those that must be there); None where the schema names none."""
-    parameters = tool.parameters
+    """(properties in order, those that must be there); None where there may be any."""
+    parameters = tool.arguments
     properties = parameters.get("properties")
     needed = parameters.get("required")
     known = frozenset(needed) if isinstance(needed, list) else frozenset()
@@ -82,7 +82,9 @@ def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
                 param="tools",
             )
     if not isinstance(properties, Mapping):
-        return (None if not parameters.get("type") or "properties" not in parameters else {}), known
+        return None, known
+    if not properties and parameters.get("additionalProperties") is not False:
+        return None, known
     return dict(properties), known
 
 

@@ -8,6 +8,14 @@ import msgspec
 
 from weft.text.parsing.events import Content, OutputEvent
 
+# fmt: off
+_SAY_NOTHING = frozenset((
+    "type", "properties", "required", "title", "description", "$schema", "$id", "$comment", "$defs",
+    "definitions", "default", "examples",
+))
+# fmt: on
+"""Keywords that say of no property what it may be."""
+
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call, as a request describes it."""
@@ -15,9 +23,23 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON Schema of its arguments; empty takes any object."""
+    """JSON Schema of its arguments, as the request has it."""
     strict: bool = False
     """Whether arguments must be valid under ``parameters`` (by a grammar)."""
+    yields: bool = False
+    """Of a strict tool: a grammar holds to ``parameters`` as far as it can, and never refuses them."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """JSON Schema that a grammar of the arguments holds to.
+
+        ``parameters`` that say nothing of any property stand for a function without arguments, so a small
+        model cannot go on writing some. Open objects say so: ``additionalProperties``.
+        """
+        made = {"type": "object", **self.parameters}
+        if made.get("properties") or made.get("required") or made.keys() - _SAY_NOTHING:
+            return made
+        return {**made, "properties": {}, "additionalProperties": False}
 
 
 class OutputSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,8 @@ def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: se
         options = schema.get(union)
         if not types and isinstance(options, list):
             types = [found for option in options for found in _types(option, root, depth + 1, followed)]
+    if named and schema.get("nullable") is True:  # OpenAPI 3.0's way to add a type
+        types.append("null")
     return types
 
 

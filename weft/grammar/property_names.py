@@ -1,0 +1,89 @@
+"""``propertyNames`` in keywords that grammars have: names one by one, or as one pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.grammar.formats import FORMATS
+
+_MAX_STEPS = 16
+"""References that lead from one to the next."""
+_NOTES = frozenset(["type", "title", "description", "$comment", "examples", "default", "deprecated"])
+
+
+def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[str, Any] | None:
+    """``schema`` with the same meaning and without ``propertyNames``; None where there is no such form.
+
+    A list of names gives each name its own entry in ``properties``. Any other rule becomes the pattern of the
+    further properties. ``resolve`` finds the schema that a reference points to.
+    """
+    rule = _rule(schema["propertyNames"], resolve)
+    rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+    further = schema.get("additionalProperties", True)
+    properties = schema.get("properties", {})
+    if rule is True or _says_nothing(rule):
+        return rest
+    if not isinstance(rule, dict) or not isinstance(properties, dict):
+        return None
+    if (names := _names(rule)) is not None:
+        if schema.get("patternProperties"):
+            return None
+        allowed = {key: value if key in names else False for key, value in properties.items()}
+        allowed |= {name: further for name in names if name not in properties and further is not False}
+        return {**rest, "properties": allowed, "additionalProperties": False}
+    pattern = _pattern(rule)
+    if pattern is None or properties or schema.get("patternProperties"):
+        return None
+    return {**rest, "patternProperties": {pattern: further}, "additionalProperties": False}
+
+
+def _rule(rule: Any, resolve: Callable[[str], Any]) -> Any:
+    """The rule itself, behind references."""
+    for _ in range(_MAX_STEPS):
+        if not isinstance(rule, dict) or not isinstance(rule.get("$ref"), str):
+            return rule
+        if rule.keys() - _NOTES - {"$ref"}:
+            return None
+        rule = resolve(rule["$ref"])
+    return None
+
+
+def _names(rule: dict[str, Any]) -> list[str] | None:
+    """The names that are allowed, where the rule lists them."""
+    if rule.get("type", "string") != "string" or rule.keys() - _NOTES - {"enum", "const"}:
+        return None
+    listed = rule.get("enum", [rule["const"]] if "const" in rule else None)
+    if not isinstance(listed, list) or ("enum" in rule and "const" in rule):
+        return None
+    return [name for name in listed if isinstance(name, str)]
+
+
+def _pattern(rule: dict[str, Any]) -> str | None:
+    """A pattern of the names, where the rule has exactly one thing to say of them."""
+    if rule.get("type", "string") != "string":
+        return None
+    said = {key: value for key, value in rule.items() if key not in _NOTES}
+    if said.keys() <= {"minLength", "maxLength"}:
+        least, most = said.get("minLength", 0), said.get("maxLength", "")
+        if not all(isinstance(one, int) or one == "" for one in (least, most)):
+            return None
+        return rf"^[^\u0000]{{{least},{most}}}$"
+    if len(said) != 1:
+        return None
+    ((key, value),) = said.items()
+    if key == "pattern" and isinstance(value, str):
+        return value
+    if key == "format" and value in FORMATS:
+        return f"^(?:{FORMATS[value]})$"
+    return None
+
+
+def _says_nothing(rule: Any) -> bool:
+    """True for a rule that every name keeps."""
+    if not isinstance(rule, dict) or rule.get("type", "string") != "string":
+        return False
+    said = rule.keys() - _NOTES
+    return not said or (
+        said == {"format"} and isinstance(rule["format"], str) and rule["format"] not in FORMATS
+    )

@@ -1,0 +1,133 @@
+"""The order of roles that a chat template can show, found out by renderings.
+
+Templates differ in system messages: most show one, and only first; others refuse a later one, or leave it out
+without a word. What an application tells the model must reach the model, so messages are rearranged where the
+template needs it:
+
+* System (and developer) messages before anything else become one message, joined by an empty line.
+* A later one stays in its place where the template shows such messages. Else it becomes a part of the user's
+  turn, between ``<system-reminder>`` tags. So does the first one where the template shows none at all.
+* Messages of the user in a row become one where the template refuses them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from weft.common.errors import InvalidRequest
+from weft.text.messages import Message, Part, Role, TextPart
+
+PROBE = "5d0e4b7a91"
+SYSTEM: tuple[Role, ...] = ("system", "developer")
+Render = Callable[[Sequence[Message]], str]
+"""The text that a template makes of messages. Raises InvalidRequest where it refuses them."""
+_LATE: tuple[tuple[Role, ...], ...] = (
+    ("user", "assistant", "system", "user"),
+    ("system", "user", "assistant", "system", "user"),
+    ("user", "system", "user"),
+    ("user", "system"),
+)
+"""Conversations with a system message behind others."""
+
+
+class RoleOrder:
+    """The order of roles that one template shows; each fact is found out when it is first asked for."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._known: dict[str, bool] = {}
+
+    def first(self, role: Role) -> Role | None:
+        """The role that shows a first message of the role system or developer; None for no role."""
+        return self._shown_as(role, "first", (("system", "user"),))
+
+    def late(self, role: Role) -> Role | None:
+        """The role that shows such a message behind others, wherever it stands; None for no role."""
+        return self._shown_as(role, "late", _LATE)
+
+    @property
+    def takes_users_in_a_row(self) -> bool:
+        """True if two messages of the user in a row are shown."""
+        return self._fact("users", (("user", "user"),))
+
+    def _shown_as(self, role: Role, name: str, orders: Sequence[Sequence[Role]]) -> Role | None:
+        for one in dict.fromkeys((role, *SYSTEM)):
+            named: list[list[Role]] = [
+                [one if each == "system" else each for each in order] for order in orders
+            ]
+            if self._fact(f"{name} {one}", named):
+                return one
+        return None
+
+    def _fact(self, name: str, orders: Sequence[Sequence[Role]]) -> bool:
+        if name not in self._known:
+            self._known[name] = all(map(self._shows, orders))
+        return self._known[name]
+
+    def _shows(self, order: Sequence[Role]) -> bool:
+        """Whether every message is shown: a later one may take the place of an earlier one."""
+        texts = [f"{PROBE}{at}e" for at in range(len(order))]
+        messages = [
+            Message(role=role, content=(TextPart(text),)) for role, text in zip(order, texts, strict=True)
+        ]
+        try:
+            shown = self._render(messages)
+        except InvalidRequest:
+            return False
+        return all(text in shown for text in texts)
+
+
+def arranged(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
+    """``messages`` as the template can show them. Nothing is lost."""
+    made: list[Message] = []
+    for message in messages:
+        last = made[-1] if made else None
+        if message.role not in SYSTEM:
+            made.append(message)
+            continue
+        if last is not None and last.role in SYSTEM and len(made) == 1:
+            made[0] = _joined(last, message)
+            continue
+        role = order.first(message.role) if last is None else order.late(message.role)
+        if role is not None:
+            made.append(msgspec.structs.replace(message, role=role))
+        elif last is not None and last.role == "user":
+            made[-1] = _together(last, _reminder(message))
+        else:
+            made.append(_reminder(message))
+    return made if _users_apart(made) or order.takes_users_in_a_row else _users_joined(made)
+
+
+def _users_apart(messages: Sequence[Message]) -> bool:
+    pairs = itertools.pairwise(messages)
+    return not any(one.role == "user" == other.role for one, other in pairs)
+
+
+def _users_joined(messages: Sequence[Message]) -> list[Message]:
+    made: list[Message] = []
+    for message in messages:
+        if made and made[-1].role == "user" == message.role:
+            made[-1] = _together(made[-1], message)
+        else:
+            made.append(message)
+    return made
+
+
+def _together(one: Message, other: Message) -> Message:
+    content: tuple[Part, ...] = (*(one.content or ()), *(other.content or ()))
+    return msgspec.structs.replace(one, content=content)
+
+
+def _joined(one: Message, other: Message) -> Message:
+    """Two system messages as one text."""
+    texts = (text for text in (one.text(), other.text()) if text)
+    return msgspec.structs.replace(one, content=(TextPart("\n\n".join(texts)),))
+
+
+def _reminder(message: Message) -> Message:
+    """A system message as a part of the user's turn."""
+    text = f"<system-reminder>\n{message.text()}\n</system-reminder>"
+    return Message(role="user", content=(TextPart(text),))
