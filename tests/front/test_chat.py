@@ -47,6 +47,17 @@ def test_the_form_of_a_stream(fake: Any, sse: Any) -> None:
     assert all("role" not in c["choices"][0]["delta"] for c in got[1:])
 
 
+def test_usage_so_far_in_every_chunk(fake: Any, sse: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with fake.stream(max_tokens=11, stream_options=options) as answer:
+        got = sse(answer)
+    assert got.pop() == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in got]
+    assert counts == sorted(counts)
+    assert got[-1]["usage"] == USAGE
+    assert {chunk["usage"]["prompt_tokens"] for chunk in got} == {USAGE["prompt_tokens"]}
+
+
 def test_usage_is_left_out_unless_asked_for(fake: Any, sse: Any) -> None:
     with fake.stream(max_tokens=3) as answer:
         got = sse(answer)

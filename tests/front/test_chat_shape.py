@@ -64,7 +64,9 @@ def delta(text: str, finish: FinishReason | None = None, index: int = 0, **more:
 
 
 def whole(text: str, finish: FinishReason = "stop", **fields: Any) -> dict[str, Any]:
-    choice: Any = SimpleNamespace(index=0, text=text, finish_reason=finish, logprobs=None, token_ids=[1])
+    choice: Any = SimpleNamespace(
+        index=0, text=text, finish_reason=finish, stop_reason=None, logprobs=None, token_ids=[1]
+    )
     made = json.loads(b"".join(shape([choice], **fields).whole(USAGE)))
     answered: dict[str, Any] = made["choices"][0]
     return answered

@@ -419,7 +419,7 @@ def test_openapi(fake: Any) -> None:
     assert {"messages", "top_k", "stream_options", "continue_final_message"} <= schemas["ChatRequest"][
         "properties"
     ].keys()
-    assert schemas["ChatRequest"]["required"] == ["model"]  # token ids may stand for messages
+    assert not schemas["ChatRequest"].get("required")  # token ids may stand for messages
     for reference in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
         assert reference in schemas
     assert {*PROBES, "/v1/models", "/metrics", "/version"} <= document["paths"].keys()

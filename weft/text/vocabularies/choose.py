@@ -111,7 +111,7 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
             _OWN,
         )
         return None
-    log.warning("%s is not used: %s are not those of the original %s, which is used", _OWN, fault, name)
+    log.warning("%s is not used, because of %s: the original %s differs, and is used", _OWN, fault, name)
     return original
 
 

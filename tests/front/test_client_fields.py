@@ -1,0 +1,273 @@
+"""Fields that clients of other servers send: taken, or ignored where docs/http.md says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import weft
+from tests.support.text_folders import write_tokenizer
+from weft.common.errors import InvalidRequest, NotFound
+from weft.front.effort import effort_variables, switch_variables
+from weft.front.messages.read import read_messages
+from weft.front.protocol.chat import ChatRequest
+from weft.front.protocol.fields import HINTS
+from weft.front.protocol.parse import parse
+from weft.front.reading import Job, Reader
+from weft.front.responses.read import NONE, read_response
+from weft.text.model import TextModel
+from weft.text.submit import ModelLimits
+
+DOCS = Path(weft.__file__).parents[1] / "docs/http.md"
+LIMITS = ModelLimits(vocab_size=512, max_model_len=2048, end_ids=(2,))
+HELLO = {"role": "user", "content": "hi"}
+TEMPLATE = (
+    "{%- for m in messages -%}{{- m.role + ': ' + (m.reasoning_content or '') + '|' + (m.content or '') -}}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{- 'assistant: ' -}}"
+    "{%- if enable_thinking is defined and not enable_thinking -%}{{- '<think></think>' -}}{%- endif -%}"
+    "{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    folder = tmp_path_factory.mktemp("thinks")
+    write_tokenizer(folder, added=["<think>", "</think>"], template=TEMPLATE)
+    return Reader(TextModel.load(folder, reasoning_parser="qwen3"), ("own", "other"), LIMITS, 1 << 20)
+
+
+def chat(reader: Reader, **fields: Any) -> Job:
+    return reader.chat(json.dumps({"messages": [HELLO], **fields}).encode())
+
+
+def prompt(reader: Reader, job: Job) -> str:
+    return reader.text.tokenizer.decode(job.prompts[0].ids)
+
+
+def refused(reader: Reader, **fields: Any) -> str | None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(reader, **fields)
+    assert caught.value.http_status == 400
+    return caught.value.param
+
+
+VALUES: dict[str, tuple[list[Any], Any]] = {
+    "cache_control": ([{"type": "ephemeral"}], "x"),
+    "prediction": ([{"type": "content", "content": "x"}], "x"),
+    "prompt_cache_options": ([{}], 5),
+    "provider": ([{"order": ["a"]}], []),
+    "service_tier": (["auto", "default", "flex", "priority"], "best"),
+    "session_id": (["a"], 5),
+    "store": ([True, False], "yes"),
+    "usage": ([{"include": True}], True),
+    "verbosity": (["low", "medium", "high"], "loud"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HINTS))
+def test_a_hint_is_checked_and_changes_nothing(name: str) -> None:
+    right, wrong = VALUES[name]
+    plain = parse(json.dumps({"messages": [HELLO]}).encode(), ChatRequest)
+    for value in right:
+        assert parse(json.dumps({"messages": [HELLO], name: value}).encode(), ChatRequest) == plain
+    with pytest.raises(InvalidRequest) as caught:
+        parse(json.dumps({"messages": [HELLO], name: wrong}).encode(), ChatRequest)
+    assert caught.value.param == name
+
+
+def test_every_hint_is_documented() -> None:
+    table = DOCS.read_text().split("### Fields of other clients")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    assert HINTS.keys() <= named
+    more = {"reasoning_details", "thinking_blocks", "max_thinking_tokens", "enable_thinking", "thinking"}
+    assert more <= named
+
+
+def test_a_request_without_a_model_gets_the_servers_own(reader: Reader) -> None:
+    assert chat(reader).asked.model == "own"
+    assert chat(reader, model=None).asked.model == "own"
+    assert chat(reader, model="other").asked.model == "other"
+    with pytest.raises(NotFound):
+        chat(reader, model="else")
+    assert reader.completions(b'{"prompt": "x"}').asked.model == "own"
+    assert reader.embeddings(b'{"input": "x"}').asked.model == "own"
+    assert read_response(reader, NONE + b'{"input": "x"}').asked.model == "own"
+    body = json.dumps({"max_tokens": 5, "messages": [HELLO]}).encode()
+    assert read_messages(reader, body).asked.model == "own"
+
+
+def test_top_p_of_zero_keeps_the_likeliest_token(reader: Reader) -> None:
+    bodies = [
+        chat(reader, top_p=0, top_k=5),
+        reader.completions(b'{"prompt": "x", "top_p": 0.0}'),
+        read_response(reader, NONE + b'{"input": "x", "top_p": 0}'),
+        read_messages(reader, json.dumps({"max_tokens": 5, "messages": [HELLO], "top_p": 0}).encode()),
+    ]
+    for job in bodies:
+        assert (job.token_params.top_k, job.token_params.top_p) == (1, 1.0)
+        assert job.token_params.temperature == 1.0
+
+
+BUDGETS: list[dict[str, Any]] = [
+    {"thinking_token_budget": 7},
+    {"max_thinking_tokens": 7},
+    {"thinking_budget": 7},
+    {"thinking_budget_tokens": 7},
+    {"thinking": {"type": "enabled", "budget_tokens": 7}},
+    {"reasoning": {"max_tokens": 7}},
+    {"max_thinking_tokens": 7, "thinking_token_budget": 7},
+]
+
+
+@pytest.mark.parametrize("fields", BUDGETS)
+def test_budgets_of_thoughts(reader: Reader, fields: dict[str, Any]) -> None:
+    assert chat(reader, **fields).thinking_budget == 7
+
+
+def test_budgets_that_differ_or_are_none(reader: Reader) -> None:
+    assert refused(reader, max_thinking_tokens=7, thinking_budget=8) == "thinking_budget"
+    assert refused(reader, max_thinking_tokens=-2) == "max_thinking_tokens"
+    assert refused(reader, max_thinking_tokens=7, logprobs=True) == "max_thinking_tokens"
+    assert chat(reader, thinking_budget=-1).thinking_budget is None
+
+
+SWITCHES: list[tuple[dict[str, Any], bool]] = [
+    ({"enable_thinking": False}, False),
+    ({"thinking": False}, False),
+    ({"thinking": {"type": "disabled"}}, False),
+    ({"reasoning": {"enabled": False}}, False),
+    ({"reasoning": {"effort": "none"}}, False),
+    ({"reasoning_effort": "none"}, False),
+    ({"enable_thinking": True}, True),
+    ({"thinking": {"type": "enabled"}}, True),
+    ({"thinking": {"type": "adaptive"}}, True),
+    ({"reasoning_effort": "max"}, True),
+    ({"reasoning": {"effort": "high"}}, True),
+    ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+]
+
+
+@pytest.mark.parametrize(("fields", "thinks"), SWITCHES)
+def test_switches_of_thinking(reader: Reader, fields: dict[str, Any], thinks: bool) -> None:
+    assert ("<think></think>" in prompt(reader, chat(reader, **fields))) is not thinks
+
+
+def test_switches_that_cannot_be(reader: Reader) -> None:
+    assert refused(reader, enable_thinking=True, thinking={"type": "disabled"}) == "thinking"
+    assert refused(reader, thinking={"type": "off"}) == "thinking"
+    assert refused(reader, enable_thinking="yes") == "enable_thinking"
+    with pytest.raises(InvalidRequest, match="enable_thinking"):
+        switch_variables(False, "{{ messages }}")
+    assert switch_variables(True, "{{ messages }}") == {}
+    assert switch_variables(False, "{{ messages }}", thinks=False) == {}
+
+
+def test_thoughts_that_are_not_to_be_shown(reader: Reader) -> None:
+    assert not chat(reader, reasoning={"exclude": True}).asked.include_reasoning
+    assert chat(reader, reasoning={"effort": "low"}).asked.include_reasoning
+    assert chat(reader, separate_reasoning=True, stream_reasoning=True).asked.include_reasoning
+    assert refused(reader, separate_reasoning=False) == "separate_reasoning"
+
+
+OPEN = "{{ reasoning_effort }}"
+LISTED = "{% if reasoning_effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('no') }}{% endif %}"
+ONE = "{% if reasoning_effort not in ['none', 'high'] %}{{ raise_exception('no') }}{% endif %}"
+MOST = "{% if reasoning_effort == 'high' %}a{% elif reasoning_effort == 'max' %}b{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "made"),
+    [
+        (OPEN, "max", "high"),
+        (OPEN, "xhigh", "high"),
+        (OPEN, "low", "low"),
+        (LISTED, "max", "xhigh"),
+        (LISTED, "high", "xhigh"),
+        (LISTED, "minimal", "low"),
+        (ONE, "medium", "high"),
+        (ONE, "none", "none"),
+        (MOST, "max", "max"),
+        (MOST, "low", "low"),
+    ],
+)
+def test_the_most_effort_that_a_template_knows(template: str, effort: str, made: str) -> None:
+    assert effort_variables(effort, template) == {"reasoning_effort": made}
+
+
+def test_no_effort_is_the_switch_where_the_word_is_unknown() -> None:
+    assert effort_variables("none", LISTED + "{{ enable_thinking }}") == {"enable_thinking": False}
+
+
+def test_tools_as_clients_write_them(reader: Reader) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": None, "required": None}}
+    for tool in (
+        {"type": "function", "function": function, "cache_control": {"type": "ephemeral"}},
+        {"type": "function", "function": {**function, "cache_control": {"type": "ephemeral"}}},
+    ):
+        body = json.dumps({"messages": [HELLO], "tools": [tool]}).encode()
+        (made,) = parse(body, ChatRequest).tool_use().tools
+        assert made.parameters == {"type": "object"}
+
+
+HIDDEN = {"type": "reasoning.encrypted", "data": "x"}
+YO = {"type": "text", "text": "yo"}
+ECHOED: list[dict[str, Any]] = [
+    {"reasoning_content": "hm"},
+    {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.text", "text": "hm", "index": 0}]},
+    {
+        "reasoning_details": [
+            {"type": "reasoning.text", "text": "hm"},
+            {"type": "reasoning.encrypted", "data": "x"},
+        ]
+    },
+    {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+    {
+        "content": [
+            {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+            {"type": "text", "text": "yo"},
+        ]
+    },
+    {"content": [{"type": "think", "think": "hm"}, YO]},
+]
+
+
+@pytest.mark.parametrize("fields", ECHOED)
+def test_thoughts_come_back_in_the_forms_of_others(reader: Reader, fields: dict[str, Any]) -> None:
+    answer = {"role": "assistant", "content": "yo", **fields}
+    job = chat(reader, messages=[HELLO, answer, HELLO])
+    assert "assistant: hm|yo" in prompt(reader, job)
+
+
+def test_an_answer_comes_back_with_all_its_fields(reader: Reader) -> None:
+    answer = {"role": "assistant", "content": "yo"}
+    more = {
+        "id": "chatcmpl-1",
+        "annotations": [{"type": "url_citation"}],
+        "provider_specific_fields": {"a": 1},
+        "images": [],
+        "finish_reason": "stop",
+        "created_at": 5,
+        "cache_control": {"type": "ephemeral"},
+    }
+    plain = chat(reader, messages=[HELLO, answer, HELLO])
+    assert chat(reader, messages=[HELLO, {**answer, **more}, HELLO]).prompts == plain.prompts
+    user = {**HELLO, "id": "m1", "cache_control": {"type": "ephemeral"}}
+    assert chat(reader, messages=[user, answer, HELLO]).prompts == plain.prompts
+    for name in ("prefix", "partial", "audio"):
+        assert refused(reader, messages=[HELLO, {**answer, name: True}]) == f"messages[1].{name}"
+    assert refused(reader, messages=[{**HELLO, "importance": 5}]) == "messages[0].importance"
+
+
+def test_a_message_comes_back_with_all_its_fields(reader: Reader) -> None:
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yo"}]}
+    more = {"id": "msg_1", "type": "message", "model": "m", "stop_reason": "end_turn", "usage": {"a": 1}}
+
+    def read(message: dict[str, Any]) -> Job:
+        body = {"max_tokens": 5, "messages": [HELLO, message, HELLO]}
+        return read_messages(reader, json.dumps(body).encode())
+
+    assert read({**answer, **more}).prompts == read(answer).prompts
