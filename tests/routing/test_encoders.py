@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tests.routing.driver import PATIENCE, Driver, error_of
 from tests.routing.test_pairs import finished, over, said, submitted, where
-from weft.common.errors import ImageFailed, InvalidRequest, PeerEnded, RanksLost
+from weft.common.errors import EndedElsewhere, ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.encoders import MARGIN, choose, room_of
@@ -478,6 +478,21 @@ def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> 
     assert (error.message, error.http_status) == ("the image is broken", 400)
     assert sorted(finished(one)) == sorted({*names} - {names[1]})
     one.tokens("x", 5, finish="error", error=ImageFailed("the image is broken").info())
+    over(one)
+
+
+@pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
+def test_an_end_where_the_prompt_is_computed_is_an_end_though_the_encoder_reports_first(
+    names: tuple[str, ...],
+) -> None:
+    """A request may end before its images have come: its grammar does not compile, say."""
+    one = rig(*names)
+    ask(one, 5)
+    ended = EndedElsewhere("it has ended at the other end").info()
+    one.tokens("x", 5, finish="evicted", error=ended)
+    assert (one.sent(), one.told()) == ([], [])
+    one.tokens(names[1], 5, finish="error", error=InvalidRequest("no grammar").info())
+    assert [error_of(event).code for event in one.told()] == ["invalid_request"]
     over(one)
 
 

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
-from weft.common.errors import ErrorInfo, PeerEnded, RanksLost
+from weft.common.errors import EndedElsewhere, ErrorInfo, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import HEALTHY_S
@@ -182,6 +182,50 @@ def test_who_ends_at_the_first_token_ends_at_both() -> None:
     one.tokens("p", 5, 7, position=0, finish="stop", stop_id=7)
     assert said(one) == [((7,), "stop")]
     assert finished(one) == ["d"]
+    over(one)
+
+
+ENDED = EndedElsewhere("it has ended at the other end").info()
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) -> None:
+    """The decoder's report is no eviction: nothing is sent again, and nobody is avoided."""
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens("d", 5, finish="evicted", error=ENDED)
+    assert (one.sent(), one.told()) == ([], [])
+    assert one.fleet.entries[5].refused == {}
+    one.tokens("p", 5, 7, position=0, finish=finish, stop_id=7 if finish == "stop" else None)
+    assert said(one) == [((7,), finish)]
+    assert one.sent() == []
+    over(one)
+
+
+@pytest.mark.parametrize(("first", "last"), [("p", "d"), ("d", "p")])
+def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str, last: str) -> None:
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens(first, 5, finish="evicted", error=ENDED)
+    assert (one.sent(), one.told()) == ([], [])
+    error = ErrorInfo(code="no_token_allowed", message="nothing is left", blame="client", http_status=400)
+    one.tokens(last, 5, finish="error", error=error)
+    assert [error_of(event).code for event in one.told()] == ["no_token_allowed"]
+    over(one)
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None:
+    """The report of the end is lost with its link, after the other one has let the sequence go."""
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens("d" if lost == "p" else "p", 5, finish="evicted", error=ENDED)
+    one.lose(lost)
+    assert one.fleet.entries[5].losses == 1
+    one.up(lost)
+    assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
+    one.tokens("p", 5, 7, position=0, finish="length")
+    assert said(one) == [((7,), "length")]
     over(one)
 
 

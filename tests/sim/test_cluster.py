@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from weft.common.errors import EndedElsewhere
 from weft.engine.rooms import HeadRooms
 from weft.group.membership import Membership
 from weft.group.roster import Roster
@@ -23,7 +24,8 @@ from weft.kv.pool import BlockPool
 from weft.launch import main as cli
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
-from weft.routing.instances import InstanceState
+from weft.routing.instances import Instance, InstanceState
+from weft.routing.ledger import LedgerEntry
 from weft.sim.check import Violation, output, token, token_key
 from weft.sim.cluster import simulate_cluster
 from weft.sim.explore import CHUNK, Exploration, explore, run_schedules
@@ -55,6 +57,7 @@ FOUND_BY = {
     "one_front_says_shutdown": 101,
     "a_loss_counted_twice": 13,
     "a_retry_meets_its_earlier_attempt": 30,
+    "an_end_at_the_other_end_is_an_eviction": 78,
     "free_before_a_writer_ended": 33,
     "reuse_before_the_fence": 120,
 }
@@ -87,6 +90,7 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "abandoned",
         "blocks on hold over a loss",
         "ended by the text side",
+        "ends that the other instance reported first",
         "epochs lost",
         "fail-overs",
         "failed: overloaded",
@@ -271,6 +275,17 @@ def a_retry_meets_its_earlier_attempt(patch: pytest.MonkeyPatch) -> None:
     fleet_variant(patch, change)
 
 
+def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
+    """A sequence is sent again when the instance that was to decode lets it go, though its end is reported by
+    the one that computed its prompt."""
+    give_back = Fleet._give_back
+
+    def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
+        give_back(self, instance, entry, "" if why == EndedElsewhere.code else why)
+
+    patch.setattr(Fleet, "_give_back", change)
+
+
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
     """A room's memory is given back though ranks of its group have not said that they stopped."""
     settle = Rooms._settle
@@ -337,6 +352,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (one_front_says_shutdown, "was shut down while"),
         (a_loss_counted_twice, "given up twice|counted"),
         (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
+        (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
         (free_before_a_writer_ended, "a write of .* lands in blocks"),
         (the_peer_is_not_told, "not at an end|nobody had changed"),
         (reuse_before_the_fence, "which has ended there|nobody had changed"),

@@ -20,7 +20,15 @@ from typing import Any
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, RanksLost, ReportedError, Unavailable, WeftError
+from weft.common.errors import (
+    EndedElsewhere,
+    EngineDead,
+    PeerEnded,
+    RanksLost,
+    ReportedError,
+    Unavailable,
+    WeftError,
+)
 from weft.common.log import get_logger
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
@@ -321,6 +329,10 @@ class Fleet:
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
         """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
+        if why == EndedElsewhere.code and entry.partner(instance.name) is not None:
+            # The partner's link is another one: the partner's event with the end is still on its way.
+            self._depart(instance, entry)
+            return
         sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
         doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # may be the reason
         self._depart(instance, entry)

@@ -13,7 +13,7 @@ from weft.routing.instances import Instance, InstanceState
 from weft.routing.lateness import LATE, NO_ENCODER, NO_PAIR
 from weft.routing.pairs import PREFIXES_SINCE, serve
 from weft.routing.parked import MOST_REFUSALS
-from weft.sim.check import Stream, require
+from weft.sim.check import Stream, Violation, require
 from weft.types import messages as m
 
 if TYPE_CHECKING:
@@ -112,3 +112,30 @@ def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
     if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
         return not actions
     return all(told.finish is None for told in actions[0].events)
+
+
+def check_books(front: FrontProcess) -> None:
+    """Raises Violation unless the fleet's books agree with each other and with the streams."""
+    fleet = front.fleet
+    name = front.name
+    placed = 0
+    for sequence, entry in fleet.entries.items():
+        stream = front.streams[sequence]
+        states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
+        if states != 1:
+            raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
+        placed += len(entry.places)
+        for place in entry.places:
+            if sequence not in fleet.table.instances[place].open:
+                raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
+        if entry.losses != stream.losses:
+            counts = f"{stream.losses} instances, {entry.losses} counted"
+            raise Violation(f"{name}: sequence {sequence} lost {counts}")
+        if not stream.open:
+            raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+    for place, one in fleet.table.instances.items():
+        placed -= len(one.open)
+        if one.prompt_tokens != sum(one.open.values()):
+            raise Violation(f"{name}: the load of {place} is off")
+    if placed:
+        raise Violation(f"{name}: instances have {-placed} sequences that are not open")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, RanksLost, WeftError
+from weft.common.errors import EndedElsewhere, EngineDead, PeerEnded, RanksLost, WeftError
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
-from weft.sim.check import Stream, Violation, output, require, token_key
+from weft.sim.check import Stream, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, explain, goes_on, sees, serves, takes
+from weft.sim.excuses import PATIENCE, check_books, explain, goes_on, sees, serves, takes
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -92,7 +92,7 @@ class FrontProcess:
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
         if not goes_on(event, actions):  # an end may tell that another instance is gone
             self._took, self._served, self._saw = takes(self), serves(self), sees(self)
-            self._check()
+            check_books(self)
         if self.clients:
             self._after()
         if self.alive and not tokens:  # which put no deadline forward
@@ -138,6 +138,8 @@ class FrontProcess:
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
+            again = f"{self.name}: sequence {message.sequence} was sent again, and had ended where it was"
+            require(not stream.ended_elsewhere, again)
             self._lands(stream)
             stream.links.add(link.number)
             if stream.times_given_back and link.head.instance not in stream.given_back:
@@ -172,6 +174,7 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
+                    stream.ended_elsewhere = False  # the report of that end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
@@ -270,6 +273,11 @@ class FrontProcess:
         encodes = link.head.instance in entry.encoders
         ended = why == PeerEnded.code and entry.peer(link.head.instance) is not None
         stream.computed = stream.computed or bool(event.token_ids)
+        if why == EndedElsewhere.code:
+            stream.links.discard(link.number)
+            stream.ended_elsewhere = True
+            self.cluster.count("ends that the other instance reported first")
+            return
         if encodes and event.finish and (event.finish == "moved" or entry.computed):
             stream.links.discard(link.number)
             return
@@ -405,6 +413,7 @@ class FrontProcess:
         sequences = tuple(stream.sequence for stream in streams if stream.open)
         for sequence in sequences:
             self.streams[sequence].paused = paused
+            self.streams[sequence].ended_elsewhere = False  # its end is late then: it is computed again
         self.cluster.note("client", "..", self.name, f"{'pauses' if paused else 'resumes'} {sequences}")
         self.cluster.count("paused" if paused else "resumed")
         self.feed(e.Paused(sequences) if paused else e.Resumed(sequences))
@@ -418,31 +427,3 @@ class FrontProcess:
         self.cluster.count("abandoned")
         self.cluster.client_ended(client, self, "left")
         self.end_streams(tuple(s for s in self.requests[first] if self.streams[s].open))
-
-    # -- what must hold
-
-    def _check(self) -> None:
-        """Raises Violation unless the fleet's books agree with each other and with the streams."""
-        fleet = self.fleet
-        name = self.name
-        placed = 0
-        for sequence, entry in fleet.entries.items():
-            stream = self.streams[sequence]
-            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
-            if states != 1:
-                raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
-            placed += len(entry.places)
-            for place in entry.places:
-                if sequence not in fleet.table.instances[place].open:
-                    raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
-            if entry.losses != stream.losses:
-                counts = f"{stream.losses} instances, {entry.losses} counted"
-                raise Violation(f"{name}: sequence {sequence} lost {counts}")
-            if not stream.open:
-                raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
-        for place, one in fleet.table.instances.items():
-            placed -= len(one.open)
-            if one.prompt_tokens != sum(one.open.values()):
-                raise Violation(f"{name}: the load of {place} is off")
-        if placed:
-            raise Violation(f"{name}: instances have {-placed} sequences that are not open")
