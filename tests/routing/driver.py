@@ -111,15 +111,20 @@ class Driver:
         self.on(e.Lost(name, self.link[name], error))
 
     def wait(self, seconds: float) -> None:
-        """Time passes, with ticks when the fleet wants them and heartbeats of all that are alive."""
+        """Time passes, with ticks when the fleet wants them and heartbeats of all that are alive. ``actions``
+        are those of all that time.
+        """
         until = self.now + seconds
+        actions: list[e.Action] = []
         while self.now < until:
             self.now = min(until, self.now + 1.0)
             for name, instance in self.fleet.table.instances.items():
                 if instance.alive:
                     self.say(name, m.Heartbeat(idle=True, stats=m.HeadStats()))
+                    actions += self.actions
             while self.fleet.next_deadline() <= self.now:
-                self.on(e.Tick())
+                actions += self.on(e.Tick())
+        self.actions = actions
 
     def give_back(self, name: str, sequence: int) -> None:
         """``name`` gives it back, and time passes until it is sent again, or ends."""

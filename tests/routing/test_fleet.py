@@ -453,11 +453,16 @@ def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
     assert one.of(e.Replace)
 
 
-def test_where_all_drain_sequences_wait_only_so_long() -> None:
+def test_where_all_drain_sequences_wait_until_that_is_over_and_then_only_so_long() -> None:
     one = Driver("a").up()
     one.on(e.Draining("a"))
     assert one.open(1) is None
-    one.wait(PATIENCE.recovery)
+    one.wait(PATIENCE.recovery + 1)
+    assert one.told() == []
+    one.lose("a")
+    one.wait(PATIENCE.recovery - 1)
+    assert (one.told(), one.fleet.refusal()) == ([], None)
+    one.wait(1)
     assert [error_of(event).message for event in one.told()] == [LATE]
 
 

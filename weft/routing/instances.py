@@ -37,6 +37,8 @@ class InstanceState(Enum):
     RETIRED = "retired"
 
 
+SERVING = (InstanceState.UP, InstanceState.HALF_OPEN)
+"""They take sequences."""
 ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 
