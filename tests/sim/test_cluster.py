@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from weft.kv.pool import BlockPool
 from weft.launch import main as cli
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
+from weft.routing.instance_table import InstanceTable
 from weft.routing.instances import Instance, InstanceState
 from weft.routing.ledger import LedgerEntry
 from weft.sim.check import Violation, output, token, token_key
@@ -117,6 +119,7 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "requests done",
         "resumed",
         "retired",
+        "revived",
         "retried elsewhere",
         "steps lost with their ranks",
         "upgraded",
@@ -286,6 +289,30 @@ def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fleet, "_give_back", change)
 
 
+def a_head_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """The time that requests wait counts from the beginning of a planned restart."""
+    serving = InstanceTable._serving
+    patch.setattr(InstanceTable, "_serving", lambda self, draining=False: serving(self))
+
+
+def a_role_is_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Requests wait as briefly for a group that will be started again as for one that will not."""
+    patch.setattr(InstanceTable, "awaited", False)
+
+
+def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
+    """A group that was retired once stays retired, whatever its owner starts."""
+    expect = InstanceTable.expect
+
+    def change(self: InstanceTable, instance: Instance, *rest: Any) -> None:
+        retired = instance.state is InstanceState.RETIRED
+        expect(self, instance, *rest)
+        if retired:
+            instance.state = InstanceState.RETIRED
+
+    patch.setattr(InstanceTable, "expect", change)
+
+
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
     """A room's memory is given back though ranks of its group have not said that they stopped."""
     settle = Rooms._settle
@@ -353,6 +380,9 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (a_loss_counted_twice, "given up twice|counted"),
         (a_retry_meets_its_earlier_attempt, "sequence .* (after|tokens?)"),
         (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
+        (a_head_that_drains_is_gone, "after .* seconds"),
+        (a_role_is_given_up_at_once, "after .* seconds"),
+        (who_is_revived_is_not_heard, "revived"),
         (free_before_a_writer_ended, "a write of .* lands in blocks"),
         (the_peer_is_not_told, "not at an end|nobody had changed"),
         (reuse_before_the_fence, "which has ended there|nobody had changed"),

@@ -175,8 +175,11 @@ class InstanceTable:
     # -- states
 
     def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
-        """A process was started; if ``relinked``, the one that was lost is tried over another link."""
-        self.restarts += instance.state is InstanceState.DOWN and not relinked
+        """A process was started; if ``relinked``, the one that was lost is tried over another link.
+
+        An instance that was retired comes back so, too: an operator has revived its group.
+        """
+        self.restarts += instance.state in (InstanceState.DOWN, InstanceState.RETIRED) and not relinked
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:

@@ -38,7 +38,7 @@ class Lateness:
 
     They wait for ``Patience.recovery`` while an instance that is not up will be. The time counts from when
     the last process that could have served them is gone: one that drains, for a planned restart, is there.
-    New requests wait for ``Patience.role`` only where none will come, and until instances that decode prefill.
+    New requests wait for ``Patience.role`` where none will come, and until instances that decode prefill.
     """
 
     def __init__(self, table: InstanceTable, patience: Patience) -> None:

@@ -16,7 +16,7 @@ from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
 from weft.sim.check import Stream, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, check_books, explain, goes_on, sees, serves, takes
+from weft.sim.excuses import PATIENCE, check_books, check_wait, explain, goes_on, there
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -65,10 +65,10 @@ class FrontProcess:
         self.registry_at = 0.0
         """When the registry's latest event arrives."""
         self._ticks_at = float("inf")
-        self.unready_since = self.unpaired_since = self.unseeing_since = 0.0
-        """Since when no instance was up, none that can do all of a request, none that can with images: in
-        time in which this process ran."""
-        self._took = self._served = self._saw = False
+        self.there_at = [0.0, 0.0, 0.0]
+        """When instances last were alive that make tokens; that do all of a request; all of one with images:
+        in time in which this process ran."""
+        self._were_there = (False, False, False)
         """Whether some were at the last event."""
 
     # -- the shell
@@ -78,12 +78,9 @@ class FrontProcess:
         if not self.alive:
             return
         cluster = self.cluster
-        if self._took:
-            self.unready_since = cluster.now
-        if self._served:
-            self.unpaired_since = cluster.now
-        if self._saw:
-            self.unseeing_since = cluster.now
+        self.there_at = [
+            cluster.now if was else since for was, since in zip(self._were_there, self.there_at, strict=True)
+        ]
         actions = self.fleet.on(event, cluster.now)
         if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
             return  # deadlines are later than they were, which ``_tick`` will see
@@ -91,7 +88,7 @@ class FrontProcess:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
         if not goes_on(event, actions):  # an end may tell that another instance is gone
-            self._took, self._served, self._saw = takes(self), serves(self), sees(self)
+            self._were_there = there(self)
             check_books(self)
         if self.clients:
             self._after()
@@ -234,9 +231,7 @@ class FrontProcess:
 
     def woke(self, seconds: float) -> None:
         """Takes in that this front stood still for so long."""
-        self.unready_since += seconds
-        self.unpaired_since += seconds
-        self.unseeing_since += seconds
+        self.there_at = [since + seconds for since in self.there_at]
         for stream in self.streams.values():
             stream.lands_by += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
@@ -310,6 +305,7 @@ class FrontProcess:
 
     def started(self, head: HeadProcess) -> None:
         """The registry says that there is another process, or another way to it."""
+        self.retired_instances.discard(head.instance)
         relinked = any(link.head is head for link in self.links.values())
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
@@ -346,6 +342,7 @@ class FrontProcess:
         refusal = self.fleet.refusal()
         if refusal is not None:
             self.cluster.count("refused before it began")
+            check_wait(self, refusal.message, f"{self.name} refused a request ({refusal.message})")
             self.cluster.client_ended(client, self, "refused")
             return
         prompt = m.ids_to_bytes(client.prompt)
