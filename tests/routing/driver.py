@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
@@ -31,9 +31,11 @@ class Driver:
         fingerprints: Mapping[str, str] | None = None,
         policies: Policies | None = None,
         local_prefill: bool = True,
+        retired: Iterable[str] = (),
     ) -> None:
         """``roles``: of those that are not unified; they speak version 3. ``fingerprints``: of some."""
-        self.fleet = Fleet(dict.fromkeys(names, domain), PATIENCE, policies, "front", joining, local_prefill)
+        domains = dict.fromkeys(names, domain)
+        self.fleet = Fleet(domains, PATIENCE, policies, "front", joining, local_prefill, retired)
         self.roles = dict(roles or {})
         self.fingerprints = dict(fingerprints or {})
         self.now = 100.0

@@ -255,6 +255,32 @@ def test_a_stall_of_the_front_itself_does_not_use_patience_up() -> None:
     assert len(one.sent()) == 1
 
 
+def test_one_that_was_retired_comes_back_when_it_is_revived() -> None:
+    one = Driver("a", "b").up()
+    one.lose("a")
+    one.on(e.Retired("a", DIED))
+    assert one.open(1) == "b"
+    one.expect("a")
+    assert one.fleet.table.restarts == 1
+    one.on(e.Linked("a", one.link["a"]))
+    one.say("a", one.welcome("a"))
+    assert one.open(2, request=2) == "a"
+    assert one.fleet.table.whole
+
+
+def test_a_front_that_joins_knows_of_those_that_are_retired() -> None:
+    one = Driver("a", "b", joining=True, retired=["a"]).up("b")
+    assert one.open(1) == "b"
+    assert not one.fleet.table.whole
+    one.links += 1
+    one.link["a"] = one.links
+    one.on(e.Expected("a", one.links, domain="all"))
+    one.on(e.Linked("a", one.link["a"]))
+    one.say("a", one.welcome("a"))
+    assert one.fleet.table.instances["a"].domain == "all"
+    assert one.open(2, request=2) == "a"
+
+
 def test_nobody_is_left() -> None:
     one = Driver("a", "b").up()
     one.open(1)

@@ -89,6 +89,12 @@ class RestartAsked(NamedTuple):
     """All heads are to be replaced, one after the other: see ``weft.cluster.rolling``."""
 
 
+class ReviveAsked(NamedTuple):
+    """An operator asks for the retired heads of a group, or for one of them: see ``ProcessTable.revive``."""
+
+    name: str
+
+
 class HeadSeen(NamedTuple):
     """A head that is to be replaced, or was, answers. ``idle``: see ``RollingRestart.seen``."""
 
@@ -102,7 +108,15 @@ class Tick(NamedTuple):
 
 
 Event: TypeAlias = (
-    ProcessEnded | FrontLostHead | FrontIsReady | FrontIsAlive | Signalled | RestartAsked | HeadSeen | Tick
+    ProcessEnded
+    | FrontLostHead
+    | FrontIsReady
+    | FrontIsAlive
+    | Signalled
+    | RestartAsked
+    | ReviveAsked
+    | HeadSeen
+    | Tick
 )
 
 # -- actions, besides ``Start`` and ``Kill``
@@ -232,6 +246,11 @@ class Supervisor:
             self.rolling.begin()
         return []
 
+    def _revive(self, event: ReviveAsked) -> list[Action]:
+        if self.phase is not ServerPhase.SERVING:
+            return []
+        return [*self.heads.revive(event.name, self._now)]
+
     def _seen(self, event: HeadSeen) -> list[Action]:
         self.rolling.seen(event.name, event.incarnation, event.idle)
         return []
@@ -291,6 +310,7 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     FrontIsAlive: Supervisor._alive,
     Signalled: Supervisor._signalled,
     RestartAsked: Supervisor._restart,
+    ReviveAsked: Supervisor._revive,
     HeadSeen: Supervisor._seen,
     Tick: Supervisor._tick,
 }

@@ -50,12 +50,14 @@ class Resumed(NamedTuple):
 class Expected(NamedTuple):
     """A process of ``instance`` was started; ``link`` is the connection to it.
 
-    ``relinked``: it is the process that was there, over another link.
+    ``relinked``: it is the process that was there, over another link. ``domain``: of the instance, where the
+    fleet began without it, since it was retired then.
     """
 
     instance: str
     link: int
     relinked: bool = False
+    domain: str = ""
 
 
 class Located(NamedTuple):

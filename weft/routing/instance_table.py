@@ -52,13 +52,16 @@ class InstanceTable:
         patience: Patience,
         joining: bool = False,
         local_prefill: bool = True,
+        retired: Iterable[str] = (),
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``joining`` and ``local_prefill``: see ``Fleet``.
+        ``joining``, ``local_prefill`` and ``retired``: see ``Fleet``.
         """
         self.instances = {
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
         }
+        for name in retired:
+            self.retire(self.instances[name])
         self.complete = False
         """Whether all instances have been up; for a front that joins, whether any took sequences."""
         self.restarts = 0
@@ -174,12 +177,15 @@ class InstanceTable:
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float, relinked: bool = False) -> None:
+    def expect(
+        self, instance: Instance, link: int, now: float, relinked: bool = False, domain: str = ""
+    ) -> None:
         """A process was started; if ``relinked``, the one that was lost is tried over another link.
 
         An instance that was retired comes back so, too: an operator has revived its group.
         """
         self.restarts += instance.state in (InstanceState.DOWN, InstanceState.RETIRED) and not relinked
+        instance.domain = domain or instance.domain
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:

@@ -26,7 +26,7 @@ class InstanceState(Enum):
       down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
        │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
        ▼
-     retired
+     retired ──Expected, as an operator revived it──► starting
     """
 
     STARTING = "starting"
