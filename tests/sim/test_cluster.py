@@ -54,14 +54,16 @@ FOUND_BY = {
     "finish_before_all_ranks_reported": 20,
     "settled_by_one_report": 66,
     "a_given_up_rank_is_heard": 814,
-    "blocks_on_hold_are_given_away": 47,
-    "resurrected": 25,
-    "one_front_says_shutdown": 101,
-    "a_loss_counted_twice": 13,
-    "a_retry_meets_its_earlier_attempt": 30,
+    "blocks_on_hold_are_given_away": 61,
+    "one_front_says_shutdown": 124,
+    "a_retry_meets_its_earlier_attempt": 29,
     "an_end_at_the_other_end_is_an_eviction": 78,
+    "a_head_that_drains_is_gone": 811,
+    "a_role_is_given_up_at_once": 293,
+    "who_is_revived_is_not_heard": 73,
     "free_before_a_writer_ended": 33,
-    "reuse_before_the_fence": 120,
+    "the_peer_is_not_told": 22,
+    "reuse_before_the_fence": 128,
 }
 """Bug -> the schedule that showed it: run first, then all others."""
 
