@@ -322,9 +322,9 @@ class TransferSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=3600,
-            description="Seconds without a group that prefills after which groups that decode prefill, too (see "
-            "--prefill-fallback). Without any way requests wait for --recovery-timeout, or for this time if no "
-            "group of the missing role will be started again.",
+            description="Seconds without a group that prefills after which groups that decode prefill, too "
+            "(see --prefill-fallback). Where they cannot, requests wait for --recovery-timeout, or for this "
+            "time if no group of the missing role will be started again.",
         ),
     ] = 10.0
     prefill_fallback: Annotated[
