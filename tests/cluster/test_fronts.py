@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ import openai
 import pytest
 
 from tests.front.conftest import Running
-from tests.support.processes import is_alive, serving_process, with_role
+from tests.support.processes import children, is_alive, serving_process, with_role
 from tests.support.slow import mostly_slow
 from tests.support.slowness import deadline
 from weft.cluster.process_registry import ProcessRecord, RegistryReader
@@ -203,6 +205,46 @@ def test_the_server_ends_when_no_head_is_left(start_fake: Any, script: Any) -> N
             stream.read()
     assert server.process.wait(PATIENCE) == 1
     assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_head_that_was_given_up_is_revived(start_fake: Any, count: int) -> None:
+    """By the route, and by the command; also for a front that began while the head was retired."""
+    server = start_fake(fronts=count, heads=2, restarts=0 if count == 1 else 1, admin_key=["admin"])
+    pid = server.process.pid
+
+    def up(number: int) -> bool:
+        found = re.findall(r"^weft:engine_up\{.*\} (.*)$", server.http.get("/metrics").text, re.M)
+        return sorted(map(float, found)) == [0.0] * (2 - number) + [1.0] * number
+
+    if count == 1:
+        victims = [
+            child for child in children(pid) if "fake_head" in Path(f"/proc/{child}/cmdline").read_text()
+        ]
+        os.kill(victims[0], signal.SIGKILL)
+    else:
+        for _ in range(2):  # the budget of both heads together
+            os.kill(next(one.pid for one in heads(server) if one.name == "0"), signal.SIGKILL)
+            server.wait(lambda: heads(server)[0].incarnation == 2, PATIENCE)
+        server.wait(lambda: heads(server)[0].state == "retired", PATIENCE)
+        before = fronts(server)
+        os.kill(before[0], signal.SIGKILL)  # the next one joins
+        server.wait(lambda: len(fronts(server)) == 2 and fronts(server) != before, PATIENCE)
+    server.wait(lambda: up(1), PATIENCE)
+    command = [sys.executable, "-m", "weft", "revive", "--url", str(server.http.base_url)]
+    ran = subprocess.run(
+        [*command, "--admin-key", "admin", "1"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "no head of '1' is retired" in ran.stderr
+    ran = subprocess.run(
+        [*command, "--admin-key", "admin", "0"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "starting 0\n", "")
+    for _ in range(8):  # whichever front answers
+        server.wait(lambda: up(2), PATIENCE)
+    assert server.http.get("/health").json()["status"] == "alive"
+    assert server.stop(seconds=PATIENCE) == 0
 
 
 def test_a_front_that_cannot_start_ends_the_server_with_its_status(start_fake: Any) -> None:

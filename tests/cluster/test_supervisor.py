@@ -9,8 +9,8 @@ import pytest
 from weft.cluster import supervisor as s
 from weft.cluster.rolling import Quit
 from weft.cluster.supervisor import ServerPhase, Supervisor
-from weft.cluster.table import SHORT_S, WINDOW, Kill, Member, ProcessState, ProcessTable, Start
-from weft.common.errors import EngineDead
+from weft.cluster.table import SHORT_S, WINDOW, Kill, Member, ProcessState, ProcessTable, Start, to_revive
+from weft.common.errors import EngineDead, InvalidRequest, NotFound
 from weft.config.topology import serves
 
 GONE = EngineDead("the process ended")
@@ -236,6 +236,55 @@ def test_what_is_left_ends_when_it_serves_nothing() -> None:
     assert table.lose("decode1", 1, GONE, 2.0) == [Kill("head", "decode1", 1), Kill("head", "prefill0", 1)]
     assert table.over
     assert {entry.error for entry in table.entries.values()} == {GONE}
+
+
+def test_a_retired_group_is_revived_with_a_new_budget() -> None:
+    table = groups(restarts=1)
+    for incarnation in (1, 2):
+        table.lose("decode0", incarnation, GONE, 1.0)
+    table.lose("decode1", 1, GONE, 1.0)
+    assert table.revive("decode1", 2.0) == []  # it runs
+    assert table.revive("decode0", 2.0) == [Start("head", "decode0", 3)]
+    entry = table.entries["decode0"]
+    assert (entry.state, entry.error, entry.deaths) == (ProcessState.RUNNING, None, 0)
+    assert table.revive("decode0", 2.0) == []
+    assert table.lose("decode0", 3, GONE, 3.0)[1:] == [Start("head", "decode0", 4)]
+    assert table.lose("decode0", 4, GONE, 4.0) == [Kill("head", "decode0", 4)]
+    assert entry.state is ProcessState.RETIRED
+    assert table.lose("decode1", 2, GONE, 5.0) == [Kill("head", "decode1", 2), Kill("head", "prefill0", 1)]
+    assert table.over
+    assert table.revive("decode0", 6.0) == []  # the server ends
+
+
+def test_those_that_need_each_other_are_revived_together() -> None:
+    members = {name: Member(domain, name[0]) for name, domain in [("a0", "a"), ("a1", "a"), ("b", "")]}
+    for name in ("a", "a1"):
+        table = ProcessTable("head", members, 0)
+        table.start(0.0)
+        assert len(table.lose("a0", 1, GONE, 1.0)) == 2
+        assert table.revive(name, 2.0) == [Start("head", "a0", 2), Start("head", "a1", 2)]
+
+
+def test_who_can_be_revived_is_said_by_name() -> None:
+    members = {"prefill0": Member(group="prefill0"), "d.0": Member(group="d"), "d.1": Member(group="d")}
+    assert to_revive("d", members, ["d.1"]) == ["d.1"]
+    assert to_revive("d.1", members, ["d.0", "d.1"]) == ["d.1"]
+    with pytest.raises(NotFound, match=r"no group is called 'e'; there are prefill0, d$"):
+        to_revive("e", members, ["d.1"])
+    with pytest.raises(NotFound, match="no group is called ''"):
+        to_revive("", {"0": Member()}, ["0"])
+    with pytest.raises(InvalidRequest, match=r"no head of 'd\.0' is retired"):
+        to_revive("d.0", members, ["d.1"])
+
+
+def test_a_supervisor_revives_while_it_serves() -> None:
+    made = serving(heads=2, restarts=0)
+    assert made.on(s.ProcessEnded("head", "0", 1, 1), 2.0) == [Kill("head", "0", 1)]
+    assert made.on(s.ReviveAsked("0"), 3.0) == [Start("head", "0", 2)]
+    assert made.heads.entries["0"].state is ProcessState.RUNNING
+    made.on(s.ProcessEnded("head", "0", 2, 1), 4.0)
+    made.on(s.Signalled(signal.SIGTERM), 5.0)
+    assert made.on(s.ReviveAsked("0"), 6.0) == []
 
 
 def test_a_rolling_restart_is_the_supervisors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from weft.front import held_schemas
 from weft.front.messages.read import read_messages
 from weft.front.reading import Job, Reader
 from weft.front.responses.read import NONE, read_response
-from weft.front.setup import Setup, TextSetup
+from weft.front.setup import GrammarCheck, Setup, TextSetup
 from weft.grammar.registry import make_compiler
 from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
@@ -42,9 +43,9 @@ class Asked:
         text = setup.load()
         self.text = text
         self.limits = ModelLimits(vocab_size=512, max_model_len=4096, end_ids=text.end_ids)
-        self.reader: Reader = Setup(
-            text=setup, names=("m",), limits=self.limits, max_response_bytes=1 << 20
-        ).reader(text)
+        reading = Setup(text=setup, names=("m",), limits=self.limits, max_response_bytes=1 << 20)
+        self.check = GrammarCheck(reading)
+        self.reader: Reader = reading.reader(text, self.check)
         self._compiler = make_compiler("llguidance", str(folder), 512, text.end_ids)
 
     def chat(self, **fields: Any) -> Job:
@@ -76,13 +77,17 @@ def call(name: str, arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    return Asked(tmp_path_factory.mktemp("h") / "hermes", "hermes")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    asked = Asked(tmp_path_factory.mktemp("h") / "hermes", "hermes")
+    yield asked
+    asked.check.close()
 
 
 @pytest.fixture(scope="module")
-def coder(tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    return Asked(tmp_path_factory.mktemp("c") / "coder", "qwen3_coder")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    asked = Asked(tmp_path_factory.mktemp("c") / "coder", "qwen3_coder")
+    yield asked
+    asked.check.close()
 
 
 @pytest.fixture(autouse=True)

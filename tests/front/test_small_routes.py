@@ -103,7 +103,7 @@ def guarded(start_fake: Any) -> Any:
 
 
 def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
-    for route in ("/abort_request", "/admin/drain", "/admin/drain/", "/admin/profile"):
+    for route in ("/abort_request", "/admin/drain", "/admin/drain/", "/admin/profile", "/admin/revive"):
         answer = fake.http.post(route, json={"rid": "x"})
         assert (answer.status_code, error_of(answer)["code"]) == (403, "forbidden")
         assert "--admin-key" in error_of(answer)["message"]
@@ -111,7 +111,7 @@ def test_control_routes_are_closed_without_an_admin_key(fake: Any) -> None:
 
 
 def test_control_routes_want_the_admin_key_and_no_browser(guarded: Any) -> None:
-    for route in ("/abort_request", "/admin/drain", "/admin/profile"):
+    for route in ("/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"):
         for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):
             answer = guarded.http.post(route, json={"rid": "x"}, headers=headers)
             assert (answer.status_code, error_of(answer)["code"]) == (401, "invalid_api_key")
@@ -185,6 +185,16 @@ def test_a_drain_of_several_fronts_ends_them_all(start_fake: Any) -> None:
     server = start_fake(admin_key=["admin"], fronts=2)
     assert server.http.post("/admin/drain", headers=ADMIN).json() == {"status": "draining"}
     assert server.process.wait(deadline(20)) == 0
+
+
+def test_only_what_is_retired_is_revived(guarded: Any) -> None:
+    answer = guarded.http.post("/admin/revive", json={"group": "decode7"}, headers=ADMIN)
+    assert (answer.status_code, error_of(answer)["param"]) == (404, "group")
+    assert error_of(answer)["message"] == "no group is called 'decode7'; there are 0"
+    answer = guarded.http.post("/admin/revive", json={"group": "0"}, headers=ADMIN)
+    assert (answer.status_code, error_of(answer)["param"]) == (400, "group")
+    answer = guarded.http.post("/admin/revive", json={}, headers=ADMIN)
+    assert answer.status_code == 400
 
 
 def test_a_profile_needs_a_folder(guarded: Any) -> None:

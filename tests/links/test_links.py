@@ -49,6 +49,9 @@ class Owner:
     def present(self) -> Mapping[str, Address | WeftError]:
         return self.so
 
+    def revive(self, name: str) -> list[str]:
+        raise AssertionError("nobody asks for it")
+
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
         self.lost.append((instance, incarnation))
         if self.fails:
@@ -56,13 +59,17 @@ class Owner:
 
 
 def with_links(
-    count: int, work: Callable[[Links, Owner], Awaitable[None]], *roles: m.Role, **settings: Any
+    count: int,
+    work: Callable[[Links, Owner], Awaitable[None]],
+    *roles: m.Role,
+    recovery: float = 120.0,
+    **settings: Any,
 ) -> None:
     """Runs ``work`` with links to so many scripted heads."""
 
     async def run() -> None:
         owner = Owner(count, roles)
-        links = Links(owner, Patience(role=0.3), **settings)
+        links = Links(owner, Patience(role=0.3, recovery=recovery), **settings)
         try:
             async with asyncio.timeout(SECONDS):
                 await links.start()
@@ -167,13 +174,13 @@ def test_a_stream_of_a_pair_goes_on_with_others_when_one_dies() -> None:
         (event,) = await waits.next()
         assert event.error is not None
         assert event.error.http_status == 503
-        with pytest.raises(Unavailable, match="no engine of a role"):
+        with pytest.raises(Unavailable, match="no group of the role decode takes requests"):
             submit(links, 10)
         owner.start("2", 2)
         await until(lambda: links.alive)
         await read(submit(links, 11), [])
 
-    with_links(3, work, "prefill", "decode", "decode")
+    with_links(3, work, "prefill", "decode", "decode", recovery=0.6)
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -192,7 +199,7 @@ def test_without_one_that_prefills_others_do_it_if_they_may(local: bool) -> None
             assert event.error is not None
             assert event.error.http_status == 503
 
-    with_links(2, work, "prefill", "decode", local_prefill=local)
+    with_links(2, work, "prefill", "decode", local_prefill=local, recovery=0.6)
 
 
 def test_prompts_are_hashed_where_there_is_a_choice() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from weft.common.errors import EngineDead, ErrorInfo, Overloaded, WeftError
@@ -31,9 +31,11 @@ class Driver:
         fingerprints: Mapping[str, str] | None = None,
         policies: Policies | None = None,
         local_prefill: bool = True,
+        retired: Iterable[str] = (),
     ) -> None:
         """``roles``: of those that are not unified; they speak version 3. ``fingerprints``: of some."""
-        self.fleet = Fleet(dict.fromkeys(names, domain), PATIENCE, policies, "front", joining, local_prefill)
+        domains = dict.fromkeys(names, domain)
+        self.fleet = Fleet(domains, PATIENCE, policies, "front", joining, local_prefill, retired)
         self.roles = dict(roles or {})
         self.fingerprints = dict(fingerprints or {})
         self.now = 100.0
@@ -111,15 +113,20 @@ class Driver:
         self.on(e.Lost(name, self.link[name], error))
 
     def wait(self, seconds: float) -> None:
-        """Time passes, with ticks when the fleet wants them and heartbeats of all that are alive."""
+        """Time passes, with ticks when the fleet wants them and heartbeats of all that are alive. ``actions``
+        are those of all that time.
+        """
         until = self.now + seconds
+        actions: list[e.Action] = []
         while self.now < until:
             self.now = min(until, self.now + 1.0)
             for name, instance in self.fleet.table.instances.items():
                 if instance.alive:
                     self.say(name, m.Heartbeat(idle=True, stats=m.HeadStats()))
+                    actions += self.actions
             while self.fleet.next_deadline() <= self.now:
-                self.on(e.Tick())
+                actions += self.on(e.Tick())
+        self.actions = actions
 
     def give_back(self, name: str, sequence: int) -> None:
         """``name`` gives it back, and time passes until it is sent again, or ends."""

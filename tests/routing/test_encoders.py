@@ -9,13 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.routing.driver import PATIENCE, Driver, error_of
-from tests.routing.test_pairs import finished, over, said, submitted, where
-from weft.common.errors import ImageFailed, InvalidRequest, PeerEnded, RanksLost
+from tests.routing.test_pairs import finished, missing, over, said, submitted, where
+from weft.common.errors import EndedElsewhere, ImageFailed, InvalidRequest, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.encoders import MARGIN, choose, room_of
 from weft.routing.instances import PROMPT_TOKENS, Instance, InstanceState
-from weft.routing.lateness import NO_ENCODER
 from weft.routing.ledger import LedgerEntry
 from weft.routing.parked import MOST_REFUSALS
 from weft.types import messages as m
@@ -276,12 +275,13 @@ def test_images_fail_by_name_when_none_that_encodes_comes(names: tuple[str, ...]
     one = rig(*names)
     one.lose("x")
     ask(one, 1)
-    one.now += PATIENCE.role
-    one.on(e.Tick())
+    one.wait(PATIENCE.recovery - 1)  # it will be started again
+    assert one.told() == []
+    one.wait(1)
     error = error_of(one.told()[0])
-    assert (error.message, error.http_status) == (NO_ENCODER, 503)
+    assert (error.message, error.http_status) == (missing("encode"), 503)
     assert ask(one, 2, request=2) == []
-    assert error_of(one.told()[0]).message == NO_ENCODER
+    assert error_of(one.told()[0]).message == missing("encode")
     assert one.fleet.refusal() is None  # of text nothing is known to be missing
     assert ask(one, 3, request=3, media=()) != []
     one.up("x")
@@ -320,13 +320,46 @@ def test_one_that_was_begun_waits_as_long_as_for_any_engine() -> None:
     assert where(one) == ["u", "x"]
 
 
-def test_a_fallback_that_decodes_gets_no_images() -> None:
-    """It has neither a tower nor embeddings."""
+def test_where_none_that_encodes_will_come_images_wait_for_a_role_alone() -> None:
+    one = rig("x", "u")
+    one.lose("x")
+    one.on(e.Retired("x", InvalidRequest("gone")))
+    ask(one, 1)
+    one.wait(PATIENCE.role)
+    assert [error_of(event).message for event in one.told()] == [missing("encode")]
+
+
+def test_a_planned_restart_of_the_only_one_that_encodes_refuses_no_image() -> None:
+    one = rig("x", "u")
+    one.on(e.Draining("x"))
+    assert ask(one, 1) == []
+    one.wait(PATIENCE.recovery + 1)
+    one.lose("x")
+    one.wait(PATIENCE.recovery - 1)
+    assert one.told() == []
+    one.up("x")
+    assert where(one) == ["u", "x"]
+
+
+def test_a_fallback_that_decodes_gets_no_images(caplog: pytest.LogCaptureFixture) -> None:
+    """It has neither a tower nor embeddings: images wait, and the error names the role that is missing."""
     one = rig("x", "p", "d")
     one.lose("p")
     one.wait(PATIENCE.role + 1)
+    assert "prompts without images, too; prompts with images wait" in caplog.text
     assert [name for name, _ in ask(one, 1, media=())] == ["d"]
     assert ask(one, 2, request=2) == []
+    one.wait(PATIENCE.recovery - PATIENCE.role)
+    assert [(event.sequence, error_of(event).message) for event in one.told()] == [(2, missing("prefill"))]
+
+
+def test_a_fallback_that_decodes_gets_images_where_it_has_a_tower(caplog: pytest.LogCaptureFixture) -> None:
+    one = rig("x", "p", "d", towers="d")
+    one.lose("p")
+    one.wait(PATIENCE.role + 1)
+    assert "prompts without images" not in caplog.text
+    ((name, submit),) = ask(one, 1)
+    assert (name, submit.media) == ("d", pictures(1))
 
 
 def test_a_fleet_does_not_live_on_encoders() -> None:
@@ -478,6 +511,21 @@ def test_so_it_does_when_who_computes_is_heard_first(names: tuple[str, ...]) -> 
     assert (error.message, error.http_status) == ("the image is broken", 400)
     assert sorted(finished(one)) == sorted({*names} - {names[1]})
     one.tokens("x", 5, finish="error", error=ImageFailed("the image is broken").info())
+    over(one)
+
+
+@pytest.mark.parametrize("names", [("x", "p", "d"), ("x", "u")])
+def test_an_end_where_the_prompt_is_computed_is_an_end_though_the_encoder_reports_first(
+    names: tuple[str, ...],
+) -> None:
+    """A request may end before its images have come: its grammar does not compile, say."""
+    one = rig(*names)
+    ask(one, 5)
+    ended = EndedElsewhere("it has ended at the other end").info()
+    one.tokens("x", 5, finish="evicted", error=ended)
+    assert (one.sent(), one.told()) == ([], [])
+    one.tokens(names[1], 5, finish="error", error=InvalidRequest("no grammar").info())
+    assert [error_of(event).code for event in one.told()] == ["invalid_request"]
     over(one)
 
 

@@ -243,6 +243,32 @@ def test_a_stall_of_the_front_itself_does_not_use_patience_up() -> None:
     assert len(one.sent()) == 1
 
 
+def test_one_that_was_retired_comes_back_when_it_is_revived() -> None:
+    one = Driver("a", "b").up()
+    one.lose("a")
+    one.on(e.Retired("a", DIED))
+    assert one.open(1) == "b"
+    one.expect("a")
+    assert one.fleet.table.restarts == 1
+    one.on(e.Linked("a", one.link["a"]))
+    one.say("a", one.welcome("a"))
+    assert one.open(2, request=2) == "a"
+    assert one.fleet.table.whole
+
+
+def test_a_front_that_joins_knows_of_those_that_are_retired() -> None:
+    one = Driver("a", "b", joining=True, retired=["a"]).up("b")
+    assert one.open(1) == "b"
+    assert not one.fleet.table.whole
+    one.links += 1
+    one.link["a"] = one.links
+    one.on(e.Expected("a", one.links, domain="all"))
+    one.on(e.Linked("a", one.link["a"]))
+    one.say("a", one.welcome("a"))
+    assert one.fleet.table.instances["a"].domain == "all"
+    assert one.open(2, request=2) == "a"
+
+
 def test_nobody_is_left() -> None:
     one = Driver("a", "b").up()
     one.open(1)
@@ -441,11 +467,16 @@ def test_one_that_drains_gets_nothing_new_and_finishes_what_it_has() -> None:
     assert one.of(e.Replace)
 
 
-def test_where_all_drain_sequences_wait_only_so_long() -> None:
+def test_where_all_drain_sequences_wait_until_that_is_over_and_then_only_so_long() -> None:
     one = Driver("a").up()
     one.on(e.Draining("a"))
     assert one.open(1) is None
-    one.wait(PATIENCE.recovery)
+    one.wait(PATIENCE.recovery + 1)
+    assert one.told() == []
+    one.lose("a")
+    one.wait(PATIENCE.recovery - 1)
+    assert (one.told(), one.fleet.refusal()) == ([], None)
+    one.wait(1)
     assert [error_of(event).message for event in one.told()] == [LATE]
 
 

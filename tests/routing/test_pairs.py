@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from tests.routing.driver import DIED, PATIENCE, Driver, error_of, ids
-from weft.common.errors import ErrorInfo, PeerEnded, RanksLost
+from weft.common.errors import EndedElsewhere, ErrorInfo, PeerEnded, RanksLost
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import HEALTHY_S
 from weft.routing.instances import InstanceState
-from weft.routing.lateness import LATE, NO_PAIR
+from weft.routing.lateness import LATE, NO_ROLE, UNFIT
 from weft.routing.parked import LONGEST_WAIT_S, MOST_REFUSALS
 from weft.routing.policy import DEFAULT_BLOCK
 from weft.types import messages as m
@@ -182,6 +182,50 @@ def test_who_ends_at_the_first_token_ends_at_both() -> None:
     one.tokens("p", 5, 7, position=0, finish="stop", stop_id=7)
     assert said(one) == [((7,), "stop")]
     assert finished(one) == ["d"]
+    over(one)
+
+
+ENDED = EndedElsewhere("it has ended at the other end").info()
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_an_end_at_the_first_token_is_an_end_whoever_reports_first(finish: str) -> None:
+    """The decoder's report is no eviction: nothing is sent again, and nobody is avoided."""
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens("d", 5, finish="evicted", error=ENDED)
+    assert (one.sent(), one.told()) == ([], [])
+    assert one.fleet.entries[5].refused == {}
+    one.tokens("p", 5, 7, position=0, finish=finish, stop_id=7 if finish == "stop" else None)
+    assert said(one) == [((7,), finish)]
+    assert one.sent() == []
+    over(one)
+
+
+@pytest.mark.parametrize(("first", "last"), [("p", "d"), ("d", "p")])
+def test_an_error_of_the_request_itself_ends_it_whoever_reports_first(first: str, last: str) -> None:
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens(first, 5, finish="evicted", error=ENDED)
+    assert (one.sent(), one.told()) == ([], [])
+    error = ErrorInfo(code="no_token_allowed", message="nothing is left", blame="client", http_status=400)
+    one.tokens(last, 5, finish="error", error=error)
+    assert [error_of(event).code for event in one.told()] == ["no_token_allowed"]
+    over(one)
+
+
+@pytest.mark.parametrize("lost", ["p", "d"])
+def test_who_knows_of_an_end_is_lost_and_the_sequence_goes_on(lost: str) -> None:
+    """The report of the end is lost with its link, after the other one has let the sequence go."""
+    one = pairs("p", "d")
+    ask(one, 5)
+    one.tokens("d" if lost == "p" else "p", 5, finish="evicted", error=ENDED)
+    one.lose(lost)
+    assert one.fleet.entries[5].losses == 1
+    one.up(lost)
+    assert [(name, submit.attempt) for name, submit in submitted(one)] == [("d", 1), ("p", 1)]
+    one.tokens("p", 5, 7, position=0, finish="length")
+    assert said(one) == [((7,), "length")]
     over(one)
 
 
@@ -738,43 +782,79 @@ def test_without_one_that_prefills_those_that_decode_do_it_after_a_while() -> No
     assert where(one) == ["d", "p"]
 
 
-def test_without_one_that_prefills_new_requests_fail_where_that_is_asked_for() -> None:
+def missing(*roles: str) -> str:
+    """The error that names roles which no instance has."""
+    return f"{NO_ROLE}{' or '.join(roles)} takes requests; try again later"
+
+
+@pytest.mark.parametrize(("lost", "role"), [("p", "prefill"), ("d", "decode")])
+def test_where_one_of_a_role_will_be_back_new_requests_wait_as_long_as_for_any(lost: str, role: str) -> None:
+    """A successor may need longer to load than the time-out for a role."""
     one = pairs("p", "d", local_prefill=False)
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
-    one.lose("p")
-    ask(one, 2, request=2)
-    one.wait(PATIENCE.role)
-    assert [(event.sequence, error_of(event).message) for event in one.told()] == [(2, NO_PAIR)]
+    one.lose(lost)
+    assert submitted(one) == []
+    assert ask(one, 2, request=2) == []
+    one.wait(PATIENCE.recovery - 1)
+    assert one.told() == []
+    assert one.fleet.refusal() is None
+    assert not one.fleet.table.alive
+    one.wait(1)
+    late = [2] if lost == "p" else [1, 2]
+    assert [(event.sequence, error_of(event).message) for event in one.told()] == [
+        (sequence, missing(role)) for sequence in late
+    ]
     assert error_of(one.told()[0]).http_status == 503
     refusal = one.fleet.refusal()
     assert refusal is not None
     assert refusal.http_status == 503
-    assert not one.fleet.table.alive
-    one.tokens("d", 1, 8, position=1)
-    assert said(one) == [((8,), None)]  # who has a place goes on
-    one.tokens("d", 1, finish="evicted")
-    assert one.told() == []  # it was begun, and waits as long as for any engine
-    one.wait(PATIENCE.recovery - PATIENCE.role)
-    assert [error_of(event).message for event in one.told()] == [NO_PAIR]
-    one.up("p")
+    if lost == "p":
+        one.tokens("d", 1, 8, position=1)
+        assert said(one) == [((8,), None)]  # who has a place goes on
+    one.up(lost)
     assert one.fleet.refusal() is None
+    ask(one, 3, request=3)
+    assert where(one) == ["d", "p"]
 
 
-def test_without_one_that_decodes_requests_wait_and_fail() -> None:
-    one = pairs("p", "d")
+@pytest.mark.parametrize("name", ["p", "d"])
+def test_a_planned_restart_of_the_only_one_of_a_role_refuses_nobody(name: str) -> None:
+    """It drains for longer than the time-out for a role, and its successor loads nearly for the time-out for
+    recovery, which begins when the process that drained has ended."""
+    one = pairs("p", "d", local_prefill=False)
     ask(one, 1)
     one.tokens("p", 1, 7, position=0, finish="moved")
-    one.lose("d")
-    assert submitted(one) == []
+    one.on(e.Draining(name))
     assert ask(one, 2, request=2) == []
-    assert not one.fleet.table.alive
+    one.wait(PATIENCE.role + PATIENCE.recovery)  # a stream goes on meanwhile
+    assert (one.told(), one.fleet.refusal()) == ([], None)
+    one.tokens("d", 1, 8, position=1, finish="length")
+    one.lose(name)
+    one.wait(PATIENCE.recovery - 1)
+    assert (one.told(), one.fleet.refusal()) == ([], None)
+    one.up(name)
+    assert where(one) == ["d", "p"]
+
+
+def test_those_that_decode_prefill_while_the_one_that_prefills_drains() -> None:
+    one = pairs("p", "d")
+    one.on(e.Draining("p"))
+    assert ask(one, 1) == []
     one.wait(PATIENCE.role)
-    assert [(event.sequence, error_of(event).message) for event in one.told()] == [(2, NO_PAIR)]
-    assert one.fleet.refusal() is not None
-    one.up("d")
-    assert [ids(submit) for _, submit in submitted(one)] == [[7], [7]]
-    assert one.fleet.refusal() is None
+    assert where(one) == ["d"]
+    assert one.fleet.local_prefills == 1
+
+
+def test_where_none_will_be_back_new_requests_wait_for_a_role_alone() -> None:
+    """No two of those that are left fit together."""
+    one = pairs("p", "q", "d", local_prefill=False, fingerprints={"q": "other"})
+    one.lose("p")
+    assert ask(one, 1) == []
+    one.on(e.Retired("p", DIED))
+    assert one.fleet.failure is None
+    one.wait(PATIENCE.role)
+    assert [error_of(event).message for event in one.told()] == [UNFIT]
 
 
 def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
@@ -784,7 +864,7 @@ def test_who_has_begun_waits_for_a_role_only_so_long() -> None:
     one.wait(PATIENCE.recovery - 1)
     assert list(one.fleet.entries) == [1]
     one.wait(1)
-    assert [error_of(event).message for event in one.told()] == [NO_PAIR]
+    assert [error_of(event).message for event in one.told()] == [missing("decode")]
 
 
 def test_where_nobody_is_up_all_wait_for_any() -> None:

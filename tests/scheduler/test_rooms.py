@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler.fake_runner import VOCAB, FakeRunner, alone, kv_config, prefix_hashes, submit
 from tests.scheduler.harness import audit
 from tests.scheduler.rooms_rig import dims_of
-from weft.common.errors import InvalidRequest, Unavailable
+from weft.common.errors import Cancelled, EndedElsewhere, ErrorInfo, InvalidRequest, Unavailable
 from weft.config.resolved import KVConfig
 from weft.config.sections import SchedulerSection, SpeculationSection, TransferSection
 from weft.kv.kinds import ids_of
@@ -238,7 +238,7 @@ def test_a_sequence_that_ends_with_prefill_needs_no_room(facts: dict[str, Any], 
     side.drain()
     _, cancel = side.scheduler.room_requests()
     assert isinstance(cancel, r.CancelRoom)
-    assert (cancel.error is None) == (finish == "length")
+    assert cancel.error is None  # nothing has failed: the front gets the end from here
     assert [event.finish for event in side.events] == [finish]
     side.room(r.RoomFailed(key_of(1), ERROR))
     assert side.held == 3
@@ -513,6 +513,27 @@ def test_offers_that_do_not_fit_the_sequence_are_refused() -> None:
     assert names(side.want(7)) == ["CancelRoom"]
     side.room(r.RoomFailed(key_of(1), ERROR))
     assert side.events[-1].finish == "evicted"
+    side.room(r.RoomFreed(key_of(1)))
+    side.check_idle()
+
+
+@pytest.mark.parametrize("when", ["awaiting", "fetching"])
+@pytest.mark.parametrize(
+    ("error", "evictions"),
+    [(EndedElsewhere("it has ended").info(), 0), (Cancelled("the client went away").info(), 0), (ERROR, 1)],
+)
+def test_a_sequence_that_ended_at_the_other_end_is_no_eviction(
+    when: str, error: ErrorInfo, evictions: int
+) -> None:
+    side = Side("decode", kv_config())
+    side.submit(1)
+    if when == "fetching":
+        side.want(1)
+    (event,) = side.room(r.RoomFailed(key_of(1), error))
+    assert (event.finish, event.error) == ("evicted", error)
+    stats = side.scheduler.stats().transfers
+    assert stats is not None
+    assert stats.evictions == evictions
     side.room(r.RoomFreed(key_of(1)))
     side.check_idle()
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from weft.common.errors import EndedElsewhere
 from weft.engine.rooms import HeadRooms
 from weft.group.membership import Membership
 from weft.group.roster import Roster
@@ -24,7 +26,9 @@ from weft.launch import main as cli
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.head_protocol import HeadProtocol
+from weft.routing.instance_table import InstanceTable
 from weft.routing.instances import Instance, InstanceState
+from weft.routing.ledger import LedgerEntry
 from weft.sim.check import Violation, output, token, token_key
 from weft.sim.cluster import simulate_cluster
 from weft.sim.explore import CHUNK, Exploration, explore, run_schedules
@@ -51,16 +55,21 @@ FOUND_BY = {
     "finish_before_all_ranks_reported": 20,
     "settled_by_one_report": 66,
     "a_given_up_rank_is_heard": 814,
-    "blocks_on_hold_are_given_away": 47,
+    "blocks_on_hold_are_given_away": 61,
     "resurrected": 25,
-    "one_front_says_shutdown": 101,
+    "one_front_says_shutdown": 124,
     "a_loss_counted_twice": 13,
-    "a_retry_meets_its_earlier_attempt": 30,
+    "a_retry_meets_its_earlier_attempt": 29,
     "a_new_connection_is_taken_for_the_old_one": 104,
     "no_hello_over_a_new_connection": 57,
     "a_head_keeps_what_a_lost_connection_asked": 730,
+    "an_end_at_the_other_end_is_an_eviction": 78,
+    "a_head_that_drains_is_gone": 811,
+    "a_role_is_given_up_at_once": 293,
+    "who_is_revived_is_not_heard": 73,
     "free_before_a_writer_ended": 33,
-    "reuse_before_the_fence": 120,
+    "the_peer_is_not_told": 22,
+    "reuse_before_the_fence": 128,
 }
 """Bug -> the schedule that showed it: run first, then all others."""
 
@@ -91,6 +100,7 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "abandoned",
         "blocks on hold over a loss",
         "ended by the text side",
+        "ends that the other instance reported first",
         "epochs lost",
         "fail-overs",
         "failed: overloaded",
@@ -117,6 +127,7 @@ def test_every_kind_of_fault_is_seen_to_happen(explored: Exploration) -> None:
         "requests done",
         "resumed",
         "retired",
+        "revived",
         "retried elsewhere",
         "steps lost with their ranks",
         "upgraded",
@@ -306,6 +317,41 @@ def a_head_keeps_what_a_lost_connection_asked(patch: pytest.MonkeyPatch) -> None
     patch.setattr(HeadProtocol, "_named", lambda self, connection, name: False)
 
 
+def an_end_at_the_other_end_is_an_eviction(patch: pytest.MonkeyPatch) -> None:
+    """A sequence is sent again when the instance that was to decode lets it go, though its end is reported by
+    the one that computed its prompt."""
+    give_back = Fleet._give_back
+
+    def change(self: Fleet, instance: Instance, entry: LedgerEntry, why: str) -> None:
+        give_back(self, instance, entry, "" if why == EndedElsewhere.code else why)
+
+    patch.setattr(Fleet, "_give_back", change)
+
+
+def a_head_that_drains_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """The time that requests wait counts from the beginning of a planned restart."""
+    serving = InstanceTable._serving
+    patch.setattr(InstanceTable, "_serving", lambda self, draining=False: serving(self))
+
+
+def a_role_is_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Requests wait as briefly for a group that will be started again as for one that will not."""
+    patch.setattr(InstanceTable, "awaited", False)
+
+
+def who_is_revived_is_not_heard(patch: pytest.MonkeyPatch) -> None:
+    """A group that was retired once stays retired, whatever its owner starts."""
+    expect = InstanceTable.expect
+
+    def change(self: InstanceTable, instance: Instance, *rest: Any) -> None:
+        retired = instance.state is InstanceState.RETIRED
+        expect(self, instance, *rest)
+        if retired:
+            instance.state = InstanceState.RETIRED
+
+    patch.setattr(InstanceTable, "expect", change)
+
+
 def free_before_a_writer_ended(patch: pytest.MonkeyPatch) -> None:
     """A room's memory is given back though ranks of its group have not said that they stopped."""
     settle = Rooms._settle
@@ -375,6 +421,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
         (a_new_connection_is_taken_for_the_old_one, "not at an end|is at"),
         (no_hello_over_a_new_connection, "not at an end|nothing had happened to it"),
         (a_head_keeps_what_a_lost_connection_asked, "another front uses"),
+        (an_end_at_the_other_end_is_an_eviction, "was sent again, and had ended"),
+        (a_head_that_drains_is_gone, "after .* seconds"),
+        (a_role_is_given_up_at_once, "after .* seconds"),
+        (who_is_revived_is_not_heard, "revived"),
         (free_before_a_writer_ended, "a write of .* lands in blocks"),
         (the_peer_is_not_told, "not at an end|nobody had changed"),
         (reuse_before_the_fence, "which has ended there|nobody had changed"),

@@ -68,10 +68,10 @@ def blocks_are_given_back_with_the_sequence(patch: pytest.MonkeyPatch) -> None:
     """Blocks that a room may write are free when its sequence ends, not when the room does."""
     ended = ImageRooms.ended
 
-    def frees(self: ImageRooms, sequence: Sequence, error: Any = None) -> None:
+    def frees(self: ImageRooms, sequence: Sequence, finish: str, error: Any = None) -> None:
         images = self._images.get(sequence.id)
         rooms = [] if images is None else list(images.rooms.values())
-        ended(self, sequence, error)
+        ended(self, sequence, finish, error)
         for room in rooms:
             self.freed(room)
 

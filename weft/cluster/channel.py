@@ -31,6 +31,12 @@ class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Front to supervisor: an operator asks by HTTP that the server drains, as a SIGTERM does."""
 
 
+class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Front to supervisor: an operator asks by HTTP for the retired heads of a group, or for one head."""
+
+    name: str
+
+
 class HeadLost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Front to supervisor: it has lost that process of a head."""
 
@@ -45,7 +51,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     order: Order
 
 
-FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | HeadLost
+FromFront: TypeAlias = FrontReady | FrontAlive | DrainAsked | GroupRevived | HeadLost
 _from_front = msgspec.msgpack.Decoder(FromFront)
 _to_front = msgspec.msgpack.Decoder(Stop)
 
@@ -121,6 +127,10 @@ class SupervisorLink:
     def drain(self) -> None:
         """The whole server is to drain and end."""
         self._say(DrainAsked())
+
+    def revive(self, name: str) -> None:
+        """Retired heads of the group, or the head, of that name are to be started again."""
+        self._say(GroupRevived(name))
 
     def report(self, name: str, incarnation: int, error: WeftError) -> None:
         """Reports that this process of a head is lost."""

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from weft.cluster.rolling import Action as Step
 from weft.cluster.rolling import Quit, RollingRestart, Switch
-from weft.cluster.table import Member, ProcessState, ProcessTable, Start
+from weft.cluster.table import Member, ProcessState, ProcessTable, Start, to_revive
 from weft.common.clock import Clock, SystemClock
-from weft.common.errors import EngineDead, WeftError
+from weft.common.errors import EngineDead, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.links.link import Address
 from weft.links.probe import HeadProbe
@@ -86,6 +86,17 @@ class HeadOwner:
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """A front has lost it."""
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
+
+    def revive(self, name: str) -> list[str]:
+        """See ``weft.links.links.Owner``."""
+        entries = self._table.entries
+        members = {one: entry.member for one, entry in entries.items()}
+        retired = [one for one, entry in entries.items() if entry.state is ProcessState.RETIRED]
+        found = to_revive(name, members, retired)
+        if self._draining or self._table.over:
+            raise Unavailable("the server is shutting down")
+        self._carry_out(self._table.revive(name, self._clock.now()))
+        return found
 
     def _turn(self) -> None:
         now = self._clock.now()

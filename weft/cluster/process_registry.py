@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.cluster.table import Role
+from weft.cluster.table import Member, Role, to_revive
 from weft.common.errors import EngineDead, ErrorInfo, ReportedError, WeftError
 from weft.links.link import Address
 from weft.parallel.secret import CurveKeys, read_keys
@@ -30,6 +30,8 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     state: Literal["running", "draining", "waiting", "ended", "retired"]
     domain: str = ""
     """Heads of one domain work together or not at all; "" is none."""
+    group: str = ""
+    """Of a head: the group that it belongs to."""
     endpoint: str | None = None
     """Where a head listens; None while that is not known."""
     pid: int | None = None
@@ -90,10 +92,15 @@ class _Elsewhere:
 class RegistryOwner:
     """The owner of heads as a front sees it that shares them: see ``weft.links.links.Owner``."""
 
-    def __init__(self, reader: RegistryReader, report: Callable[[str, int, WeftError], None]) -> None:
-        """``report`` tells the supervisor that a head is lost."""
+    def __init__(
+        self,
+        reader: RegistryReader,
+        report: Callable[[str, int, WeftError], None],
+        revive: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """``report`` tells the supervisor that a head is lost, ``revive`` that a group is to come back."""
         self._reader = reader
-        self._report = report
+        self._report, self._revive = report, revive
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:
@@ -103,6 +110,14 @@ class RegistryOwner:
     def replace(self, name: str, incarnation: int, error: WeftError) -> None:
         """Reports to the supervisor that this front has lost the head."""
         self._report(name, incarnation, error)
+
+    def revive(self, name: str) -> list[str]:
+        """See ``weft.links.links.Owner``."""
+        heads = self._reader.read().of("head")
+        members = {one.name: Member(one.domain, one.group) for one in heads}
+        found = to_revive(name, members, [one.name for one in heads if one.state == "retired"])
+        self._revive(name)
+        return found
 
     def drain(self) -> None:
         """The supervisor knows: it said so."""

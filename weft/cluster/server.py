@@ -150,6 +150,8 @@ class ClusterServer:
                 self._on(s.FrontIsAlive(name, incarnation))
             elif isinstance(message, channel.DrainAsked):
                 self._signals.append(signal.SIGTERM)
+            elif isinstance(message, channel.GroupRevived):
+                self._on(s.ReviveAsked(message.name))
             else:
                 self._on(s.FrontLostHead(message.name, message.incarnation, ReportedError(message.error)))
 
@@ -225,6 +227,7 @@ class ClusterServer:
                     incarnation=entry.incarnation,
                     state="draining" if entry.draining else entry.state.value,
                     domain=address.domain,
+                    group=entry.member.group,
                     endpoint=endpoint if isinstance(endpoint, str) else endpoint(),
                     pid=process.pid if isinstance(process, subprocess.Popen) else None,
                     secret=self._secret if address.keys is not None else None,

@@ -94,6 +94,12 @@ class SwitchAsked(NamedTuple):
     """All heads are to be replaced together at an idle moment: see ``weft.cluster.rolling``."""
 
 
+class ReviveAsked(NamedTuple):
+    """An operator asks for the retired heads of a group, or for one of them: see ``ProcessTable.revive``."""
+
+    name: str
+
+
 class HeadSeen(NamedTuple):
     """A head that is to be replaced, or was, answers. ``idle``: see ``RollingRestart.seen``."""
 
@@ -114,6 +120,7 @@ Event: TypeAlias = (
     | Signalled
     | RestartAsked
     | SwitchAsked
+    | ReviveAsked
     | HeadSeen
     | Tick
 )
@@ -255,6 +262,11 @@ class Supervisor:
             self.rolling.begin_switch()
         return []
 
+    def _revive(self, event: ReviveAsked) -> list[Action]:
+        if self.phase is not ServerPhase.SERVING:
+            return []
+        return [*self.heads.revive(event.name, self._now)]
+
     def _seen(self, event: HeadSeen) -> list[Action]:
         self.rolling.seen(event.name, event.incarnation, event.idle)
         return []
@@ -315,6 +327,7 @@ _HANDLERS: dict[type, Callable[[Supervisor, Any], list[Action]]] = {
     Signalled: Supervisor._signalled,
     RestartAsked: Supervisor._restart,
     SwitchAsked: Supervisor._switch,
+    ReviveAsked: Supervisor._revive,
     HeadSeen: Supervisor._seen,
     Tick: Supervisor._tick,
 }

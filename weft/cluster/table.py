@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, TypeAlias
 
-from weft.common.errors import WeftError
+from weft.common.errors import InvalidRequest, NotFound, WeftError
 from weft.common.log import get_logger
 from weft.common.restarts import RestartBudget
 
@@ -33,7 +33,7 @@ Role: TypeAlias = Literal["head", "front"]
 
 class ProcessState(Enum):
     """RUNNING ──lost──► WAITING (for its time) ──► RUNNING (the next incarnation); RUNNING ──lost──► RETIRED;
-    RUNNING or WAITING ──► ENDED, as it was told to.
+    RUNNING or WAITING ──► ENDED, as it was told to; RETIRED ──revived──► RUNNING.
     """
 
     RUNNING = "running"
@@ -75,6 +75,38 @@ class Member(NamedTuple):
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
     """``names`` alone are all of one group, and none needs another."""
     return dict(names) if isinstance(names, Mapping) else {name: Member() for name in names}
+
+
+def named(name: str, members: Mapping[str, Member]) -> list[str]:
+    """Return the processes of the group ``name``, or the process of that name."""
+    return [one for one, member in members.items() if name in (one, member.group)]
+
+
+def with_domains(names: Iterable[str], members: Mapping[str, Member]) -> list[str]:
+    """Return ``names`` and all processes that work together with them, in the order of ``members``."""
+    asked = set(names)
+    domains = {members[one].domain for one in asked} - {""}
+    return [one for one, member in members.items() if one in asked or member.domain in domains]
+
+
+def to_revive(name: str, members: Mapping[str, Member], retired: Iterable[str]) -> list[str]:
+    """Return the ``retired`` processes that come back when an operator revives ``name``: a group, or one of
+    its processes.
+
+    Raises NotFound for a name that nobody has, and InvalidRequest where nothing is retired.
+    """
+    names = with_domains(named(name, members), members)
+    if not name or not names:
+        known = ", ".join(dict.fromkeys(member.group or one for one, member in members.items()))
+        raise NotFound(f"no group is called {name!r}; there are {known}", param="group")
+    gone = set(retired)
+    found = [one for one in names if one in gone]
+    if not found:
+        raise InvalidRequest(
+            f"no head of {name!r} is retired; heads that die are started again without a request",
+            param="group",
+        )
+    return found
 
 
 @dataclass(slots=True)
@@ -188,6 +220,24 @@ class ProcessTable:
                 if entry is not lost and entry.state is ProcessState.RUNNING:
                     actions.append(Kill(self.role, name, entry.incarnation))
                 entry.state, entry.due, entry.error = ProcessState.RETIRED, math.inf, error
+        return actions
+
+    def revive(self, name: str, now: float) -> list[Action]:
+        """Starts retired processes again, with new budgets: those of the group or the process ``name``, and
+        of their domains. Without effect once none is left that serves.
+        """
+        entries = self._entries
+        members = {one: entry.member for one, entry in entries.items()}
+        retired = [one for one, entry in entries.items() if entry.state is ProcessState.RETIRED]
+        if self.over:
+            return []
+        actions: list[Action] = []
+        for one in with_domains(named(name, members), members):
+            if one in retired:
+                self._budgets[members[one].group].renew()
+                entries[one].deaths, entries[one].error = 0, None
+                actions.append(self._next(one, entries[one], now))
+                log.info("%s %s was retired, and is started again", self.role, one)
         return actions
 
     def _kind(self, entry: ProcessEntry) -> str:

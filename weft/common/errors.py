@@ -192,6 +192,14 @@ class PeerEnded(Unavailable):
     code = "peer_ended"
 
 
+class EndedElsewhere(WeftError):
+    """The sequence has reached its end at the other end of a transfer, so the transfer is not needed: no
+    failure for anybody. The front gets that end from the other instance."""
+
+    code = "room_not_needed"
+    blame = "client"
+
+
 class PixelsLost(Unavailable):
     """The memory that has an image is gone, or cannot be opened: the image has to be sent again."""
 

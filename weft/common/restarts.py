@@ -30,3 +30,7 @@ class RestartBudget:
         self._times.append(now)
         self.granted += 1
         return True
+
+    def renew(self) -> None:
+        """Forgets the restarts so far: an operator asks for more."""
+        self._times.clear()

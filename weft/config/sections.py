@@ -322,8 +322,9 @@ class TransferSection(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=3600,
-            description="Seconds that requests wait for a group of a role that has none; then they get 503, "
-            "or are prefilled where they are decoded (see --prefill-fallback).",
+            description="Seconds without a group that prefills after which groups that decode prefill, too "
+            "(see --prefill-fallback). Where they cannot, requests wait for --recovery-timeout, or for this "
+            "time if no group of the missing role will be started again.",
         ),
     ] = 10.0
     prefill_fallback: Annotated[

@@ -15,7 +15,7 @@ from weft.front.rate_limit import Asked, RateLimits, Refused, Spent, duration, h
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/live", "/ready"})
 """Probes need no key: they are asked by machinery that holds none, and tell nothing but a state. The page at
 "/" holds nothing of the server, and asks its reader for a key."""
-ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile"})
+ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
 """What changes the server or other clients' requests: with the admin key alone, and never for a browser."""
 KEY = "weft.key"
 """Under which a request's scope has the number of its API key."""

@@ -33,7 +33,8 @@ from weft.front.retry_after import RetryAfter
 from weft.front.setup import GrammarCheck, Setup, TextSetup
 from weft.front.siblings import Siblings
 from weft.grammar.service import Compile
-from weft.links.links import Links, Owner
+from weft.links.links import Links
+from weft.links.owner import Owner
 from weft.media.decode import can_decode
 from weft.media.headers import ImageHeader
 from weft.media.memory import Lease

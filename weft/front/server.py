@@ -33,7 +33,7 @@ from weft.front.generation import probe
 from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.siblings import Siblings
-from weft.links.links import Owner
+from weft.links.owner import Owner
 
 log = weft_log.get_logger(__name__)
 

@@ -50,6 +50,13 @@ class ProfileRequest(Body, frozen=True, kw_only=True):
             )
 
 
+class ReviveRequest(Body, frozen=True, kw_only=True):
+    """POST /admin/revive."""
+
+    group: str
+    """The name of a group, or of one of its heads, as /metrics and the log have it."""
+
+
 class Done(msgspec.Struct, kw_only=True):
     """What was asked for is under way."""
 
@@ -91,6 +98,18 @@ def add_admin(app: FastAPI, front: Front) -> None:
         log.info("a drain was asked for")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)
+
+    @app.post("/admin/revive", openapi_extra=openapi.answers_of(ReviveRequest, Done))
+    async def revive(request: Request) -> Response:
+        """Starts the retired heads of a group again, with a new budget of restarts.
+
+        404 where no group has this name, 400 where none of its heads is retired.
+        """
+        with front.bodies.upload() as upload:
+            asked = parse(b"".join(await read_json(request, upload)), ReviveRequest)
+        names = ", ".join(front.links.revive(asked.group))
+        log.info("a revival was asked for: of %s", names)
+        return Response(to_json(Done(status=f"starting {names}")), media_type=JSON)
 
     @app.post("/admin/profile", openapi_extra=openapi.answers_of(ProfileRequest, Done))
     async def profile(request: Request) -> Response:

@@ -25,6 +25,7 @@ _COMMANDS = {
     "models": "weft.launch.models:models",
     "sim": "weft.launch.sim:sim",
     "bench": "weft.launch.bench:bench",
+    "revive": "weft.launch.revive:revive",
     "trace": "weft.launch.trace:trace",
     "build-ops": "weft.launch.build_ops:build_ops",
 }

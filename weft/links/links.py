@@ -15,7 +15,6 @@ import functools
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import zmq.asyncio
 
@@ -25,6 +24,7 @@ from weft.common.log import get_logger
 from weft.kv.hashing import prompt_hashes
 from weft.links.flow import Flow, Observer
 from weft.links.link import POLL, Address, Link
+from weft.links.owner import Owner
 from weft.links.placements import Placements
 from weft.routing import events as e
 from weft.routing.abilities import PROFILES_SINCE
@@ -42,19 +42,6 @@ OUTBOX_LIMIT = 20_000
 """Messages that may wait for one head; requests beyond it are refused."""
 STALL_S = 1.0
 """Seconds by which a tick may be late; more, and this process stood still."""
-
-
-class Owner(Protocol):
-    """The owner of the instances' processes. See ``weft.cluster``. Never waits."""
-
-    def present(self) -> Mapping[str, Address | WeftError]:
-        """For each instance the address of its present process, or why none will be started again. Polled."""
-
-    def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
-        """This front has lost the process. The owner's reaction shows in ``present``."""
-
-    def drain(self) -> None:
-        """This front finishes its requests, and ends."""
 
 
 class Links:
@@ -75,10 +62,11 @@ class Links:
         """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
         ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: where traced requests are written to.
         """
-        # One that was retired before this front began is none of its instances.
-        domains = {n: one.domain for n, one in owner.present().items() if isinstance(one, Address)}
+        present = owner.present()
+        domains = {n: one.domain if isinstance(one, Address) else "" for n, one in present.items()}
+        retired = [name for name, one in present.items() if isinstance(one, WeftError)]
         self._name = secrets.token_hex(8)
-        self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill)
+        self._fleet = Fleet(domains, patience, policies, self._name, joining, local_prefill, retired)
         self._owner, self._link_timeout = owner, link_timeout
         self._clock = clock or SystemClock()
         self._placements = None if spans is None else Placements(spans, self._clock.now)
@@ -103,7 +91,7 @@ class Links:
 
     async def start(self) -> m.Welcome:
         """Connects to every head; returns when all have answered. Raises WeftError when one never will."""
-        if not self.instances:
+        if all(one.state is InstanceState.RETIRED for one in self.instances):
             raise EngineDead("no engine is left")
         self._follow_owner()
         self._ticking = asyncio.create_task(self._tick())
@@ -297,6 +285,10 @@ class Links:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
 
+    def revive(self, group: str) -> list[str]:
+        """Has the retired heads of a group started again. See ``Owner.revive``."""
+        return self._owner.revive(group)
+
     def _lives(self, name: str) -> bool:
         return self._fleet.table.instances[name].alive
 
@@ -392,7 +384,8 @@ class Links:
             elif address is None:
                 continue
             elif link is None or link.incarnation != address.incarnation:
-                if link is None or instance.state is InstanceState.DOWN or not self._fleet.table.complete:
+                gone = instance.state in (InstanceState.DOWN, InstanceState.RETIRED)
+                if link is None or gone or not self._fleet.table.complete:
                     self._connect(name, address)
                 else:  # another front lost it: a Replace follows, and then this again
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
@@ -404,7 +397,7 @@ class Links:
         if (old := self._links.get(name)) is not None:
             self._past_bad_frames += old.bad_frames
             self._end(old)
-        self._feed(e.Expected(name, number))
+        self._feed(e.Expected(name, number, address.domain))
         self._links[name] = Link(name, number, address, self._context, self._link_timeout, self._feed)
 
     def _end(self, link: Link) -> None:

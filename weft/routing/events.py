@@ -48,10 +48,14 @@ class Resumed(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A process of ``instance`` was started; ``link`` is the connection to it."""
+    """A process of ``instance`` was started; ``link`` is the connection to it.
+
+    ``domain``: of the instance, where the fleet began without it, since it was retired then.
+    """
 
     instance: str
     link: int
+    domain: str = ""
 
 
 class Located(NamedTuple):

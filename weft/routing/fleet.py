@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -51,18 +51,18 @@ class Fleet:
         front: str = "",
         joining: bool = False,
         local_prefill: bool = True,
+        retired: Iterable[str] = (),
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not
-        wait for all instances, and goes on when one is lost before it was up. ``local_prefill``: instances
-        that decode compute prompts, too, where none that prefills comes in time.
+        ``front``: the name of this front. ``joining``: other fronts serve already, so this one does not wait
+        for all instances, and goes on when one is lost before it was up. ``local_prefill``: instances that
+        decode prefill, too, where none that prefills comes in time. ``retired``: those without a process.
         """
-        self.table = InstanceTable(instances, patience, joining, local_prefill)
+        self.table = InstanceTable(instances, patience, joining, local_prefill, retired)
         self._joining = joining
         self.open = OpenSequences()
         self.entries = self.open.entries  # the open sequences
-        self.failure: WeftError | None = None
-        """Set when no instance is left and none will be started again."""
+        self.failure: WeftError | None = None  # no instance is left, and none will be started again
         self.late_events = 0  # of sequences or attempts that have ended already
         self.failovers = 0  # sequences that went on after an instance was lost
         self.pauses = 0
@@ -85,9 +85,8 @@ class Fleet:
         self._lateness.look(now)
         if self._parked:
             self._place_parked()
-        if self._parked:
-            for sequence, error in self.open.late(self._lateness):
-                self._end(sequence, error)
+        for sequence, error in self.open.late(self._lateness) if self._parked else ():
+            self._end(sequence, error)
         if self._events:
             self._actions.append(e.Deliver(tuple(self._events)))
         return self._actions
@@ -122,8 +121,7 @@ class Fleet:
                 self.open.forget(sequence)
 
     def _pause(self, event: e.Paused) -> None:
-        fresh = [s for s in event.sequences if s in self.entries and s not in self.open.paused]
-        for sequence in fresh:
+        for sequence in (fresh := self.open.unpaused(event.sequences)):
             self._leave(sequence)
             self.open.pause(sequence)
         self.pauses += bool(fresh)
@@ -296,6 +294,9 @@ class Fleet:
 
     def _give_back(self, instance: Instance, entry: LedgerEntry, why: str) -> None:
         """Its stream goes on elsewhere. ``why``: the code of the error, if it said one."""
+        if entry.ends_elsewhere(instance.name, why):
+            self._depart(instance, entry)
+            return
         sequence, ended = entry.submit.sequence, entry.peer(instance.name) if why == PeerEnded.code else None
         doubtful = [] if instance.name in entry.encoders else list(entry.encoders)  # may be the reason
         self._depart(instance, entry)
@@ -318,7 +319,7 @@ class Fleet:
         instance = self.table.instances[event.instance]
         if instance.link >= 0:  # the end of the process before it may be told later, or never
             self._lose(instance, EngineDead("another process took its place"), replace=False)
-        self.table.expect(instance, event.link, self._now)
+        self.table.expect(instance, event.link, self._now, event.domain)
 
     def _located(self, event: e.Located) -> None:
         if (instance := self._linked_to(event)) is not None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from weft.common.errors import EngineDead, WeftError
 from weft.common.log import get_logger
 from weft.routing.encoders import divided, sees, without_compute
-from weft.routing.instances import Instance, InstanceState
+from weft.routing.instances import GONE, SERVING, Instance, InstanceState
+from weft.routing.lacks import Lacks, Since, missing_roles
 from weft.routing.pairs import ROLES_SINCE, serve, why_lonely, without_partner
 from weft.types import messages as m
 
@@ -54,23 +55,24 @@ class InstanceTable:
         patience: Patience,
         joining: bool = False,
         local_prefill: bool = True,
+        retired: Iterable[str] = (),
     ) -> None:
         """``instances``: name -> domain; those of one domain work together or not at all, "" is none.
-        ``joining`` and ``local_prefill``: see ``Fleet``.
+        ``joining``, ``local_prefill`` and ``retired``: see ``Fleet``.
         """
         self.instances = {
             name: Instance(name, domain, order) for order, (name, domain) in enumerate(instances.items())
         }
+        for name in retired:
+            self.retire(self.instances[name])
         self.complete = False
         """Whether all instances have been up; for a front that joins, whether any took sequences."""
         self.restarts = 0
         """Processes started in place of a lost one."""
-        self.unready_since = math.inf
-        """Since when no instance takes sequences; inf while one does, and before all have been up."""
-        self.unpaired_since = math.inf
-        """Since when some take sequences, but none can do all work and no two are a pair; else inf."""
-        self.blind_since = math.inf
-        """Since when some take sequences, but for want of one that encodes none takes images; else inf."""
+        self.lacking = Since()
+        """Since when new sequences find no place. Nothing is lacking before all have been up."""
+        self.gone = Since()
+        """The same, with instances that drain counted as if they took sequences: their processes live."""
         self._path_since = math.inf
         """At the first start: since when those that are up can serve, and all others are absent; else inf."""
         self._patience = patience
@@ -102,9 +104,22 @@ class InstanceTable:
         return self._local_prefill and any(one.role == "decode" for one in self._serving())
 
     @property
+    def awaited(self) -> bool:
+        """Whether an instance that is not up will be, as far as is known: it is not retired."""
+        return any(
+            one.state not in (*SERVING, InstanceState.RETIRED) or one.shunned
+            for one in self.instances.values()
+        )
+
+    def missing(self, images: bool) -> list[str]:
+        """The roles of which no instance takes sequences. ``images``: whether "encode" counts, too."""
+        known = (one.role for one in self.instances.values())
+        return missing_roles(known, (one.role for one in self._serving()), images)
+
+    @property
     def blind(self) -> bool:
         """Whether no sequence with images can go anywhere now."""
-        return self.blind_since < math.inf
+        return self.lacking.images < math.inf
 
     @property
     def unpaired(self) -> int:
@@ -162,18 +177,17 @@ class InstanceTable:
             instance.heard = min(now, instance.heard + seconds)
             instance.moved = min(now, instance.moved + seconds)
             instance.deadline += seconds
-        if self.unready_since != math.inf:
-            self.unready_since = min(now, self.unready_since + seconds)
-        if self.unpaired_since != math.inf:
-            self.unpaired_since = min(now, self.unpaired_since + seconds)
-        if self.blind_since != math.inf:
-            self.blind_since = min(now, self.blind_since + seconds)
+        self.lacking.stall(seconds, now)
+        self.gone.stall(seconds, now)
 
     # -- states
 
-    def expect(self, instance: Instance, link: int, now: float) -> None:
-        """A process was started."""
-        self.restarts += instance.state is InstanceState.DOWN
+    def expect(self, instance: Instance, link: int, now: float, domain: str = "") -> None:
+        """A process was started. An instance that was retired comes back so, too: an operator has revived
+        its group.
+        """
+        self.restarts += instance.state in GONE
+        instance.domain = domain or instance.domain
         instance.start(link, now + self._patience.load)
 
     def locate(self, instance: Instance, now: float) -> None:
@@ -227,6 +241,7 @@ class InstanceTable:
         if self.complete or now < self._path_since + ABSENT_S:
             return False
         self.complete = True
+        self._changed(now)
         missing = [one.name for one in self.instances.values() if not one.alive]
         log.warning("the server starts without %s, whose hosts are not there", ", ".join(missing))
         return True
@@ -283,30 +298,28 @@ class InstanceTable:
             return [(one, m.Shutdown()) for one in listening]
         return [(one, m.Goodbye()) for one in listening if one.version > 1]
 
-    def _serving(self) -> list[Instance]:
+    def _serving(self, draining: bool = False) -> list[Instance]:
+        """Instances that take sequences. ``draining``: and those that finish what they have."""
         broken = {one.domain for one in self.instances.values() if one.domain and not one.alive}
-        serving = (InstanceState.UP, InstanceState.HALF_OPEN)
         return [
             one
             for one in self.instances.values()
-            if one.state in serving and not one.shunned and one.domain not in broken
+            if (one.alive if draining else one.state in SERVING)
+            and not one.shunned
+            and one.domain not in broken
         ]
 
     def _changed(self, now: float) -> None:
-        all_serving = self._serving()
-        serving = [one for one in all_serving if one.role != "encode"]
-        if serving:
-            self.unready_since = math.inf
-        elif self.complete:
-            self.unready_since = min(self.unready_since, now)
-        if not serving or serve(serving, local=False):
-            self.unpaired_since = math.inf
-        elif self.complete:
-            self.unpaired_since = min(self.unpaired_since, now)
-        if not serving or self._sees(all_serving):
-            self.blind_since = math.inf
-        elif self.complete:
-            self.blind_since = min(self.blind_since, now)
+        if self.complete:
+            self.lacking.note(self._lacks(self._serving()), now)
+            self.gone.note(self._lacks(self._serving(draining=True)), now)
+
+    def _lacks(self, present: list[Instance]) -> Lacks:
+        """What new sequences would lack if ``present`` were all that take some."""
+        computing = [one for one in present if one.role != "encode"]
+        if not computing:
+            return Lacks(any=True)
+        return Lacks(pair=not serve(computing, local=False), images=not self._sees(present))
 
     def _sees(self, serving: list[Instance]) -> bool:
         """Whether ``serving`` take sequences with images."""

@@ -26,7 +26,7 @@ class InstanceState(Enum):
       down ◄──────────────┼┴──────────────── ·        half_open: it died twice in a row, and gets one prompt
        │ Retired          half_open ◄─ Welcome        at a time until a sequence ends well
        ▼
-     retired
+     retired ──Expected, as an operator revived it──► starting
     """
 
     STARTING = "starting"
@@ -38,6 +38,8 @@ class InstanceState(Enum):
 
 
 GONE = (InstanceState.DOWN, InstanceState.RETIRED)
+SERVING = (InstanceState.UP, InstanceState.HALF_OPEN)
+"""They take sequences."""
 ALIVE = (InstanceState.UP, InstanceState.HALF_OPEN, InstanceState.DRAINING)
 
 

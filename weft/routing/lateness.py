@@ -11,8 +11,9 @@ from weft.routing.instance_table import InstanceTable, Patience
 log = get_logger(__name__)
 
 LATE = "the engine failed and did not come back in time; try again later"
-NO_PAIR = "no engine of a role that the request needs takes requests; try again later"
-NO_ENCODER = "no group that encodes images is there; try again later"
+UNFIT = "the groups that take requests do not fit together; see the server's log"
+NO_ROLE = "no group of the role "
+"""How an error begins that names roles which are missing."""
 
 
 class _Limit:
@@ -35,7 +36,9 @@ class Lateness:
     """Whether requests wait too long: for any instance, or for a role that no instance has; those with images
     for one that encodes these, too.
 
-    New ones wait for a role for ``Patience.role`` only; those that were begun, as long as for any instance.
+    They wait for ``Patience.recovery`` while an instance that is not up will be. The time counts from when
+    the last process that could have served them is gone: one that drains, for a planned restart, is there.
+    New requests wait for ``Patience.role`` where none will come, and until instances that decode prefill.
     """
 
     def __init__(self, table: InstanceTable, patience: Patience) -> None:
@@ -62,17 +65,25 @@ class Lateness:
         for limit, since in self._limits():
             limit.look(since, now)
         if self._role.passed and not before:
-            then = "those that decode prefill, too" if self._table.local else "requests are refused"
-            log.warning("no pair of engines that prefill and decode takes requests: %s", then)
+            self._say_what_follows()
+
+    def _say_what_follows(self) -> None:
+        if not self._table.local:
+            then = "requests wait until one comes back" if self._table.awaited else "requests are refused"
+        elif self._table.blind:
+            then = "those that decode compute prompts without images, too; prompts with images wait"
+        else:
+            then = "those that decode compute prompts, too"
+        log.warning("no pair of engines that prefill and decode takes requests: %s", then)
 
     def _limits(self) -> tuple[tuple[_Limit, float], ...]:
-        unpaired, blind = self._table.unpaired_since, self._table.blind_since
+        lacking, gone = self._table.lacking, self._table.gone
         return (
-            (self._any, self._table.unready_since),
-            (self._role, unpaired),
-            (self._role_again, unpaired),
-            (self._images, blind),
-            (self._images_again, blind),
+            (self._any, gone.any),
+            (self._role, lacking.pair),
+            (self._role_again, gone.pair),
+            (self._images, lacking.images),
+            (self._images_again, gone.images),
         )
 
     @property
@@ -87,7 +98,15 @@ class Lateness:
         """
         if self._any.passed:
             return Unavailable(LATE)
-        if (self._role_again if begun else self._role).passed and not self._table.local:
-            return Unavailable(NO_PAIR)
-        blind = images and (self._images_again if begun else self._images).passed
-        return Unavailable(NO_ENCODER) if blind else None
+        waits = begun or self._table.awaited
+        if not self._table.local and (self._role_again if waits else self._role).passed:
+            return self._lacks(images=False)
+        if images and (self._images_again if waits else self._images).passed:
+            return self._lacks(images=True)
+        return None
+
+    def _lacks(self, images: bool) -> Unavailable:
+        roles = self._table.missing(images)
+        if not roles:
+            return Unavailable(UNFIT)
+        return Unavailable(f"{NO_ROLE}{' or '.join(roles)} takes requests; try again later")

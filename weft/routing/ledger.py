@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 import numpy as np
 
-from weft.common.errors import ImageFailed, NotGreeted
+from weft.common.errors import EndedElsewhere, ImageFailed, NotGreeted
 from weft.routing.policy import PromptHashes
 from weft.types.messages import LogprobColumns, Submit, TokenEvent, ids_to_bytes
 
@@ -113,6 +113,12 @@ class LedgerEntry:
         if self.pair is not None and self.receives(name):
             return self.pair[0]
         return None if self.encoders and name not in self.encoders else self.partner(name)
+
+    def ends_elsewhere(self, name: str, why: str) -> bool:
+        """Return True if ``name`` gives the sequence back with the code ``why`` since its partner has reached
+        the end. The partner's event with the end comes over another link, and is still on its way.
+        """
+        return why == EndedElsewhere.code and self.partner(name) is not None
 
     def receives(self, name: str) -> bool:
         """Whether ``name`` decodes what another instance has computed."""

@@ -51,6 +51,10 @@ class OpenSequences:
         self.paused.pop(sequence, None)
         self.bereft.discard(sequence)
 
+    def unpaused(self, sequences: Iterable[int]) -> list[int]:
+        """Return those of ``sequences`` that are open and not paused."""
+        return [one for one in sequences if one in self.entries and one not in self.paused]
+
     def pause(self, sequence: int) -> None:
         """Pauses a sequence, which was taken from its instance."""
         self.parked.discard(sequence)

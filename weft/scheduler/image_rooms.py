@@ -22,10 +22,10 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from weft.common.errors import Cancelled, ErrorInfo, Unavailable
+from weft.common.errors import ErrorInfo, Unavailable
 from weft.kv.embeddings import Embedded
 from weft.scheduler.media import MediaBook
-from weft.scheduler.room_book import FENCE_S
+from weft.scheduler.room_book import FENCE_S, why_cancelled
 from weft.scheduler.sequence import Sequence
 from weft.types.media import MediaItem
 from weft.types.messages import TransferStats
@@ -128,7 +128,7 @@ class ImageRooms:
             images.rooms[room.key] = self._rooms[room.key] = room
             images.counts[item.key] = item.count
 
-    def ended(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
+    def ended(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
         """A sequence has ended, in any way, and does not run."""
         self._book.leave(sequence)
         images = self._images.pop(sequence.id, None)
@@ -139,8 +139,7 @@ class ImageRooms:
             self._offers.pop(room.key, None)
             if not room.over:
                 room.over = True
-                gone = error or Cancelled("the sequence has ended").info()
-                self.requests.append(CancelRoom(key=room.key, error=gone))
+                self.requests.append(CancelRoom(key=room.key, error=why_cancelled(finish, error)))
             if room.held is None:
                 del self._rooms[room.key]
         for key in images.counts:

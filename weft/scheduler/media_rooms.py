@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from weft.common.errors import ErrorInfo, InvalidRequest, Unavailable
 from weft.scheduler.image_rooms import ImageRoom, differs
+from weft.scheduler.room_book import is_eviction
 from weft.scheduler.sequence import Sequence
 from weft.scheduler.state import SchedulerState
 from weft.types.messages import Submit, TokenEvent
@@ -125,5 +126,5 @@ class MediaRooms:
 
     def _evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
         if self._state.live.get(sequence.id) is sequence:
-            self._rooms.evictions += 1
+            self._rooms.evictions += is_eviction(error)
             self._state.evict(sequence, why, error)

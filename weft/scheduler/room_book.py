@@ -69,6 +69,22 @@ class RoomRecord:
     """Of a receiver: positions that were in its own cache."""
 
 
+def why_cancelled(finish: str, error: ErrorInfo | None) -> ErrorInfo | None:
+    """Return the error for the rooms of a sequence that ends with ``finish`` before they are done.
+
+    None after an end that the front gets from this head (a stop, a limit, an error of the request): then the
+    other group has no part in the sequence any more, and must not give it back.
+    """
+    if finish == "abort":
+        return error or Cancelled("the client went away").info()
+    return error if finish == "evicted" else None
+
+
+def is_eviction(error: ErrorInfo | None) -> bool:
+    """Return True if a sequence that is given back with ``error`` is to be computed again."""
+    return error is None or error.blame != "client"
+
+
 class RoomBook:
     """The records of all rooms of a scheduler. ``SchedulerState`` tells what becomes of sequences,
     ``SchedulerRooms`` what of rooms.
@@ -180,16 +196,17 @@ class RoomBook:
             return
         if not record.over:
             record.over = True
-            if error is None and finish == "abort":
-                error = Cancelled("the client went away").info()
-            self.requests.append(CancelRoom(key=record.key, error=error))
+            self.requests.append(CancelRoom(key=record.key, error=why_cancelled(finish, error)))
         self.answered(record)
         if not record.held and record.key not in self.parting:
             del self._records[record.key]
 
     def evicted(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
-        """A sequence was given back to its front, which is to hear of it. ``error``: of its room."""
-        self.evictions += 1
+        """A sequence was given back to its front, which is to hear of it. ``error``: of its room.
+
+        Counts an eviction, unless the sequence has ended at the other end, or its client has left.
+        """
+        self.evictions += is_eviction(error)
         self.events.append(
             TokenEvent(
                 sequence=sequence.id,

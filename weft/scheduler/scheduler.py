@@ -131,7 +131,7 @@ class Scheduler:
         state.images.open(sequence, now)
         ending = sequence.ending() if sequence.num_output else None
         if ending is not None:
-            state.images.ended(sequence)
+            state.images.ended(sequence, ending[0])
             state.rooms.ended(sequence, ending[0], None)
             position = sequence.position
             finish, stop_id = ending

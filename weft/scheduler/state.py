@@ -115,7 +115,7 @@ class SchedulerState:
         del self.live[sequence.id]
         self.waiting.leave(sequence)
         self._leave(sequence)
-        self.images.ended(sequence, error)
+        self.images.ended(sequence, finish, error)
         if sequence.room is not None:
             self.rooms.ended(sequence, finish, error)
 

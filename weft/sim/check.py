@@ -188,6 +188,8 @@ class Stream:
     """Where that instance is lost since: when it is given up, if the receiver tells no token."""
     computed: bool = False
     """Whether a token of its present attempt has come: then who computes its prompt has all its images."""
+    ended_elsewhere: bool = False
+    """Whether an instance said that it has ended at its partner, whose report is still to come."""
     landed: bool = False
     """Whether the receiver has told a token in that attempt."""
     losses: int = 0

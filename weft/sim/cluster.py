@@ -185,6 +185,10 @@ class Cluster(Timeline):
                 self.counts[f"decisions: {knew}"] += number
             for name, one in fleet.table.instances.items():
                 check_prefixes(front, one)
+                told = "was retired" if name in front.retired_instances else "was started, or revived"
+                retired = one.state is InstanceState.RETIRED
+                known = retired == (name in front.retired_instances)
+                require(known, f"{front.name}: {name} is {one.state.value}, and {told}")
                 load = one.load if one.alive else len(one.open)
                 require(not load, f"{front.name}: {name} has a load of {load:g} at the end")
         disturbed = any(self.counts[why] for why in ("paused", "abandoned", "ended by the text side"))
@@ -266,7 +270,7 @@ class Cluster(Timeline):
         """When a process listens and serves."""
         if self.slow_starts and self.supervisor.restarts:
             self.slow_starts -= 1
-            self.happened("slow start")
+            self.happened("slow upgrade" if self.supervisor.drains else "slow start")
             head.slow = True
             return (listen, 30.0) if self.rng.random() < 0.5 else (30.0, load)
         return listen, load

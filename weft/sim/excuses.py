@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from weft.common.restarts import MOST_LOSSES
 from weft.routing import events as e
 from weft.routing.instance_table import Patience
-from weft.routing.instances import Instance, InstanceState
-from weft.routing.lateness import LATE, NO_ENCODER, NO_PAIR
+from weft.routing.instances import ALIVE, SERVING, Instance
+from weft.routing.lateness import LATE, NO_ROLE, UNFIT
 from weft.routing.pairs import PREFIXES_SINCE, serve
 from weft.routing.parked import MOST_REFUSALS
-from weft.sim.check import Stream, require
+from weft.sim.check import Stream, Violation, require
 from weft.types import messages as m
 
 if TYPE_CHECKING:
@@ -36,17 +36,8 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         able = serve(left, fleet._lateness.local)
         names = [i.name for i in left]
         require(stream.pinned is not None or not able, f"{why}, and {names} had not refused it")
-    elif message == LATE:
-        waited = cluster.now - front.unready_since
-        require(waited >= PATIENCE.recovery - 1e-6, f"{why} after {waited:.3f} seconds")
-    elif message == NO_PAIR:
-        waited = cluster.now - front.unpaired_since
-        decode = any(one.role == "decode" for one in fleet.table.takers())
-        require(not (cluster.rooms.local_prefill and decode), f"{why}, and one that decodes can prefill, too")
-        require(waited >= PATIENCE.role - 1e-6, f"{why} after {waited:.3f} seconds")
-    elif message == NO_ENCODER:
-        waited = cluster.now - front.unseeing_since
-        require(waited >= PATIENCE.role - 1e-6, f"{why} after {waited:.3f} seconds")
+    elif _is_late(message):
+        check_wait(front, message, why)
     elif "takes the request no more" in message:
         require(stream.times_given_back > MOST_REFUSALS, why)
     elif "shutting down" in message:
@@ -77,28 +68,50 @@ def check_prefixes(front: FrontProcess, instance: Instance) -> None:
     front.cluster.counts["prefix caches compared"] += bool(keys)
 
 
-def takes(front: FrontProcess) -> bool:
-    """Whether an instance takes sequences, now or after one that it has."""
-    instances = front.fleet.table.instances.values()
-    broken = {one.domain for one in instances if one.domain and not one.alive}
-    return any(one.role != "encode" and one.domain not in broken for one in _up(front))
+def _is_late(message: str) -> bool:
+    """Whether a request waited too long, as the error says."""
+    return message in (LATE, UNFIT) or message.startswith(NO_ROLE)
 
 
-def serves(front: FrontProcess) -> bool:
-    """Whether instances that are up can do all of a request without images."""
-    roles = {one.role for one in _up(front)}
-    return "unified" in roles or {"prefill", "decode"} <= roles
+def check_wait(front: FrontProcess, message: str, why: str) -> None:
+    """Raises Violation where a request waits no longer, as ``message`` says, though a process that could
+    serve it was there until a moment ago, or an instance of the missing role will be started again.
+    """
+    if not _is_late(message) or front.fleet.failure is not None:
+        return
+    cluster, fleet = front.cluster, front.fleet
+    present = [one.role for one in _up(front, draining=False)]
+    words = message.split() if message.startswith(NO_ROLE) else []
+    named = [role for role in ("prefill", "decode", "unified", "encode") if role in words]
+    require(not set(named) & set(present), f"{why}, and {present} are up")
+    waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
+    if message != LATE and "encode" not in named and "decode" in present:
+        blind = cluster.rooms.images.there and not cluster.rooms.images.towers
+        require(blind or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
+    awaited = any(
+        (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
+        for one in fleet.table.instances.values()
+    )
+    patience = PATIENCE.recovery if awaited or message == LATE else PATIENCE.role
+    require(waited >= patience - 1e-6, f"{why} after {waited:.3f} of {patience:g} seconds")
 
 
-def sees(front: FrontProcess) -> bool:
-    """Whether they can do all of one with images."""
-    encoded = front.cluster.rooms.images.towers or any(one.role == "encode" for one in _up(front))
-    return serves(front) and encoded
+def there(front: FrontProcess) -> tuple[bool, bool, bool]:
+    """Whether instances that are alive, those that drain among them, make tokens; do all of a request without
+    images; and all of one with images.
+    """
+    up = _up(front, draining=True)
+    domains = {one.domain for one in front.fleet.table.instances.values() if one.domain and not one.alive}
+    roles = {one.role for one in up}
+    serves = "unified" in roles or {"prefill", "decode"} <= roles
+    encoded = front.cluster.rooms.images.towers or "encode" in roles
+    takes = any(one.role != "encode" and one.domain not in domains for one in up)
+    return takes, serves, serves and encoded
 
 
-def _up(front: FrontProcess) -> list[Instance]:
-    up = (InstanceState.UP, InstanceState.HALF_OPEN)
-    return [one for one in front.fleet.table.instances.values() if one.state in up and not one.shunned]
+def _up(front: FrontProcess, draining: bool) -> list[Instance]:
+    states = ALIVE if draining else SERVING
+    return [one for one in front.fleet.table.instances.values() if one.state in states and not one.shunned]
 
 
 def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
@@ -112,3 +125,30 @@ def goes_on(event: e.Event, actions: list[e.Action]) -> bool:
     if len(actions) != 1 or not isinstance(actions[0], e.Deliver):
         return not actions
     return all(told.finish is None for told in actions[0].events)
+
+
+def check_books(front: FrontProcess) -> None:
+    """Raises Violation unless the fleet's books agree with each other and with the streams."""
+    fleet = front.fleet
+    name = front.name
+    placed = 0
+    for sequence, entry in fleet.entries.items():
+        stream = front.streams[sequence]
+        states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
+        if states != 1:
+            raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
+        placed += len(entry.places)
+        for place in entry.places:
+            if sequence not in fleet.table.instances[place].open:
+                raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
+        if entry.losses != stream.losses:
+            counts = f"{stream.losses} instances, {entry.losses} counted"
+            raise Violation(f"{name}: sequence {sequence} lost {counts}")
+        if not stream.open:
+            raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
+    for place, one in fleet.table.instances.items():
+        placed -= len(one.open)
+        if one.prompt_tokens != sum(one.open.values()):
+            raise Violation(f"{name}: the load of {place} is off")
+    if placed:
+        raise Violation(f"{name}: instances have {-placed} sequences that are not open")

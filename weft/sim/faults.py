@@ -253,6 +253,14 @@ def _drain(cluster: Cluster) -> bool:
     return head is not None and cluster.supervisor.drain(head.instance)
 
 
+def _slow_upgrade(cluster: Cluster) -> bool:
+    """A head is upgraded, and the next processes do not start in time: proved where one is started."""
+    head = _head(cluster)
+    if head is not None and cluster.supervisor.drain(head.instance):
+        cluster.slow_starts = cluster.rng.choice((1, 2))
+    return False
+
+
 def _end_rank(cluster: Cluster, process: RankProcess | None) -> bool:
     """Its process ends now. Whether it lived."""
     if process is None or not process.alive:
@@ -400,6 +408,7 @@ KINDS: dict[str, tuple[int, Callable[[Cluster], bool]]] = {
     "submit sent twice": (6, _duplicate),
     "evicted": (7, _evict),
     "head upgraded": (4, _drain),
+    "slow upgrade": (3, _slow_upgrade),
     "block on hold": (8, _hold),
     "rank killed": (8, _kill_rank),
     "rank stopped": (8, _stop_rank),

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weft.common.errors import EngineDead, PeerEnded, RanksLost, WeftError
+from weft.common.errors import EndedElsewhere, EngineDead, PeerEnded, RanksLost, WeftError
 from weft.routing import events as e
 from weft.routing.fleet import Fleet
 from weft.routing.instances import InstanceState
-from weft.sim.check import Stream, Violation, output, require, token_key
+from weft.sim.check import Stream, output, require, token_key
 from weft.sim.clients import Client
-from weft.sim.excuses import PATIENCE, explain, goes_on, sees, serves, takes
+from weft.sim.excuses import PATIENCE, check_books, check_wait, explain, goes_on, there
 from weft.sim.network import Link
 from weft.types import messages as m
 
@@ -65,10 +65,10 @@ class FrontProcess:
         self.registry_at = 0.0
         """When the registry's latest event arrives."""
         self._ticks_at = float("inf")
-        self.unready_since = self.unpaired_since = self.unseeing_since = 0.0
-        """Since when no instance was up, none that can do all of a request, none that can with images: in
-        time in which this process ran."""
-        self._took = self._served = self._saw = False
+        self.there_at = [0.0, 0.0, 0.0]
+        """When instances last were alive that make tokens; that do all of a request; all of one with images:
+        in time in which this process ran."""
+        self._were_there = (False, False, False)
         """Whether some were at the last event."""
 
     # -- the shell
@@ -78,12 +78,9 @@ class FrontProcess:
         if not self.alive:
             return
         cluster = self.cluster
-        if self._took:
-            self.unready_since = cluster.now
-        if self._served:
-            self.unpaired_since = cluster.now
-        if self._saw:
-            self.unseeing_since = cluster.now
+        self.there_at = [
+            cluster.now if was else since for was, since in zip(self._were_there, self.there_at, strict=True)
+        ]
         actions = self.fleet.on(event, cluster.now)
         if not actions and isinstance(event, e.Received) and isinstance(event.message, m.Heartbeat):
             return  # deadlines are later than they were, which ``_tick`` will see
@@ -91,8 +88,8 @@ class FrontProcess:
             self._carry_out(action)
         tokens = isinstance(event, e.Received) and isinstance(event.message, m.Tokens)
         if not goes_on(event, actions):  # an end may tell that another instance is gone
-            self._took, self._served, self._saw = takes(self), serves(self), sees(self)
-            self._check()
+            self._were_there = there(self)
+            check_books(self)
         if self.clients:
             self._after()
         if self.alive and not tokens:  # which put no deadline forward
@@ -138,6 +135,8 @@ class FrontProcess:
             stream = self.streams[message.sequence]
             require(stream.open, f"{self.name}: sequence {message.sequence} was sent after its end")
             require(not stream.paused, f"{self.name}: sequence {message.sequence} was sent, and nobody reads")
+            again = f"{self.name}: sequence {message.sequence} was sent again, and had ended where it was"
+            require(not stream.ended_elsewhere, again)
             self._lands(stream)
             stream.links.add(link.number)
             if stream.times_given_back and link.head.instance not in stream.given_back:
@@ -172,6 +171,7 @@ class FrontProcess:
                     cluster.count("went on without its sender")
                 else:
                     stream.losses += 1
+                    stream.ended_elsewhere = False  # the report of that end may be lost, too
                     cluster.count("lost with an instance")
         if link.up:
             cluster.disconnect(link)
@@ -231,9 +231,7 @@ class FrontProcess:
 
     def woke(self, seconds: float) -> None:
         """Takes in that this front stood still for so long."""
-        self.unready_since += seconds
-        self.unpaired_since += seconds
-        self.unseeing_since += seconds
+        self.there_at = [since + seconds for since in self.there_at]
         for stream in self.streams.values():
             stream.lands_by += seconds
         self.cluster.note(self.name, "..", "", f"stood still for {seconds:.3f} s")
@@ -270,6 +268,11 @@ class FrontProcess:
         encodes = link.head.instance in entry.encoders
         ended = why == PeerEnded.code and entry.peer(link.head.instance) is not None
         stream.computed = stream.computed or bool(event.token_ids)
+        if why == EndedElsewhere.code:
+            stream.links.discard(link.number)
+            stream.ended_elsewhere = True
+            self.cluster.count("ends that the other instance reported first")
+            return
         if encodes and event.finish and (event.finish == "moved" or entry.computed):
             stream.links.discard(link.number)
             return
@@ -304,6 +307,7 @@ class FrontProcess:
 
     def started(self, head: HeadProcess) -> None:
         """The registry says that there is another process."""
+        self.retired_instances.discard(head.instance)
         link = self.cluster.new_link(self, head)
         self.links[link.number] = link
         self.cluster.note(self.name, "..", head.name, f"expected over link {link.number}")
@@ -339,6 +343,7 @@ class FrontProcess:
         refusal = self.fleet.refusal()
         if refusal is not None:
             self.cluster.count("refused before it began")
+            check_wait(self, refusal.message, f"{self.name} refused a request ({refusal.message})")
             self.cluster.client_ended(client, self, "refused")
             return
         prompt = m.ids_to_bytes(client.prompt)
@@ -406,6 +411,7 @@ class FrontProcess:
         sequences = tuple(stream.sequence for stream in streams if stream.open)
         for sequence in sequences:
             self.streams[sequence].paused = paused
+            self.streams[sequence].ended_elsewhere = False  # its end is late then: it is computed again
         self.cluster.note("client", "..", self.name, f"{'pauses' if paused else 'resumes'} {sequences}")
         self.cluster.count("paused" if paused else "resumed")
         self.feed(e.Paused(sequences) if paused else e.Resumed(sequences))
@@ -419,31 +425,3 @@ class FrontProcess:
         self.cluster.count("abandoned")
         self.cluster.client_ended(client, self, "left")
         self.end_streams(tuple(s for s in self.requests[first] if self.streams[s].open))
-
-    # -- what must hold
-
-    def _check(self) -> None:
-        """Raises Violation unless the fleet's books agree with each other and with the streams."""
-        fleet = self.fleet
-        name = self.name
-        placed = 0
-        for sequence, entry in fleet.entries.items():
-            stream = self.streams[sequence]
-            states = bool(entry.places) + (sequence in fleet._parked) + (sequence in fleet.open.paused)
-            if states != 1:
-                raise Violation(f"{name}: sequence {sequence} is in {states} states at once")
-            placed += len(entry.places)
-            for place in entry.places:
-                if sequence not in fleet.table.instances[place].open:
-                    raise Violation(f"{name}: the load of {place} lacks sequence {sequence}")
-            if entry.losses != stream.losses:
-                counts = f"{stream.losses} instances, {entry.losses} counted"
-                raise Violation(f"{name}: sequence {sequence} lost {counts}")
-            if not stream.open:
-                raise Violation(f"{name}: sequence {sequence} ended and is open in the fleet")
-        for place, one in fleet.table.instances.items():
-            placed -= len(one.open)
-            if one.prompt_tokens != sum(one.open.values()):
-                raise Violation(f"{name}: the load of {place} is off")
-        if placed:
-            raise Violation(f"{name}: instances have {-placed} sequences that are not open")

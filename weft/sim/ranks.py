@@ -184,6 +184,11 @@ class Replica:
         for process in list(self.living.values()):
             process.end()
 
+    def reopen(self) -> None:
+        """A head will follow after all."""
+        self.retired = False
+        self.start_remote()
+
 
 class RankProcess:
     """One process of a rank. Frames reach it through ``Group``, in order."""

@@ -138,3 +138,20 @@ class Supervisor:
             cluster.replicas[name].close()
             for front in cluster.fronts:
                 self.tell(front, front.retired, name, EngineDead(f"{why}, and was too often"))
+        if cluster.rng.random() < 0.5:
+            cluster.pending_faults += 1
+            cluster.at(cluster.now + cluster.rng.uniform(0.3, 3.0), None, self._revive, names)
+
+    def _revive(self, names: list[str]) -> None:
+        """An operator has a retired group started again, with a new budget."""
+        cluster = self._cluster
+        cluster.pending_faults -= 1
+        if not cluster.rooms.can_serve(self.retired):
+            return  # the server has ended
+        cluster.count("revived")
+        self._budget = RestartBudget(self._budget.most, self._budget.window)
+        for name in names:
+            cluster.note("supervisor", "..", name, "revived")
+            self.retired.discard(name)
+            cluster.replicas[name].reopen()
+            self.start(name, self.heads[name].version)

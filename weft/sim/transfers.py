@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from weft.common.errors import ErrorInfo, WeftError
+from weft.common.errors import ErrorInfo
 from weft.sim.timeline import Timeline
+from weft.transfer.sender import not_needed
 from weft.types import rooms as r
 from weft.types.frames import Cache
 from weft.types.messages import TokenEvent
@@ -167,7 +168,7 @@ class TransferRooms:
     def _fail(self, room: _Room, key: r.RoomKey, error: ErrorInfo | None) -> None:
         """With no ``error`` the sequence ended at its first token."""
         del self._open[key]
-        why = error or WeftError("the sequence has ended").info()
+        why = error or not_needed()
         for group in (room.sender, room.receiver):
             if group is not None:
                 self._said(group, r.RoomFailed(key, why))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, WeftError
+from weft.common.errors import EndedElsewhere, ErrorInfo, WeftError
 from weft.transfer import events as ev
 from weft.transfer.digests import digest_bytes, room_seed
 from weft.transfer.group_layout import compatible, placed
@@ -123,8 +123,8 @@ def intact(message: r.Metadata) -> bool:
 
 
 def not_needed() -> ErrorInfo:
-    """To cancel a room with whose sequence ended at its first token: no failure for anybody."""
-    return ErrorInfo(code="room_not_needed", message="the sequence ended with its prefill", blame="client")
+    """The error that cancels a room after its sequence has reached its end: no failure for anybody."""
+    return EndedElsewhere("the sequence has ended at the other end of the transfer").info()
 
 
 def _digest(message: r.Metadata) -> int:

@@ -1,0 +1,40 @@
+"""``weft revive``: a group that was given up after its restarts is started again, by a running server."""
+
+from __future__ import annotations
+
+import click
+
+from weft.common import env
+from weft.common.errors import ConfigError, EngineDead
+
+TIMEOUT_S = 30.0
+"""For the answer, which does not wait for the group to load."""
+
+
+@click.command()
+@click.argument("group")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Of the server.")
+@click.option("--admin-key", help="Of the server; by default the environment variable WEFT_ADMIN_KEY.")
+def revive(group: str, url: str, admin_key: str | None) -> None:
+    """Start a retired GROUP of a running server again, with a new budget of restarts.
+
+    A group is retired when its heads have died more often than --engine-restarts allows; the log and
+    /metrics have its name. GROUP may also be one head of it. The server needs an admin key.
+    """
+    import httpx
+
+    key = admin_key or env.get("WEFT_ADMIN_KEY")
+    if not key:
+        raise ConfigError(
+            "an admin key is needed: give --admin-key or set WEFT_ADMIN_KEY", param="--admin-key"
+        )
+    page = f"{url.rstrip('/').removesuffix('/v1')}/admin/revive"
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.post(page, json={"group": group}, headers=headers, timeout=TIMEOUT_S)
+        said = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise EngineDead(f"no Weft server answers at {url}: {type(error).__name__}") from None
+    if answer.status_code != 200:
+        raise ConfigError(said.get("error", {}).get("message", f"the server answers {answer.status_code}"))
+    click.echo(said["status"])
