@@ -1,4 +1,4 @@
-"""What a burst of requests gains on ranks that share experts, in steps: seconds are measured by bench.burst."""
+"""What a burst gains on ranks that share experts, in steps. Seconds are measured by ``bench.burst``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.slowness import deadline
 from weft.api.settings import read_settings
 from weft.config.resolve import resolve
 from weft.engine.core import EngineCore
+from weft.types.messages import TokenEvent
 
 TOKENS = 12
 
