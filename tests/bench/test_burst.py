@@ -36,7 +36,7 @@ class Counted(EngineCore):
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
 
-    def step(self):  # type: ignore[no-untyped-def]
+    def step(self) -> list[TokenEvent]:
         events = super().step()
         for event in events:
             self.first.setdefault(event.sequence, self.stats().steps)
