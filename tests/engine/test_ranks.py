@@ -226,7 +226,7 @@ def test_a_head_waits_for_the_port_of_the_one_before_it(tmp_path: Path) -> None:
     heartbeats.close()
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_deep_contexts_over_divided_experts(tmp_path: Path) -> None:
     """Four contexts of 8k, with drafts, one of them prefilled while the others decode."""

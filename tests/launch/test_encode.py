@@ -221,7 +221,7 @@ def test_the_same_answers_in_other_topologies(
     ends_in_order(server)
 
 
-@pytest.mark.grid
+@pytest.mark.slow
 def test_a_burst_with_little_room_for_embeddings(start: Any, tmp_path: Path) -> None:
     """Concurrency 32, each with three images, of which the pools of both ends hold a few."""
     settings = {"mm_cache_bytes": "256K", "max_queued_requests": 256}

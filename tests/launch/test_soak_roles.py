@@ -27,14 +27,17 @@ def test_groups_that_die_and_clients_that_leave_cost_no_answer_and_no_block(
     assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 1
 
 
-@pytest.mark.grid
 @pytest.mark.timeout(700)
-def test_groups_that_encode_images_may_die_among_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("requests", "kills"),
+    [pytest.param(100, 1, marks=pytest.mark.slow), pytest.param(400, 3, marks=pytest.mark.grid)],
+)
+def test_groups_that_encode_images_may_die_among_others(tmp_path: Path, requests: int, kills: int) -> None:
     log = tmp_path / "log"
-    run = soak(400, log, seed=7, clients=10, every=deadline(6.0), deadline=deadline(600.0), images=True)
+    run = soak(requests, log, seed=7, clients=10, every=deadline(6.0), deadline=deadline(600.0), images=True)
     assert not run.wrong, "\n".join([*run.wrong[:5], log.read_text()[-4000:]])
-    assert run.counts["answered"] + run.counts["left"] == 400
-    assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= 3
+    assert run.counts["answered"] + run.counts["left"] == requests
+    assert sum(count for what, count in run.counts.items() if what.startswith("killed")) >= kills
 
 
 def event(index: int, text: str, finish: str | None = None) -> str:

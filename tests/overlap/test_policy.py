@@ -12,7 +12,7 @@ import pytest
 from tests.overlap.test_split import decode, prompt, segment
 from weft.config.sections import ParallelSection
 from weft.overlap.overlap_cost import LinkFit
-from weft.overlap.policy import FEW, OverlapPolicy, mode_of
+from weft.overlap.policy import ENTER, FEW, LEAVE, OverlapPolicy, mode_of
 from weft.overlap.split import split
 from weft.overlap.times import StepTimes, Stretch, covered
 from weft.parallel.launcher import Flight
@@ -163,9 +163,9 @@ def test_auto_is_never_much_slower_than_off(link: float, toll: float, plan: Step
 
 
 def test_decisions_do_not_flutter() -> None:
-    """Gain near the border: between entering and leaving lies a gap, so noise does not toggle every step."""
+    """The gain is near the border, and noise does not toggle every step."""
     policy = OverlapPolicy("auto")
-    machine = Machine(1e-3, 1e-4, 4.5e-3, noise=0.05)
+    machine = Machine(1e-3, 1e-4, 4e-3, noise=0.1)
     decided = []
     for _ in range(1000):
         plan = decide(policy, PROMPTS)
@@ -173,6 +173,22 @@ def test_decisions_do_not_flutter() -> None:
         decided.append(plan.micro_batches)
     changes = sum(a != b for a, b in itertools.pairwise(decided))
     assert changes < 120
+    assert {1, 2} == set(decided)
+
+
+def test_between_entering_and_leaving_lies_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain between the two borders changes nothing, whatever the form of the steps is."""
+    policy, machine, between = OverlapPolicy("auto"), Machine(1e-3, 1e-4, 20e-3), (ENTER + LEAVE) / 2
+
+    def overlapped(gain: float) -> int:
+        monkeypatch.setattr(policy, "saves", lambda plan: gain)
+        return many(policy, PROMPTS, machine, 200)[0]
+
+    assert overlapped(between) == 0
+    assert overlapped(1.1 * ENTER) > 150
+    assert overlapped(between) > 150
+    assert overlapped(0.9 * LEAVE) < 20
+    assert overlapped(between) == 0
 
 
 def test_a_replica_that_may_not_split_counts_as_whole() -> None:

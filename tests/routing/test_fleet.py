@@ -153,7 +153,8 @@ def test_another_process_may_be_expected_before_the_end_of_the_last_one_is_told(
     ) == (1, 1, 1)
 
 
-def test_silence_and_standing_still_count_as_death() -> None:
+def test_silence_and_standing_still_count_as_death(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log says which of the two it was."""
     one = Driver("a", "b").up()
     one.open(1)
     one.now += PATIENCE.engine / 2
@@ -167,6 +168,11 @@ def test_silence_and_standing_still_count_as_death() -> None:
     one.now += PATIENCE.engine
     one.on(e.Tick())
     assert "silent" in one.of(e.Replace)[0].error.message
+    still, silent = [record.message for record in caplog.records if "is lost" in record.message]
+    assert "engine a is lost" in still
+    assert "no step" in still
+    assert "engine b is lost" in silent
+    assert "silent" in silent
 
 
 @pytest.mark.parametrize("start", [0.1, 0.7, 100.3, 1e5 + 0.1])

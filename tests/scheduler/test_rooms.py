@@ -500,6 +500,28 @@ def test_running_sequences_keep_a_share_of_the_blocks() -> None:
     assert names(side.scheduler.room_requests()) == ["CancelRoom", "ReserveRoom"]
 
 
+@pytest.mark.parametrize(("max_tokens", "taken"), [(9, 4), (2, 3)])
+def test_a_reservation_has_room_for_the_drafts_of_the_first_step(max_tokens: int, taken: int) -> None:
+    """The first token, and two drafts behind it, within the sequence's limit. Blocks have four tokens."""
+    kv = kv_config(copies=3)
+    side = Side("decode", kv)
+    request = side.submit(1, max_tokens=max_tokens)
+    (reserved,) = side.want(1)
+
+    def blocks() -> int:
+        return kv.pools[0].num_blocks - side.scheduler.stats().free_blocks[0]
+
+    assert blocks() == taken
+    side.land(1, reserved, request)
+    plan = side.plan()
+    if max_tokens > 2:  # else the token that came is followed by the last one
+        assert plan is not None
+        assert plan.decode.next_k.tolist() == [2]
+    assert blocks() == taken
+    side.drain()
+    side.check_idle()
+
+
 def test_a_lone_sequence_may_have_what_the_watermark_keeps() -> None:
     side = Side("decode", kv_config(blocks=10, max_model_len=40), watermark=0.5)
     side.submit(1, [1] * 36)
