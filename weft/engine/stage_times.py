@@ -14,7 +14,7 @@ from weft.engine.request_spans import RequestSpans
 from weft.engine.room_notes import RoomTally
 from weft.tracing.writer import SpanWriter
 from weft.types.measures import SECONDS, Measures
-from weft.types.messages import Submit, TokenEvent
+from weft.types.messages import READINESS_SALT, Submit, TokenEvent
 
 
 class StageTimes:
@@ -38,7 +38,7 @@ class StageTimes:
 
     def submitted(self, submit: Submit, arrived: float) -> None:
         """A sequence was taken in."""
-        if not submit.emitted_ids:
+        if not submit.emitted_ids and submit.salt != READINESS_SALT:
             self._queued[submit.sequence] = arrived
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, arrived)

@@ -59,10 +59,9 @@ def _with_image(config: EngineConfig, known: About) -> list[dict[str, Any]]:
 
 
 def has_template(config: EngineConfig, section: FrontSection) -> bool:
-    """True where the model or ``--chat-template`` brings a chat template, be it one that does not compile."""
-    return (
-        section.chat_template is not None or read_text_files(config.tokenizer_path).chat_template is not None
-    )
+    """True where the model or ``--chat-template`` brings a chat template, even a broken one."""
+    own = read_text_files(config.tokenizer_path).chat_template
+    return section.chat_template is not None or own is not None
 
 
 def _key_header(section: FrontSection) -> str:

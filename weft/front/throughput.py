@@ -39,8 +39,9 @@ class Throughput:
         used = max((one.kv_usage for one in stats.values()), default=0.0)
         hit_rate = f"{100 * hits / queries:.1f} %" if queries else "-"
         return (
-            f"prompt {prompt / seconds:.1f} tokens/s, output {output / seconds:.1f} tokens/s, running "
-            f"{running}, waiting {waiting}, KV cache {100 * used:.1f} % used, prefix cache hit rate {hit_rate}"
+            f"prompt {prompt / seconds:.1f} tokens/s, output {output / seconds:.1f} tokens/s, "
+            f"running {running}, waiting {waiting}, KV cache {100 * used:.1f} % used, "
+            f"prefix cache hit rate {hit_rate}"
         )
 
     def _since(self, stats: dict[str, HeadStats], name: str) -> int:
