@@ -49,12 +49,12 @@ class FrontSection(Section, frozen=True, kw_only=True):
         bool, Meta(description="Answer /metrics without a key, for a Prometheus that has none.")
     ] = False
     root_path: Annotated[
-        str,
+        str | None,
         Meta(
             description="Path under which a proxy shows this server, e.g. /llm. Requests may bring the path "
             "or leave it out."
         ),
-    ] = ""
+    ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(

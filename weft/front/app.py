@@ -46,7 +46,7 @@ def build_app(front: Front) -> AccessGate:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
     app.openapi = lambda: _describe(app, front)  # type: ignore[method-assign]
-    return AccessGate(app, front.access, front.metrics, front.section.root_path)
+    return AccessGate(app, front.access, front.metrics, front.section.root_path or "")
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
@@ -135,7 +135,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         """This description, to be read in a browser."""
-        return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path)
+        return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path or "")
 
 
 def _health(front: Front) -> Response:

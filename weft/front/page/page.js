@@ -122,7 +122,7 @@ function axis(svg, top, show) {
   if (!labels || labels.className !== "axis") {
     labels = make("div", null, { class: "axis", "aria-hidden": "true" });
     svg.after(labels);
-    labels.append(make("span"), make("span"), make("span"), make("span", "2 min ago"), make("span", "1 min"), make("span", "now"));
+    labels.append(make("span"), make("span"), make("span"), make("span", "2 min ago"), make("span", "1 min ago"), make("span", "now"));
   }
   [top, top / 2, 0].forEach((value, at) => (labels.children[at].textContent = show(value)));
 }
