@@ -41,7 +41,7 @@ def test_the_log_has_a_line_for_each_request(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert all(set(line) >= {"ts", "level", "process", "logger", "message"} for line in lines)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["ts"]) for line in lines)
-    good, bad = [line["message"] for line in lines if line["logger"] == "weft.front.request_log"]
+    good, bad = [line["message"] for line in lines if line["logger"] == "weft.front.monitoring.request_log"]
     usage = made["usage"]
     assert re.fullmatch(
         rf"request {made['id']} x-request-id=mine key=1 kind=chat model={server.model} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.front.throughput import Throughput
+from weft.front.monitoring.throughput import Throughput
 from weft.types.messages import HeadStats
 
 

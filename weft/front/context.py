@@ -28,17 +28,17 @@ from weft.front.body import Bodies
 from weft.front.first_request import takes_images
 from weft.front.lifecycle import Lifecycle
 from weft.front.metrics import Metrics
+from weft.front.monitoring.request_log import RequestFacts
+from weft.front.monitoring.throughput import report
+from weft.front.monitoring.vllm_metrics import as_vllm
 from weft.front.proofs import Compiling, Unproved, digest_of
 from weft.front.rate_limit import RateLimits
 from weft.front.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
 from weft.front.reading import Job, Reader, check_model
-from weft.front.request_log import RequestFacts
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import GrammarCheck, Setup, TextSetup
 from weft.front.siblings import Siblings
-from weft.front.throughput import report
-from weft.front.vllm_metrics import as_vllm
 from weft.grammar.service import Compile
 from weft.links.links import Links, Owner
 from weft.media.decode import can_decode

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from weft.front.metrics import Metrics
-from weft.front.request_log import RequestFacts, log_end
+from weft.front.monitoring.request_log import RequestFacts, log_end
 from weft.front.request_trace import RequestTrace
 from weft.tracing.spans import SpanContext
 from weft.types.messages import TokenEvent
