@@ -232,6 +232,7 @@ def test_markdown_is_shown_and_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.type("hello\r")
     terminal.wait(r"• two[\s\S]*tokens, [^>]*>")
     assert "\x1b[1mso\x1b[0m" in terminal.screen
+    assert "Solves arithmetic word problems" in plain(terminal.screen), "abilities of the bundled model"
     terminal.type("\x04")
     assert terminal.end() == 0
 
