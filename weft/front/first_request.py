@@ -18,8 +18,6 @@ from weft.text.files import read_text_files
 
 WORDS = 32
 """Output tokens of a continued text, which may have no end of its own."""
-IMAGE_TOKENS = 64
-"""Output tokens at most about an image. A model may describe an image at length."""
 
 
 def command(url: str, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
@@ -44,11 +42,8 @@ def _request(config: EngineConfig, chats: bool) -> tuple[str, dict[str, Any]]:
         return "/v1/embeddings", {"input": known.question}
     if not chats:
         return "/v1/completions", {"prompt": known.completion, "temperature": 0, "max_tokens": WORDS}
-    if takes_images(config):
-        message = {"role": "user", "content": _with_image(config, known)}
-        return "/v1/chat/completions", {"messages": [message], "temperature": 0, "max_tokens": IMAGE_TOKENS}
-    message = {"role": "user", "content": known.question}
-    return "/v1/chat/completions", {"messages": [message], "temperature": 0}
+    content = _with_image(config, known) if takes_images(config) else known.question
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "temperature": 0}
 
 
 def _with_image(config: EngineConfig, known: About) -> list[dict[str, Any]]:
