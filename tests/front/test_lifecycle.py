@@ -18,6 +18,9 @@ import pytest
 
 from tests.support.slowness import deadline
 from weft.common.errors import ConfigError, Overloaded, Unavailable
+from weft.config.flags import from_keywords
+from weft.config.front_section import FrontSection
+from weft.config.resolve import resolve
 from weft.front.lifecycle import Lifecycle, Phase
 from weft.front.server import bind, ready_text
 
@@ -148,13 +151,13 @@ def test_a_port_that_is_taken_is_said_plainly() -> None:
 def test_the_ready_text() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        text = ready_text(listener, "a'b", needs_key=True)
+        config = resolve(from_keywords({"served_model_name": "a'b"}))
+        text = ready_text(listener, config, FrontSection(), chats=True)
         with pytest.raises(Exception, match=f"port {port}"):
             bind("127.0.0.1", port)
     first, second = text.splitlines()
     assert first == f"weft is ready: http://127.0.0.1:{port} model=a'b"
     assert second.startswith(f"try: curl http://127.0.0.1:{port}/v1/chat/completions -H")
-    assert "$WEFT_API_KEY" in second
 
 
 def test_the_front_never_imports_torch() -> None:

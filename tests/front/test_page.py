@@ -182,3 +182,79 @@ def test_a_server_with_a_key_asks_for_it(start_weft: Any, tmp_path: Path, browse
     browser.wait("document.getElementById('key-form').hidden")
     ask(browser, "hi")
     browser.wait("document.getElementById('log').innerText.includes('Hello.')")
+
+
+DROP = """(async () => {
+  const canvas = document.createElement('canvas');
+  const file = new File([await new Promise((made) => canvas.toBlob(made))], 'a.png', { type: 'image/png' });
+  const data = new DataTransfer();
+  data.items.add(file);
+  const event = new %s('%s', { bubbles: true, cancelable: true, %s: data });
+  document.getElementById('question').dispatchEvent(event);
+})()"""
+DROPPED, PASTED = (
+    DROP % ("DragEvent", "drop", "dataTransfer"),
+    DROP % ("ClipboardEvent", "paste", "clipboardData"),
+)
+
+
+@needs_browser
+def test_an_image_goes_with_a_message_where_the_model_sees(start_fake: Any, browser: Browser) -> None:
+    seeing = start_fake(vision=True)
+    browser.open(seeing.url + "/")
+    browser.wait("!document.getElementById('attach').hidden")
+    browser.evaluate(DROPPED)
+    browser.wait("document.querySelectorAll('#images img').length === 1")
+    browser.evaluate(PASTED)
+    browser.wait("document.querySelectorAll('#images img').length === 2")
+    browser.evaluate("document.querySelector('#images button').click()")
+    browser.wait("document.querySelectorAll('#images img').length === 1")
+    ask(browser, "look")
+    browser.wait("document.querySelectorAll('#log img').length === 1")
+    parts = browser.evaluate("conversation[0].content.map((part) => part.type)")
+    assert parts == ["image_url", "text"]
+    assert browser.evaluate("images.length") == 0
+    assert not [one for one in browser.complaints() if "Content Security" in one]
+
+
+@needs_browser
+def test_an_image_is_refused_with_a_message_where_it_does_not(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    assert browser.evaluate("document.getElementById('attach').hidden")
+    for give in (DROPPED, PASTED):
+        browser.evaluate("complain('')")
+        browser.evaluate(give)
+        browser.wait("document.getElementById('problem').textContent.includes('takes no images')")
+    assert browser.evaluate("images.length") == 0
+
+
+@needs_browser
+def test_charts_have_axes_and_the_chat_comes_before_them(server: Any, browser: Browser) -> None:
+    browser.open(server.url + "/")
+    browser.wait("document.querySelector('#tokens polyline') !== null")
+    labels = browser.evaluate(
+        "[...document.querySelectorAll('#tokens + .axis span')].map((one) => one.textContent)"
+    )
+    assert labels == ["1", "0.5", "0", "2 min ago", "1 min ago", "now"]
+    browser.send(
+        "Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True
+    )
+    top = "document.getElementById('%s-section').getBoundingClientRect().top"
+    assert browser.evaluate(top % "chat") < browser.evaluate(top % "load")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    browser.send(
+        "Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False
+    )
+    gap = "document.getElementById('load-section').getBoundingClientRect().top"
+    gap += " - document.getElementById('model-section').getBoundingClientRect().bottom"
+    closed = browser.evaluate(gap)
+    browser.evaluate("document.querySelector('details').open = true")
+    assert browser.evaluate(gap) == closed, "settings leave no hole above the charts"
+
+
+@needs_browser
+@pytest.mark.parametrize(("value", "top"), [(0.011, 0.02), (1, 1), (1.1, 2), (4, 5), (7, 10), (1200, 2000)])
+def test_the_top_of_an_axis_is_round(server: Any, browser: Browser, value: float, top: float) -> None:
+    browser.open(server.url + "/")
+    assert browser.evaluate(f"roundUp({value})") == pytest.approx(top)

@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import random
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -392,18 +391,6 @@ def test_sigterm_finishes_what_runs(four: Any) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert server.process.wait(deadline(15)) == 0
     assert not Path(f"/proc/{head}").exists()
-
-
-def test_the_ready_text_can_be_pasted(weft_server: Any) -> None:
-    line = next(line for line in weft_server.output if line.startswith("try: curl"))
-    url = re.search(r"http://\S+", line)
-    body = re.search(r"-d '(.*)'$", line.strip())
-    assert url is not None
-    assert body is not None
-    answer = httpx.post(
-        url[0], content=body[1], headers={"Content-Type": "application/json"}, timeout=deadline(30)
-    )
-    assert "19" in answer.json()["choices"][0]["message"]["content"]
 
 
 def test_usage_and_metrics_tell_of_drafts(start_weft: Any, weft_server: Any) -> None:

@@ -9,11 +9,15 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
+import socket
+import ssl
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,10 +94,45 @@ def test_errors_of_the_server_are_told_and_the_message_is_taken_back(server: Run
 def test_where_nothing_listens_it_says_what_to_do() -> None:
     ended = piped("hello\n", "127.0.0.1:9")
     assert ended.returncode == 2
-    assert "weft: nothing listens at http://127.0.0.1:9/v1: is the server running?" in ended.stderr
+    assert (
+        "nothing listens at http://127.0.0.1:9/v1 (connection refused): is the server running?"
+        in ended.stderr
+    )
     ended = piped("hello\n", "http://256.1.1.1:9")
     assert ended.returncode == 2
     assert ended.stderr.count("\n") == 1
+
+
+def test_the_cause_of_a_missing_connection_is_named(server: Running) -> None:
+    unknown = piped("hello\n", "http://no-such-host.invalid")
+    assert "the name 'no-such-host.invalid' is unknown (DNS)" in unknown.stderr
+    plain = piped("hello\n", server.url.replace("http://", "https://"))
+    assert "a server without TLS needs http://" in plain.stderr
+    for ended in (unknown, plain):
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1
+        assert "nothing listens" not in ended.stderr
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -keyout key -out cert"
+    subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+        serving = threading.Thread(target=_shake_hands, args=(context, plain), daemon=True)
+        serving.start()
+        ended = piped("hello\n", f"https://127.0.0.1:{plain.getsockname()[1]}")
+        serving.join(deadline(10))
+    assert "127.0.0.1 has a TLS certificate that is not trusted: self" in ended.stderr
+    assert ended.returncode == 2
+
+
+def _shake_hands(context: ssl.SSLContext, listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection, contextlib.suppress(OSError):
+        context.wrap_socket(connection, server_side=True)
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -193,6 +232,7 @@ def test_markdown_is_shown_and_ctrl_d_leaves(terminal: Terminal) -> None:
     terminal.type("hello\r")
     terminal.wait(r"• two[\s\S]*tokens, [^>]*>")
     assert "\x1b[1mso\x1b[0m" in terminal.screen
+    assert "Solves arithmetic word problems" in plain(terminal.screen), "abilities of the bundled model"
     terminal.type("\x04")
     assert terminal.end() == 0
 

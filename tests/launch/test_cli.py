@@ -144,12 +144,14 @@ def test_models_lists_bundled_ones_and_architectures() -> None:
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=lambda s: s.name)
 def test_a_misspelt_flag_suggests_the_nearest(setting: object, capsys: pytest.CaptureFixture[str]) -> None:
     flag = setting.flag  # type: ignore[attr-defined]
-    assert f"Did you mean '{flag}'" in failed(capsys, "serve", flag[:-1] + "q", "1") or "one of" in failed(
+    assert f"Did you mean {flag}?" in failed(capsys, "serve", flag[:-1] + "q", "1") or "one of" in failed(
         capsys, "serve", flag[:-1] + "q", "1"
     )
 
 
 def test_unknown_commands_suggest_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean" not in failed(capsys, "serve", "--tool-server", "x"), "no misspelling"
+    assert "no pipeline parallelism" in failed(capsys, "serve", "--pipeline_parallel_size", "2")
     assert failed(capsys, "serv") == "no such command 'serv'. Did you mean serve?"
     assert "no such command" in failed(capsys, "zzz").lower()
 

@@ -12,6 +12,7 @@ from weft.sim.check import TokenModel
 from weft.sim.engine import kv_config
 from weft.sim.head import Engine
 from weft.types import messages as m
+from weft.types.measures import Measures
 from weft.types.sampling import TokenParams
 
 
@@ -105,11 +106,13 @@ class WithRole(Engine):
             "image_hits": 2,
             "embedding_bytes": 64,
             "encode_seconds": 0.25,
+            "queue_times": Measures(counts=(1,), total=1.0),
+            "prefill_times": Measures(counts=(1,), total=1.0),
         }
         return msgspec.structs.replace(stats, **constrained)
 
 
-@pytest.mark.parametrize("newest", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("newest", [1, 2, 3, 4, 5, 8, 9])
 def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
     """Unknown fields are refused: an older front would take such a message for a bad one."""
     section = SchedulerSection(max_num_seqs=2, max_num_batched_tokens=16, max_queued_requests=2)
@@ -136,6 +139,8 @@ def test_a_front_is_told_what_its_version_knows(newest: int) -> None:
         assert (field in told) is (newest >= 4), field
     for field in (b"images_encoded", b"image_hits", b"embedding_bytes", b"encode_seconds"):
         assert (field in told) is (newest >= 5), field
+    for field in (b"queue_times", b"prefill_times"):
+        assert (field in told) is (newest >= 9), field
 
 
 class Encoding(Engine):

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from weft.common.errors import ConfigError
-from weft.config.flags import ALIASES, SETTINGS, check_same, suggest
+from weft.config import foreign
+from weft.config.flags import ALIASES, SETTINGS, check_same
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
@@ -38,11 +39,11 @@ def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, A
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for given, value in pairs.items():
+    for given, value in foreign.fields(pairs).items():
         key = str(given)
         field = field_of(key)
         if field not in SETTINGS:
-            near = suggest(field.replace("_", "-"), (setting.key for setting in SETTINGS.values()))
+            near = foreign.unknown(key, (setting.key for setting in SETTINGS.values()))
             raise ConfigError(f"{name}: unknown key {key!r}.{near}", param=param)
         parsed = SETTINGS[field].parse(value, f"{name}: {key.replace('_', '-')}")
         if field in values:

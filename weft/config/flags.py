@@ -7,7 +7,6 @@ what it takes. ``python -m weft.config.flags`` prints the frozen list, ``docs/fl
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import sys
@@ -20,6 +19,8 @@ from msgspec import inspect
 
 from weft.common import env
 from weft.common.errors import ConfigError
+from weft.common.spelling import misspelt
+from weft.config import foreign
 from weft.config.sections import Config
 
 Kind = Literal["bool", "int", "float", "text", "size", "choice"]
@@ -50,6 +51,8 @@ class Setting:
     """Whether ``low`` itself is out of range."""
     alias: str = ""
     """A second, shorter name: as a flag, as a keyword and as a file key."""
+    reader: Callable[[Any], Any] | None = None
+    """Turns other spellings of a value into the value; leaves any other value as it is."""
 
     @property
     def key(self) -> str:
@@ -115,6 +118,7 @@ class Setting:
         wrong for many, too: ``--api-key "$KEY"`` with an unset variable must not open the server.
         """
         label = label or self.flag
+        value = value if self.reader is None else self.reader(value)
         if value is None and (self.optional or self.many):
             return self.default
         if not self.many:
@@ -198,6 +202,7 @@ def _setting(section: str, found: inspect.Field) -> Setting:
     members = list(kind.types) if isinstance(kind, inspect.UnionType) else [kind]
     facts: dict[str, Any] = {"section": section, "name": found.name, "default": found.default}
     facts["alias"] = extra.get("alias", "")
+    facts["reader"] = extra.get("reader")
     facts["optional"] = any(isinstance(m, inspect.NoneType) for m in members)
     members = [_described(m)[0] for m in members if not isinstance(m, inspect.NoneType)]
     if len(members) == 1 and isinstance(members[0], inspect.VarTupleType):
@@ -247,9 +252,9 @@ ALIASES: dict[str, str] = {s.alias: name for name, s in SETTINGS.items() if s.al
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean X?`` for the nearest of ``known``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
-    return f" Did you mean {near[0]}?" if near else ""
+    """`` Did you mean X?`` for the one of ``known`` that ``name`` misspells, or nothing."""
+    near = misspelt(name, known)
+    return f" Did you mean {near}?" if near else ""
 
 
 def from_values(values: Mapping[str, Any]) -> Config:
@@ -272,10 +277,10 @@ def from_keywords(keywords: Mapping[str, Any]) -> Config:
     """The configuration of ``LLM(**keywords)``. Raises ConfigError for unknown keywords and wrong values."""
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for given, value in keywords.items():
+    for given, value in foreign.fields(keywords).items():
         name = ALIASES.get(given, given)
         if name not in SETTINGS:
-            raise ConfigError(f"unknown setting {given!r}.{suggest(given, SETTINGS)}", param=given)
+            raise ConfigError(f"unknown setting {given!r}.{foreign.unknown(given, SETTINGS)}", param=given)
         parsed = SETTINGS[name].parse(value, given)
         check_same(spelled.get(name, given), values.get(name, parsed), given, parsed)
         values[name], spelled[name] = parsed, given

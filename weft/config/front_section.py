@@ -9,9 +9,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from weft.common.errors import ConfigError
+from weft.common.log import joined
 from weft.config.parallel_section import Section
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-]+(:\d{1,5})?/?|https?://\[[0-9A-Fa-f:.]+\](:\d{1,5})?/?")
+
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 class FrontSection(Section, frozen=True, kw_only=True):
@@ -42,6 +45,16 @@ class FrontSection(Section, frozen=True, kw_only=True):
             "without one. Better in the environment variable WEFT_ADMIN_KEY, or in --config's file."
         ),
     ] = ()
+    open_metrics: Annotated[
+        bool, Meta(description="Answer /metrics without a key, for a Prometheus that has none.")
+    ] = False
+    root_path: Annotated[
+        str | None,
+        Meta(
+            description="Path under which a proxy shows this server, e.g. /llm. Requests may bring the path "
+            "or leave it out."
+        ),
+    ] = None
     allowed_origins: Annotated[
         tuple[str, ...],
         Meta(
@@ -181,10 +194,28 @@ class FrontSection(Section, frozen=True, kw_only=True):
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Amount of logging.")
     ] = "info"
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meta(description="Form of log lines. json: an object a line: ts, level, process, logger, message."),
+    ] = "text"
+    log_requests: Annotated[
+        bool,
+        Meta(
+            description="Log one line for each request: id, number of the key, model, tokens, times and the "
+            "end. No text of a user is logged."
+        ),
+    ] = False
+
+    @property
+    def log_settings(self) -> str:
+        """Level and form of the log, for ``weft.common.log.configure`` and for other processes."""
+        return joined(self.log_level, self.log_format)
 
 
 def check_front(front: FrontSection) -> None:
     """What values of flags alone can't say. Raises ConfigError."""
+    if front.root_path and not _ROOT_PATH.fullmatch(front.root_path):
+        raise ConfigError("--root-path must be a path such as /llm, without a last /", param="--root-path")
     for flag, keys in (("--api-key", front.api_key), ("--admin-key", front.admin_key)):
         if any(not (key.isascii() and key.isprintable()) for key in keys):
             raise ConfigError(f"{flag} must be printable ASCII, as it is sent in a header", param=flag)

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from weft.common.errors import ConfigError
+from weft.config.foreign import most_images
 from weft.config.parallel_section import Section
 
 _DOMAIN = re.compile(r"(\*|(\*\.)?[a-z0-9\-]{1,63}(\.[a-z0-9\-]{1,63})*|\[[0-9a-f:.]+\])(:\d{1,5})?")
@@ -30,6 +31,7 @@ class MediaSection(Section, frozen=True, kw_only=True):
             ge=0,
             le=256,
             description="Images of one prompt at most; two frames of a video count as one. 0 refuses them.",
+            extra={"reader": most_images},
         ),
     ] = 16
     mm_cache_bytes: Annotated[

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from weft.config.foreign import spelled
 from weft.config.front_section import FrontSection
 from weft.config.media_section import MediaSection
 from weft.config.parallel_section import ParallelSection, Section
@@ -44,7 +45,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float64", "float32", "bfloat16", "float16"],
         Meta(
-            description="Type of weights and cache; auto: the checkpoint's (bundled ones on a CPU: float32)."
+            description="Type of weights and cache; auto: the checkpoint's (bundled ones on a CPU: float32).",
+            extra={"reader": spelled({"half": "float16", "float": "float32"})},
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -98,7 +100,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="fp8: keys, values and latents in 8 bits, with a scale each; auto: the model's type."
+            description="fp8: keys, values and latents in 8 bits, with a scale each; auto: the model's type.",
+            extra={"reader": spelled({"fp8_e4m3": "fp8"})},
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

@@ -38,10 +38,10 @@ from weft.engine.domain import Domain
 from weft.engine.grammars import AWAIT_S as GRAMMAR_S
 from weft.engine.grammars import GrammarSource, ModelGrammars
 from weft.engine.group import GroupExecutor
-from weft.engine.request_spans import RequestSpans
 from weft.engine.room_start import make_embeddings, make_rooms
 from weft.engine.rooms import HeadRooms
 from weft.engine.sources import sources_of
+from weft.engine.stage_times import StageTimes
 from weft.engine.start import start_executor
 from weft.engine.step_scheduler import make_scheduler
 from weft.group.types import GroupLost
@@ -101,9 +101,8 @@ class EngineCore:
         """Transfers to or from other groups; None in a group that does everything itself."""
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
         """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
-        self._spans = None if spans is None else RequestSpans(spans, self._clock.now)
-        if self._spans is not None:
-            self._spans.follow(rooms.tally for rooms in self._all_rooms)
+        self._stages = StageTimes(spans, self._clock.now)
+        self._stages.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
         """Grammars of sequences, until they are compiled."""
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
@@ -158,8 +157,7 @@ class EngineCore:
         else:
             events = self.scheduler.add(submit, now, until=now + GRAMMAR_S)
             events = events or self.grammars.open(submit, self.scheduler)
-        if self._spans is not None and submit.trace:
-            self._spans.submitted(submit, now)
+        self._stages.submitted(submit, now)
         if self.rooms is not None and submit.room is not None:
             self.rooms.open(submit.room)
         if self.embeddings is not None:
@@ -173,12 +171,12 @@ class EngineCore:
         may for others, comes with the next ``hear``: here callers may care for this sequence alone.
         """
         self.grammars.forget(sequence)
+        self._stages.forget(sequence)
         return self._told(self.scheduler.finish(sequence))
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """``events``, which leave the engine."""
-        if self._spans is not None:
-            self._spans.told(events)
+        self._stages.told(events)
         return events
 
     def _asked(self) -> list[TokenEvent]:
@@ -324,8 +322,8 @@ class EngineCore:
         if self.domain is not None:
             builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
         plan = None if builder is None else self.scheduler.seal(builder)
-        if self._spans is not None and plan is not None:
-            self._spans.admitted(self.scheduler.admitted(plan), now)
+        if plan is not None:
+            self._stages.admitted(self.scheduler.admitted(plan), now)
         return plan
 
     def _launch(self, plan: StepPlan, began: float) -> None:
@@ -396,6 +394,8 @@ class EngineCore:
             overlapped_steps=self.overlap.steps,
             communication_seconds=self.overlap.communication,
             communication_hidden_seconds=self.overlap.hidden,
+            queue_times=self._stages.queue,
+            prefill_times=self._stages.prefill,
         )
 
     def welcome(self, incarnation: int) -> Welcome:
@@ -444,5 +444,4 @@ class EngineCore:
             self._bell.close()
         if self.domain is not None:
             self.domain.close()
-        if self._spans is not None:
-            self._spans.close()
+        self._stages.close()

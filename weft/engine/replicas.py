@@ -28,6 +28,7 @@ from weft.links.thread import LinksThread
 from weft.parallel.remote import REFUSED
 from weft.routing.instance_table import Patience
 from weft.types import messages as m
+from weft.types.measures import Measures
 
 STEP_S = 0.1
 """Seconds that ``step`` waits for events."""
@@ -205,6 +206,8 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
             made[name] = max(values)
         elif name in ("transfers", "embedding_transfers"):
             made[name] = _summed_transfers([value for value in values if value is not None])
+        elif isinstance(values[0], Measures):
+            made[name] = sum(values[1:], values[0])
         elif isinstance(values[0], tuple):
             longest = max(map(len, values))
             padded = [(*value, *[0] * (longest - len(value))) for value in values]

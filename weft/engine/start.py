@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import shutil
 import tempfile
@@ -15,7 +14,7 @@ import torch
 from weft.common.cores import usable_cores
 from weft.common.errors import ConfigError
 from weft.common.folder import private_folder
-from weft.common.log import get_logger
+from weft.common.log import get_logger, settings
 from weft.config.group_settings import shared_settings
 from weft.config.hosts import domain_spans, meeting_place, ranks_on, replica_spans, uses_board
 from weft.config.resolved import EngineConfig, KVConfig
@@ -100,7 +99,7 @@ def start_executor(
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
         channel, heartbeats = _channels(config, folder)
-        processes = supervised or RankProcesses(config, channel.address, _level())
+        processes = supervised or RankProcesses(config, channel.address, settings())
         resources.callback(processes.close, CLOSE_S)
         resources.callback(channel.close)
         host = mesh_host(config)
@@ -214,7 +213,3 @@ def _domain(
         )
     domain = Domain(AgreementGroup(replica, layout.data, wakeup, host))
     return domain, Meeting(replica, stores, wakeup.address), leases
-
-
-def _level() -> str:
-    return logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()

@@ -21,6 +21,10 @@ KEY = "weft.key"
 """Under which a request's scope has the number of its API key."""
 
 
+REQUEST_ID = "weft.request_id"
+"""Under which a request's scope has the id of its answer's header ``x-request-id``."""
+
+
 def key_of(scope: Scope) -> int:
     """The number of the API key that a request came with; 0 where none is needed."""
     return int(scope.get(KEY, 0))
@@ -69,8 +73,14 @@ class AccessControl:
         origins: Iterable[str],
         limits: RateLimits | None,
         now: Callable[[], float],
+        *,
+        open_metrics: bool = False,
     ) -> None:
-        """``origins``: see ``Origins``. ``now``: the clock of ``limits``."""
+        """``origins``: see ``Origins``. ``now``: the clock of ``limits``. ``open_metrics``: no key for
+        ``/metrics``.
+        """
+        self.open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
+        """Paths that need no key."""
         self.origins = Origins(origins)
         self._keys = ApiKeys(keys)
         self._admin_keys = ApiKeys(admin_keys)
@@ -80,7 +90,7 @@ class AccessControl:
     def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         """Lets a request in, or raises WeftError; what the answer's head has more for it."""
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in self.open_paths:
             return []
         given = headers.get(b"authorization"), headers.get(b"x-api-key")
         if path in ADMIN_PATHS:

@@ -220,6 +220,12 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "weft"
     max_model_len: int
+    input_modalities: tuple[str, ...] = ("text",)
+    """``text``, and ``image`` where images are taken."""
+    about: str | UnsetType = UNSET
+    """Abilities of a bundled model."""
+    example: str | UnsetType = UNSET
+    """A message that a bundled model answers."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

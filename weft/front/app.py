@@ -15,7 +15,6 @@ from starlette.routing import Match
 from weft import __version__
 from weft.common.errors import MethodNotAllowed, NotFound, WeftError
 from weft.front import answers, docs_page, openapi, page
-from weft.front.access import OPEN_PATHS
 from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
@@ -46,8 +45,8 @@ def build_app(front: Front) -> AccessGate:
     _add_state(app, front)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
-    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
-    return AccessGate(app, front.access, front.metrics)
+    app.openapi = lambda: _describe(app, front)  # type: ignore[method-assign]
+    return AccessGate(app, front.access, front.metrics, front.section.root_path or "")
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:
@@ -136,7 +135,7 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
         """This description, to be read in a browser."""
-        return docs_page.answer(app.openapi(), front.names[0], request)
+        return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path or "")
 
 
 def _health(front: Front) -> Response:
@@ -183,13 +182,15 @@ def _allowed(request: Request) -> str:
     return ", ".join(sorted(methods))
 
 
-def _describe(app: FastAPI) -> dict[str, Any]:
+def _describe(app: FastAPI, front: Front) -> dict[str, Any]:
     if app.openapi_schema is None:
         made = fastapi.openapi.utils.get_openapi(title=app.title, version=app.version, routes=app.routes)
+        if front.section.root_path:
+            made["servers"] = [{"url": front.section.root_path}]
         for path in made["paths"].values():
             for operation in path.values():
                 operation.get("responses", {}).pop("422", None)  # FastAPI's own; we never answer it
         made.setdefault("components", {})["schemas"] = openapi.components()
-        openapi.secure(made, open_paths=OPEN_PATHS)
+        openapi.secure(made, open_paths=front.access.open_paths)
         app.openapi_schema = made
     return app.openapi_schema

@@ -12,18 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import msgspec
+from msgspec import UNSET
+from starlette.types import Scope
 
 from weft.common.allocator import trim_heap
 from weft.common.errors import ErrorInfo, Overloaded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
 from weft.common.workers import WorkerPool
+from weft.config.about import about
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
-from weft.front.access import AccessControl
+from weft.front.access import REQUEST_ID, AccessControl, key_of
 from weft.front.answers import ModelCard
 from weft.front.body import Bodies
+from weft.front.first_request import takes_images
 from weft.front.lifecycle import Lifecycle
-from weft.front.metrics import Metrics, as_vllm
+from weft.front.metrics import Metrics
+from weft.front.monitoring.request_log import RequestFacts
+from weft.front.monitoring.throughput import report
+from weft.front.monitoring.vllm_metrics import as_vllm
 from weft.front.proofs import Compiling, Unproved, digest_of
 from weft.front.rate_limit import RateLimits
 from weft.front.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
@@ -47,6 +54,7 @@ from weft.text.parsing.parser import OutputParser, OutputSpec
 from weft.text.submit import IdMint, ModelLimits, SeedMint
 from weft.tracing.writer import open_writer
 from weft.types.grammar import Grammar
+from weft.types.messages import HeadStats
 
 if TYPE_CHECKING:
     from weft.front.generation import Generation
@@ -115,6 +123,7 @@ class Front:
         self._trimming: asyncio.TimerHandle | None = None
         self._workers: WorkerPool | None = None
         self._grammars: GrammarCheck | None = None
+        self._reports: asyncio.Task[None] | None = None
         self.media = MediaService(config.media)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
@@ -124,6 +133,7 @@ class Front:
             section.allowed_origins,
             RateLimits(*each_front) if any(limits) else None,
             time.monotonic,
+            open_metrics=section.open_metrics,
         )
         self.retry_after = RetryAfter()
         self.running: dict[str, Generation] = {}
@@ -164,10 +174,18 @@ class Front:
         command = (sys.executable, "-m", "weft.front.read_worker")
         self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
         self._grammars = GrammarCheck(setup)
+        # Each front sees the load of all engines: one of them logs it.
+        if self._siblings is None or self._siblings.name == "0":
+            self._reports = asyncio.create_task(report(self._engine_stats))
         self._reader = setup.reader(text, self._grammars, waits=False)
+
+    def _engine_stats(self) -> list[tuple[str, HeadStats]]:
+        return [(instance.name, instance.stats) for instance in self.links.instances]
 
     async def close(self, shutdown: bool = True) -> None:
         """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
+        if self._reports is not None:
+            self._reports.cancel()
         if self._siblings is not None:
             await self._siblings.close()
         await self.links.close(shutdown)
@@ -186,6 +204,13 @@ class Front:
         """A span for a request that came now with this ``traceparent``; None where none is traced."""
         return None if self._spans is None else RequestTrace(self._spans, kind, header)
 
+    def facts(self, kind: str, scope: Scope) -> RequestFacts | None:
+        """Facts of a request that came now, for its log line; None where requests are not logged."""
+        if not self.section.log_requests:
+            return None
+        client = key_of(scope) if self.section.api_key else None
+        return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, kind=kind)
+
     async def metrics_page(self) -> bytes:
         """The metrics of the whole server, as Prometheus reads them."""
         if self._siblings is None:
@@ -193,7 +218,9 @@ class Front:
         else:
             others = await self._siblings.pages()
             page = self.metrics.render_all({self._siblings.name: self.metrics.own(), **others})
-        return page + as_vllm(page) if self.section.vllm_metrics else page
+        if not self.section.vllm_metrics:
+            return page
+        return page + as_vllm(page, self.config, self._engine_stats())
 
     async def abort(self, rid: str) -> bool:
         """Ends the request whose answer has exactly this id, whichever front has it; whether there is one."""
@@ -350,7 +377,15 @@ class Front:
     def card(self, name: str) -> ModelCard:
         """A served model, as /v1/models shows it: never by a name that is only accepted."""
         shown = name if name in self.names else self.names[0]
-        return ModelCard(id=shown, created=self.created, max_model_len=self.config.kv.max_model_len)
+        known = about(self.config.model_path)
+        return ModelCard(
+            id=shown,
+            created=self.created,
+            max_model_len=self.config.kv.max_model_len,
+            input_modalities=("text", "image") if takes_images(self.config) else ("text",),
+            about=known.does or UNSET,
+            example=known.question if known.does else UNSET,
+        )
 
 
 async def _ended(task: Compile) -> None:

@@ -43,12 +43,12 @@ nav ul { list-style: none; padding: 0; }
 """
 
 
-def answer(document: dict[str, Any], model: str, request: Request) -> Response:
-    """The page, with examples for ``model`` at the address that the request came to."""
+def answer(document: dict[str, Any], model: str, request: Request, root_path: str = "") -> Response:
+    """The page, with examples for ``model`` at the address that the request came to, under ``root_path``."""
     host = request.headers.get("host", "")
     if not _HOST.fullmatch(host):
         host = "127.0.0.1:8000"
-    page = render(document, model, f"{request.url.scheme}://{host}")
+    page = render(document, model, f"{request.url.scheme}://{host}{root_path}")
     headers = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
     return Response(page, headers=headers, media_type="text/html; charset=utf-8")
 
@@ -67,7 +67,7 @@ def render(document: dict[str, Any], model: str, url: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{title}</h1>",
-        '<p>The OpenAI-compatible API of this server. For programs: <a href="/openapi.json">openapi.json</a>.'
+        '<p>The OpenAI-compatible API of this server. For programs: <a href="openapi.json">openapi.json</a>.'
         " If the server has a key, send it as <code>Authorization: Bearer KEY</code> or as"
         " <code>x-api-key: KEY</code>.</p>",
         "<nav><ul>",

@@ -179,6 +179,9 @@ class Generation:
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
+        prompts = self.job.prompts
+        most = max(prompt.max_tokens for prompt in prompts)
+        self._times.asked(sum(prompt.count for prompt in prompts), self.job.params.n, most)
         self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
         # One timer for all waits: a timeout around each would cost every token two of them.
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
@@ -276,6 +279,7 @@ class Generation:
         """Mints the answer's id, by which the generation can be aborted while it runs."""
         self.id = prefix + secrets.token_hex(12)
         self._front.running[self.id] = self
+        self._times.named(self.id)
         return self.id
 
     def abort(self) -> None:
@@ -324,7 +328,8 @@ class Generation:
         """Counts the request as answered in full."""
         usage = self.usage()
         reasons = [choice.finish_reason or "" for choice in self.choices]
-        self._times.done(usage.prompt_tokens, usage.completion_tokens, reasons)
+        generated = [len(choice.token_ids) for choice in self.choices]
+        self._times.done(usage.prompt_tokens, generated, reasons)
 
     def close(self) -> None:
         """Gives everything back: open sequences are finished at the head. Idempotent."""

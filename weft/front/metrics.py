@@ -23,71 +23,11 @@ from weft.types.messages import HeadStats, TransferStats
 disable_created_metrics()  # type: ignore[no-untyped-call]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_TTFT = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-)
-_ITL = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
-_E2E = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-    960.0,
-)
+_LONG = (2.5, 5, 7.5, 10, 20, 40, 80, 160)
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, *_LONG)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+_E2E = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
@@ -186,6 +126,19 @@ _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_received_bytes": ("Bytes of caches received.", lambda s: s.received_bytes),
     "transfers_seconds": ("From the first byte to the last, of those done.", lambda s: s.seconds),
     "transfers_evictions": ("Sequences given back, to be prefilled again.", lambda s: s.evictions),
+}
+#: Of all heads, as histograms: name -> (what, bounds, value).
+_STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[HeadStats], Measures]]] = {
+    "request_queue_time_seconds": (
+        "From a sequence's arrival at the head until a step gave it a slot.",
+        SECONDS,
+        lambda s: s.queue_times,
+    ),
+    "request_prefill_time_seconds": (
+        "From then until its first token.",
+        SECONDS,
+        lambda s: s.prefill_times,
+    ),
 }
 #: The same, as histograms: name -> (what, bounds, value).
 _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
@@ -299,6 +252,9 @@ class _HeadCollector(_LinkCollector):
         yield from self._transfers(moving, _TRANSFER_GAUGES, _TRANSFERS, _TRANSFER_HISTOGRAMS)
         moving = [(who, its.embedding_transfers) for who, (_, its) in zip(roles, stats, strict=True)]
         yield from self._transfers(moving, _EMBEDDING_GAUGES, _EMBEDDINGS, _EMBEDDING_HISTOGRAMS)
+        for name, (text, bounds, of_head) in _STAGES.items():
+            measured = [(who, of_head(its)) for who, (_, its) in zip(roles, stats, strict=True)]
+            yield self._histogram(name, text, bounds, measured)
         free = [((head, str(k)), float(n)) for head, its in stats for k, n in enumerate(its.free_blocks)]
         yield self._gauge("free_blocks", "Free cache blocks.", free, "head", "kind")
         for name, (text, by_place) in _PLACES.items():
@@ -320,11 +276,19 @@ class _HeadCollector(_LinkCollector):
         for name, (text, read) in counters.items():
             yield self._counter(name, text, [(who, read(its)) for who, its in moving], *_HEAD)
         for name, (text, bounds, of_histogram) in histograms.items():
-            family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
-            for who, its in moving:
-                measured = of_histogram(its)
-                family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
-            yield family
+            yield self._histogram(name, text, bounds, [(who, of_histogram(its)) for who, its in moving])
+
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        bounds: tuple[float, ...],
+        values: Iterable[tuple[tuple[str, str], Measures]],
+    ) -> Metric:
+        family = HistogramMetricFamily(f"weft:{name}", text, labels=["model_name", *_HEAD])
+        for who, measured in values:
+            family.add_metric([self._model, *who], measured.cumulative(bounds), measured.total)
+        return family
 
 
 #: (name, help, labels, buckets) of what the front measures itself.
@@ -338,6 +302,15 @@ _HISTOGRAMS = (
     ("e2e_request_latency_seconds", "From a request's arrival to its last token.", _E2E),
     ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
     ("request_generation_tokens", "Generated tokens of a request, over all choices.", _TOKENS),
+    ("request_max_num_generation_tokens", "Generated tokens of a request's longest choice.", _TOKENS),
+    ("request_decode_time_seconds", "From a request's first token to its last.", _E2E),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean time between the tokens of a request's longest choice.",
+        _ITL,
+    ),
+    ("request_params_n", "Choices that a request asks for.", _CHOICES),
+    ("request_params_max_tokens", "Output tokens that a request allows for a choice.", _TOKENS),
 )
 _EVENTS = (
     ("request_success", "Choices that ended well.", ("model_name", "finished_reason")),
@@ -360,9 +333,9 @@ class Metrics:
             Histogram(f"weft:{name}", text, ["model_name"], buckets=buckets, registry=self._own)
             for name, text, buckets in _HISTOGRAMS
         ]
-        self.time_to_first_token, self.inter_token, self.e2e, self.prompt_tokens, self.generation_tokens = (
-            histogram.labels(model) for histogram in made
-        )
+        self.time_to_first_token, self.inter_token, self.e2e, *rest = (one.labels(model) for one in made)
+        self.prompt_tokens, self.generation_tokens, self.longest_choice, *rest = rest
+        self.decode, self.time_per_token, self.asked_n, self.asked_tokens = rest
         self.success, self.failure, self.http, self.misses = (
             Counter(f"weft:{name}", text, labels, registry=self._own) for name, text, labels in _EVENTS
         )
@@ -390,11 +363,6 @@ class Metrics:
         return generate_latest(self._heads) + generate_latest(_Families(merged.values()))
 
 
-def as_vllm(page: bytes) -> bytes:
-    """The exposition ``page`` as vLLM's dashboards and gateways ask for it: names, and the engine's label."""
-    return page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
-
-
 class _Families(CollectorRegistry):
     """Metrics that were collected."""
 
@@ -408,13 +376,15 @@ class _Families(CollectorRegistry):
 
 def describe() -> str:
     """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
+    of_heads = (_STAGES, _TRANSFER_HISTOGRAMS, _EMBEDDING_HISTOGRAMS)
+    head_bounds = {name: bounds for one in of_heads for name, (_, bounds, _) in one.items()}
     gauges = (*_GAUGES, *_TRANSFER_GAUGES, *_EMBEDDING_GAUGES, "engine_up")
     lines = [f"weft:{name} gauge model_name,{','.join(_HEAD)}" for name in gauges]
     counters = (*_TRANSFERS, *_EMBEDDINGS)
     lines += [f"weft:{name}_total counter model_name,{','.join(_HEAD)}" for name in counters]
     lines += [
         f"weft:{name} histogram model_name,{','.join(_HEAD)} {','.join(f'{bound:g}' for bound in bounds)}"
-        for name, (_, bounds, _) in {**_TRANSFER_HISTOGRAMS, **_EMBEDDING_HISTOGRAMS}.items()
+        for name, bounds in head_bounds.items()
     ]
     lines += [f"weft:{name} gauge model_name" for name in _LINK_GAUGES]
     lines += [f"weft:{name}_total counter model_name,head" for name in _COUNTERS]

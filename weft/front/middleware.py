@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
-from weft.front.access import AccessControl, RateLimited
+from weft.front.access import REQUEST_ID, AccessControl, RateLimited
 from weft.front.answers import error_response, to_json
 from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
@@ -62,19 +62,22 @@ def refusal(error: WeftError, path: str) -> Response:
 class AccessGate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, access: AccessControl, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, access: AccessControl, metrics: Metrics, root_path: str = "") -> None:
+        """``root_path``: taken off the front of paths that begin with it."""
         self._app = app
         self._access = access
         self._metrics = metrics
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         method = scope["method"]
-        scope = _as_routed(scope)
+        scope = _as_routed(scope, self._root_path)
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
+        scope[REQUEST_ID] = request_id.decode()
         status = 0
         more = [(b"x-request-id", request_id), *self._access.origins.headers(headers)]
         if messages.applies(scope["path"]):
@@ -125,12 +128,14 @@ def _check_size(scope: Scope) -> None:
         raise HeaderTooLarge(f"the headers have more than {MAX_HEADER_BYTES} bytes")
 
 
-def _as_routed(scope: Scope) -> Scope:
+def _as_routed(scope: Scope, root_path: str) -> Scope:
     """``scope`` with the path and the method that a route has, so that the key is asked for by the same path.
 
     The server drops the body of an answer to HEAD, by its own scope.
     """
     path = scope["path"]
+    if root_path and (path == root_path or path.startswith(root_path + "/")):
+        path = path[len(root_path) :] or "/"
     method = scope["method"]
     if len(path) > 1:
         path = path.removesuffix("/")

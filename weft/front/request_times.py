@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from weft.front.metrics import Metrics
+from weft.front.monitoring.request_log import RequestFacts, log_end
 from weft.front.request_trace import RequestTrace
 from weft.tracing.spans import SpanContext
 from weft.types.messages import TokenEvent
@@ -14,16 +15,34 @@ from weft.types.messages import TokenEvent
 class RequestTimes:
     """Measures one request from its arrival; ``event`` is called with each token event as it comes."""
 
-    def __init__(self, metrics: Metrics, trace: RequestTrace | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, trace: RequestTrace | None = None, facts: RequestFacts | None = None
+    ) -> None:
+        """``facts``: of a request whose end is logged."""
         self._metrics = metrics
         self._trace = trace
+        self._facts = facts
         self._start = time.monotonic()
+        self._first: float | None = None
+        """Seconds from the arrival to the first token."""
         self._last: dict[int, float] = {}
 
     @property
     def context(self) -> SpanContext | None:
         """The request's span; None when it is not traced."""
         return None if self._trace is None else self._trace.context
+
+    def named(self, name: str) -> None:
+        """The answer has the id ``name``."""
+        if self._facts is not None:
+            self._facts.id = name
+
+    def asked(self, prompt: int, n: int, most: int) -> None:
+        """The request was read: ``prompt`` tokens, ``n`` choices, at most ``most`` output tokens each."""
+        self._metrics.asked_n.observe(n)
+        self._metrics.asked_tokens.observe(most)
+        if self._facts is not None:
+            self._facts.prompt_tokens = prompt
 
     def mark(self, name: str) -> None:
         """Something happened to the request, for its trace."""
@@ -37,35 +56,53 @@ class RequestTimes:
         if not event.token_ids:
             return
         now = time.monotonic()
-        if not self._last:
+        if self._facts is not None:
+            self._facts.output_tokens += len(event.token_ids)
+        if self._first is None:
             self.mark("first token")
-            self._metrics.time_to_first_token.observe(now - self._start)
+            self._first = now - self._start
+            self._metrics.time_to_first_token.observe(self._first)
         if event.sequence in self._last:
             gap = (now - self._last[event.sequence]) / len(event.token_ids)
             for _ in event.token_ids:
                 self._metrics.inter_token.observe(gap)
         self._last[event.sequence] = now
 
-    def done(self, prompt: int, generated: int, reasons: Iterable[str]) -> None:
-        """The request was answered in full."""
+    def done(self, prompt: int, generated: Sequence[int], reasons: Sequence[str]) -> None:
+        """The request was answered in full. ``generated``: output tokens of each choice."""
         metrics = self._metrics
         model = self._metrics.model
-        metrics.e2e.observe(time.monotonic() - self._start)
+        took, longest = time.monotonic() - self._start, max(generated, default=0)
+        metrics.e2e.observe(took)
         metrics.prompt_tokens.observe(prompt)
-        metrics.generation_tokens.observe(generated)
+        metrics.generation_tokens.observe(sum(generated))
+        metrics.longest_choice.observe(longest)
+        if self._first is not None:
+            metrics.decode.observe(took - self._first)
+            if longest > 1:
+                metrics.time_per_token.observe((took - self._first) / (longest - 1))
         for reason in reasons:
             metrics.success.labels(model, reason).inc()
         if self._trace is not None:
-            self._trace.note(prompt_tokens=prompt, output_tokens=generated)
+            self._trace.note(prompt_tokens=prompt, output_tokens=sum(generated))
             self._trace.end()
+        self._log(*reasons)
 
     def failed(self, code: str) -> None:
         """The request ended in an error."""
         self._metrics.failure.labels(self._metrics.model, code).inc()
         if self._trace is not None:
             self._trace.end(code)
+        self._log(code)
 
     def close(self) -> None:
         """Nothing more is done for the request. After ``done`` and ``failed`` it changes nothing."""
         if self._trace is not None:
             self._trace.end("the request was given up")
+        self._log("given_up")
+
+    def _log(self, *end: str) -> None:
+        """Logs the end of the request, once."""
+        facts, self._facts = self._facts, None
+        if facts is not None:
+            log_end(facts, self._metrics.model, self._first, time.monotonic() - self._start, end)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import json
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from weft.common.errors import ConfigError, Unavailable, WeftError
 from weft.common.open_files import allow_files
 from weft.config.resolved import EngineConfig
 from weft.config.sections import FrontSection
+from weft.front import first_request
 from weft.front.app import build_app
 from weft.front.connection import Connection
 from weft.front.connections import Connections, most_connections
@@ -322,7 +322,9 @@ class FrontServer:
         if self._supervisor is not None:
             self._supervisor.ready()
             return
-        sys.stdout.write(ready_text(self._listener, self._front.names[0], bool(self._section.api_key)))
+        chat = self._front.text.chat
+        chats = chat.source is not None and chat.problem is None
+        sys.stdout.write(ready_text(self._listener, self._config, self._section, chats=chats))
         sys.stdout.flush()
 
 
@@ -330,20 +332,14 @@ def _requests(count: int) -> str:
     return f"{count} request" if count == 1 else f"{count} requests"
 
 
-def ready_text(listener: socket.socket, model: str, needs_key: bool) -> str:
+def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
     """What is printed when the server answers requests: one line for machines, one command for people.
+    ``chats``: there is a chat template.
 
     The first line is ``weft is ready: URL model=NAME``; its form is a contract of the command line.
     """
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    question = "Tom has 12 apples and buys 7 more. How many apples does he have?"
-    messages = [{"role": "user", "content": question}]
-    body = json.dumps({"model": model, "messages": messages, "temperature": 0})
-    quoted = body.replace("'", "'\\''")
-    key = ' -H "Authorization: Bearer $WEFT_API_KEY"' if needs_key else ""
-    return (
-        f"weft is ready: {url} model={model}\n"
-        f"try: curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{quoted}'\n"
-    )
+    first = first_request.command(url, config, section, chats=chats)
+    return f"weft is ready: {url} model={config.served_names[0]}\ntry: {first}\n"

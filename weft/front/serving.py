@@ -91,7 +91,8 @@ async def handle(
 ) -> Response:
     """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
     first byte."""
-    times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")))
+    facts = front.facts(kind, request.scope)
+    times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")), facts)
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     with contextlib.ExitStack() as held:
         held.callback(times.close)

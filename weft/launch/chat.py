@@ -186,7 +186,8 @@ def _converse(
 
     client = ChatClient(url, api_key)
     try:
-        names = [] if model else client.models()
+        cards = dict([] if model else client.cards())
+        names = list(cards)
         if not (model or names):
             raise ConfigError(f"the server at {client.url} lists no model: give --model", param="--model")
         conversation = Conversation(model or names[0], system, settings)
@@ -194,7 +195,7 @@ def _converse(
             from weft.launch.chat_input import PlainLines
 
             return Talk(client, conversation, PlainLines(), PlainView()).run()
-        return _on_terminal(client, conversation, history)
+        return _on_terminal(client, conversation, history, cards.get(conversation.model, ""))
     except NothingThere as error:
         hint = "start one with `weft serve`, have one started with `weft chat MODEL`, or give --url"
         raise ConfigError(
@@ -206,7 +207,8 @@ def _converse(
         client.close()
 
 
-def _on_terminal(client: ChatClient, conversation: Conversation, history: Path | None) -> int:
+def _on_terminal(client: ChatClient, conversation: Conversation, history: Path | None, about: str) -> int:
+    """``about``: abilities of the model, "" where the server says nothing of them."""
     from rich.console import Console
 
     from weft.launch.chat_input import TerminalLines
@@ -214,6 +216,8 @@ def _on_terminal(client: ChatClient, conversation: Conversation, history: Path |
 
     view = RichView(Console(highlight=False))
     view.note(f"{conversation.model} at {client.url}. /help shows commands, Ctrl-D leaves.")
+    if about:
+        view.note(about)
     return Talk(client, conversation, TerminalLines(history, view.note), view).run()
 
 

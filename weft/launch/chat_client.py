@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
+import socket
+import ssl
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -78,6 +80,10 @@ class ChatClient:
 
     def models(self) -> list[str]:
         """Names that the server lists."""
+        return [name for name, _ in self.cards()]
+
+    def cards(self) -> list[tuple[str, str]]:
+        """(name, abilities) of the models that the server lists; "" where the server says nothing of them."""
         try:
             answer = self._http.get(f"{self.url}/models")
         except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -85,8 +91,8 @@ class ChatClient:
         if answer.status_code != 200:
             raise ChatError(_refusal(answer.status_code, answer.content))
         try:
-            return [str(model["id"]) for model in answer.json()["data"]]
-        except (ValueError, TypeError, KeyError):
+            return [(str(one["id"]), str(one.get("about") or "")) for one in answer.json()["data"]]
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise ChatError(f"what answers at {self.url} is no OpenAI-compatible server") from None
 
     def stream(self, body: dict[str, Any]) -> Generator[Piece, None, None]:
@@ -97,7 +103,7 @@ class ChatClient:
                 if answer.status_code != 200:
                     raise ChatError(_refusal(answer.status_code, answer.read()))
                 yield from pieces_of(sse_data(answer.iter_bytes()))
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _unreachable(self.url, error) from None
         except httpx.TimeoutException:
             raise ChatError("the server did not answer in time") from None
@@ -223,6 +229,35 @@ def _refusal(status: int, content: bytes) -> str:
 
 
 def _unreachable(url: str, error: Exception) -> ChatError:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return NothingThere(f"nothing listens at {url}")
+    host = urlsplit(url).hostname or url
+    causes = list(_causes(error))
+    # The innermost causes are the system's own errors; httpx wraps all of them alike.
+    if any(isinstance(one, socket.gaierror) for one in causes):
+        return ChatError(f"the name {host!r} is unknown (DNS): is it spelled right, and is there a network?")
+    certificate = next((one for one in causes if isinstance(one, ssl.SSLCertVerificationError)), None)
+    if certificate is not None:
+        return ChatError(f"{host} has a TLS certificate that is not trusted: {certificate.verify_message}")
+    if any(isinstance(one, ssl.SSLError) for one in causes):
+        return ChatError(f"no TLS connection with {url}: a server without TLS needs http://, not https://")
+    if isinstance(error, httpx.ConnectTimeout):
+        return ChatError(f"{url} took no connection within {CONNECT_S:g} s (timeout): is a firewall between?")
+    if any(isinstance(one, ConnectionRefusedError) for one in causes):
+        return NothingThere(f"nothing listens at {url} (connection refused)")
+    if isinstance(error, httpx.ConnectError):
+        return ChatError(f"no connection to {url}: {str(error) or type(error).__name__}")
     return ChatError(f"no answer from {url} ({type(error).__name__})")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and the errors that it was made of."""
+    waiting = [error]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        waiting += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions

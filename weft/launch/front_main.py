@@ -52,7 +52,7 @@ def run(arguments: list[str]) -> int:
     child.begin(int(parent))
     setup = child.read_setup(FrontSetup)
     set_title(f"front {setup.name}", setup.config.served_names[0])
-    log.configure(setup.section.log_level, f"front {setup.name}")
+    log.configure(setup.section.log_settings, f"front {setup.name}")
     link = SupervisorLink(socket.socket(fileno=int(descriptor)), setup.serving)
     reader = RegistryReader(Path(setup.folder))
     owner = RegistryOwner(reader, link.report, link.revive)

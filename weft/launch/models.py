@@ -5,14 +5,17 @@ from __future__ import annotations
 import click
 
 from weft.config import families, hub
+from weft.config.about import about
 
 
 @click.command()
 def models() -> None:
     """List bundled models, models in the hub's local cache, and the architectures that Weft runs."""
     click.echo("Bundled models:")
-    for name in hub.bundled_models():
-        click.echo(f"  {name}")
+    bundled = hub.bundled_models()
+    width = max(map(len, bundled), default=0)
+    for name, folder in bundled.items():
+        click.echo(f"  {name:{width}}  {about(folder).does}".rstrip())
     cached = hub.cached_models()
     if cached:
         click.echo("\nIn the hub's local cache:")

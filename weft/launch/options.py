@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from weft.common.errors import ConfigError
+from weft.config import foreign
 from weft.config.file import read_values
 from weft.config.flags import SETTINGS, Setting, from_values
 from weft.config.sections import Config, title
@@ -52,7 +53,18 @@ class SettingOption(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists its own options first, and then settings by section."""
+    """A command whose help lists its own options first, and then settings by section. Flags may have the
+    spellings of ``weft.config.foreign``.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises a usage error for an unknown flag, which says what Weft does in its place."""
+        try:
+            return super().parse_args(ctx, foreign.arguments(args))
+        except click.NoSuchOption as error:
+            known = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
+            hint = foreign.unknown(error.option_name, known)
+            raise click.UsageError(f"there is no flag {error.option_name}.{hint}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes one list for each heading, in the order in which headings come."""

@@ -42,7 +42,7 @@ _log = get_logger(__name__)
 def configure_log(front: FrontSection, host: int) -> None:
     """Log lines name this process: what it is on host ``host``."""
     process = "front" if front.fronts == 1 else "supervisor"
-    log.configure(front.log_level, f"host {host}" if host else process)
+    log.configure(front.log_settings, f"host {host}" if host else process)
 
 
 def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
@@ -57,7 +57,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
         from weft.launch.other_host import serve_groups
 
         child.forbid_core_dumps()
-        return serve_groups(groups, front.log_level)
+        return serve_groups(groups, front.log_settings)
     from weft.engine.heads import HeadGroups
     from weft.engine.processes import Spares
 
@@ -78,7 +78,7 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     ends: list[int] = []
     try:
         operations = Operations(groups, front.build_ops, spares.start)
-        heads = HeadGroups(groups, folder, front.log_level, operations.start)
+        heads = HeadGroups(groups, folder, front.log_settings, operations.start)
         if front.fronts > 1:
             status = run_fronts(resolved, front, heads, folder, operations)
         else:
@@ -168,6 +168,7 @@ def run_fronts(
     """
     from weft.cluster.server import ClusterServer
     from weft.cluster.supervisor import Supervisor
+    from weft.front.first_request import has_template
     from weft.front.server import bind, ready_text
     from weft.launch.front_main import FrontSetup, start_front
 
@@ -188,7 +189,8 @@ def run_fronts(
             return start_front(setup, link)
 
         def announce() -> None:
-            sys.stdout.write(ready_text(reserved, resolved.served_names[0], bool(front.api_key)))
+            chats = has_template(resolved, front)
+            sys.stdout.write(ready_text(reserved, resolved, section, chats=chats))
             sys.stdout.flush()
 
         supervisor = Supervisor(

@@ -250,6 +250,10 @@ def _heartbeat_of(heartbeat: m.Heartbeat, version: int) -> m.Heartbeat:
     stats = heartbeat.stats
     if version < ENCODE_SINCE and (stats.embedding_transfers is not None or stats.embedding_host_bytes):
         stats = msgspec.structs.replace(stats, embedding_transfers=None, embedding_host_bytes=0)
+    if version < 9:
+        stats = msgspec.structs.replace(
+            stats, queue_times=_NO_STATS.queue_times, prefill_times=_NO_STATS.prefill_times
+        )
     if version < 5:
         stats = msgspec.structs.replace(stats, **{name: getattr(_NO_STATS, name) for name in _SINCE_5})
     if version < 4:

@@ -19,7 +19,7 @@ from weft.types.media import MediaItem
 from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
-VERSION = 8
+VERSION = 9
 """The newest version of these messages that this release speaks."""
 OLDEST = 1
 """The oldest version that this release understands. Fields added later have defaults, and are left out for a
@@ -36,6 +36,7 @@ peer with an older version:
         embedding_transfers and embedding_host_bytes of HeadStats; Profile
     7   probe of Welcome, shared of MediaItem
     8   client of Submit
+    9   queue_times and prefill_times of HeadStats
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
@@ -82,8 +83,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     tower: bool = False
     """Whether it encodes images."""
     embeddings: str = ""
-    """The address where it takes messages of rooms of embeddings, as one that sends or receives them; "" when
-    it does neither."""
+    """The address for messages of rooms of embeddings; "" of a head that neither sends nor takes them."""
     tower_fingerprint: str = ""
     """Of what encodes images: tower, weights, dtype. Embeddings go between heads with equal ones only."""
     probe: SharedName | None = None
@@ -114,19 +114,15 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     client: int = 0
     """Number of the request's API key, 0 without keys. Keys share the places to compile grammars."""
     attempt: int = 0
-    """The front's number for this sending of the sequence, from 0. A later attempt at a head ends an earlier
-    one.
-    """
+    """The front's number of this sending of the sequence, from 0. A later attempt ends an earlier one."""
     room: RoomTicket | None = None
-    """Where prefill and decode are at different heads: the transfer between them. Both get the same Submit
-    but for this."""
+    """The transfer from a head that prefills to one that decodes. All else is equal in their Submits."""
     trace: str = ""
     """The front's span of this sending (W3C traceparent); "" where requests are not traced."""
     grammar: Grammar | None = None
     """What the whole output may be, ``emitted_ids`` included. It belongs to the head: no rank sees it."""
     pooling: Pooling = ""
-    """Of an embedding: which final hidden states of the prompt are returned, the last position's, or the mean
-    of all. The sequence ends with its prompt, and no token is made."""
+    """Return an embedding, and no token: the prompt's last final hidden state, or the mean of all."""
     explain: bool = False
     """Whether to tell why the prompt's prefix was not found further in the cache
     (``TokenEvent.cache_miss``).
@@ -360,6 +356,10 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Now: of the embeddings of images that a rank keeps, on its device and in host memory."""
     encode_seconds: float = 0.0
     """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
+    queue_times: Measures = Measures()
+    """Seconds from the arrival of a sequence until a step gave it a slot, by ``SECONDS``."""
+    prefill_times: Measures = Measures()
+    """Seconds from then until its first token."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

@@ -19,7 +19,8 @@ def _page() -> tuple[bytes, str]:
     html = files.joinpath("index.html").read_text(encoding="utf-8")
     html = html.replace("/*page.css*/", style).replace("/*page.js*/", script)
     policy = (
-        f"default-src 'none'; connect-src 'self'; style-src {_hash(style)}; script-src {_hash(script)}; "
+        f"default-src 'none'; connect-src 'self'; img-src data:; style-src {_hash(style)}; "
+        f"script-src {_hash(script)}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html.encode(), policy

@@ -8,10 +8,12 @@ const ROUNDS = 5; // tool calls that are answered in a row
 
 let key = sessionStorage.getItem("weft-key") || "";
 
+const base = location.pathname.replace(/\/*$/, ""); // a proxy may show this page under a path
+
 function api(path, options = {}) {
   const headers = { ...(options.headers || {}) };
   if (key) headers.authorization = "Bearer " + key;
-  return fetch(path, { ...options, headers });
+  return fetch(base + path, { ...options, headers });
 }
 
 function make(tag, text, attributes = {}) {
@@ -108,11 +110,37 @@ function number(value) {
 const milliseconds = (value) => (value === null ? "–" : number(value * 1000) + " ms");
 const percent = (value) => Math.round(value * 100) + "%";
 
+function roundUp(value) {
+  // The next of 1, 2, 5, 10, 20, 50, ...: the top of an axis.
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((step) => step * unit).find((top) => top >= value * 0.999);
+}
+
+function axis(svg, top, show) {
+  // Labels are HTML over the drawing, which is stretched. They repeat what aria-label says.
+  let labels = svg.nextElementSibling;
+  if (!labels || labels.className !== "axis") {
+    labels = make("div", null, { class: "axis", "aria-hidden": "true" });
+    svg.after(labels);
+    labels.append(make("span"), make("span"), make("span"), make("span", "2 min ago"), make("span", "1 min ago"), make("span", "now"));
+  }
+  [top, top / 2, 0].forEach((value, at) => (labels.children[at].textContent = show(value)));
+}
+
 function chart(id, names, label, show, floor) {
   const svg = $(id);
   const points = history.map((one) => one.point);
-  const most = Math.max(floor, ...points.flatMap((point) => names.map((name) => point[name] || 0)));
+  const highest = Math.max(floor, ...points.flatMap((point) => names.map((name) => point[name] || 0)));
+  const most = roundUp(highest);
+  axis(svg, most, show);
+  const grid = [4, 41, 78].map((y) => {
+    const line = document.createElementNS("http://www.w3.org/2000/svg", "path");
+    line.setAttribute("class", "grid");
+    line.setAttribute("d", `M0 ${y}H300`);
+    return line;
+  });
   svg.replaceChildren(
+    ...grid,
     ...names.map((name, which) => {
       const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
       const shown = points.map((point, at) => [at, point[name]]).filter(([, value]) => value !== null);
@@ -129,7 +157,7 @@ function chart(id, names, label, show, floor) {
   const last = points[points.length - 1] || {};
   const text = names.map((name) => show(last[name] === undefined ? null : last[name])).join(" / ");
   $(id + "-now").textContent = text;
-  svg.setAttribute("aria-label", `${label}: now ${text}; highest in two minutes ${show(most)}`);
+  svg.setAttribute("aria-label", `${label}: now ${text}; highest in two minutes ${show(highest)}`);
 }
 
 function draw() {
@@ -182,15 +210,20 @@ async function describe() {
   const facts = [
     ["name", models.map((one) => one.id).join(", ")],
     ["context", models[0].max_model_len.toLocaleString("en") + " tokens"],
-    ["address", location.origin + "/v1"],
+    ["address", location.origin + base + "/v1"],
+    ...(models[0].about ? [["can do", models[0].about]] : []),
   ];
   for (const [name, value] of facts) card.append(make("dt", name), make("dd", value));
+  if (models[0].example) $("question").placeholder = models[0].example;
+  seesImages = (models[0].input_modalities || []).includes("image");
+  $("attach").hidden = !seesImages;
   model = models[0].id;
   document.title = model + " on Weft";
   return true;
 }
 
 let model = "";
+let seesImages = false;
 
 function show(text, good) {
   const state = $("state");
@@ -301,6 +334,8 @@ function markdown(text) {
 
 let conversation = []; // a new one takes its place, while a reply of the old one may still come
 let running = null; // AbortController of the reply that is under way
+let images = []; // data: URLs that go with the next message
+const MOST_IMAGE_BYTES = 4 << 20;
 
 const CALCULATOR = {
   type: "function",
@@ -467,16 +502,59 @@ async function reply(talk) {
   return true;
 }
 
+function complain(text) {
+  $("problem").textContent = text;
+}
+
+function showImages() {
+  $("images").replaceChildren(
+    ...images.map((url, at) => {
+      const remove = make("button", "×", { type: "button", "aria-label": `Remove image ${at + 1}` });
+      remove.addEventListener("click", () => {
+        images.splice(at, 1);
+        showImages();
+      });
+      const item = make("span");
+      item.append(make("img", null, { src: url, alt: `Image ${at + 1} of the next message` }), remove);
+      return item;
+    }),
+  );
+}
+
+async function attach(files) {
+  complain("");
+  if (!model) await describe();
+  for (const file of files) {
+    if (!seesImages) return complain(`${model || "This model"} takes no images.`);
+    if (!file.type.startsWith("image/")) return complain(`${file.name} is no image.`);
+    if (file.size > MOST_IMAGE_BYTES) return complain(`${file.name} has more than 4 MiB.`);
+    images.push(await new Promise((resolve, reject) => {
+      const reader = new FileReader();
+      reader.onload = () => resolve(reader.result);
+      reader.onerror = () => reject(reader.error);
+      reader.readAsDataURL(file);
+    }));
+    showImages();
+  }
+}
+
 async function ask() {
   const question = $("question").value.trim();
-  if (!question || running) return;
+  if ((!question && !images.length) || running) return;
+  complain("");
   running = new AbortController();
   $("question").value = "";
   $("send").hidden = true;
   $("stop").hidden = false;
   const talk = conversation;
-  talk.push({ role: "user", content: question });
-  bubble("you").append(...markdown(question));
+  const shown = images;
+  images = [];
+  showImages();
+  const parts = shown.map((url) => ({ type: "image_url", image_url: { url } }));
+  if (question) parts.push({ type: "text", text: question });
+  talk.push({ role: "user", content: shown.length ? parts : question });
+  const pictures = shown.map((url, at) => make("img", null, { src: url, alt: `Image ${at + 1}` }));
+  bubble("you").append(...pictures, ...markdown(question));
   $("log").scrollTop = $("log").scrollHeight;
   try {
     if (!model) await describe();
@@ -507,9 +585,32 @@ $("stop").addEventListener("click", () => running && running.abort());
 $("fresh").addEventListener("click", () => {
   if (running) running.abort();
   conversation = [];
+  images = [];
+  showImages();
+  complain("");
   $("log").replaceChildren();
   $("question").focus();
 });
+const filesOf = (data) => [...(data ? data.files : [])];
+$("attach").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", () => {
+  attach([...$("file").files]).catch((error) => complain(String(error)));
+  $("file").value = "";
+});
+$("question").addEventListener("paste", (event) => {
+  const files = filesOf(event.clipboardData);
+  if (!files.length) return;
+  event.preventDefault();
+  attach(files).catch((error) => complain(String(error)));
+});
+for (const name of ["dragover", "drop"]) {
+  $("chat-section").addEventListener(name, (event) => {
+    if (!event.dataTransfer || ![...event.dataTransfer.types].includes("Files")) return;
+    event.preventDefault();
+    if (name === "drop") attach(filesOf(event.dataTransfer)).catch((error) => complain(String(error)));
+  });
+}
+for (const link of document.querySelectorAll("nav a")) link.href = base + link.getAttribute("href");
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key = $("key").value;

@@ -1,0 +1,254 @@
+"""Settings as vLLM and SGLang spell them. A spelling that means one of Weft's settings is taken; a setting
+that Weft lacks is refused with the name of what Weft does in its place. docs/from-vllm.md lists both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from weft.common.errors import ConfigError
+from weft.common.spelling import misspelt
+
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-q": "--quantization",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
+"""vLLM's short flags that Weft has in long."""
+SAME = {
+    "enable_log_requests": "log_requests",
+    "disable_log_requests": "no_log_requests",
+    "no_enable_log_requests": "no_log_requests",
+    "enforce_eager": "no_decode_graphs",
+    "uvicorn_log_level": "log_level",
+}
+"""vLLM's flags that have another name here and the same meaning."""
+_SPECULATION = {
+    "method": "speculative_method",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_min": "ngram_min_length",
+    "prompt_lookup_max": "ngram_max_length",
+}
+"""Keys of vLLM's ``--speculative-config`` to Weft's fields."""
+
+_PARSERS = "--tool-call-parser and --reasoning-parser name other formats"
+_ALWAYS = "this is always on, leave the flag out"
+_OWN_FORMAT = "a checkpoint's own config.json is the one source: leave the flag out"
+_LORA = "Weft serves no LoRA adapters: merge the adapter into the checkpoint"
+_PIPELINE = "Weft has no pipeline parallelism: use --tensor-parallel-size, or --data-parallel-size with --ep"
+_TIERS = "Weft has no second tier of KV cache: set --kv-cache-memory"
+_COMPILE = "Weft compiles nothing while it serves; --decode-graphs replays decode steps"
+_PROXY = "Weft speaks plain HTTP: have a proxy end TLS before it"
+
+INSTEAD: dict[str, str] = {
+    # vLLM
+    "pipeline_parallel_size": _PIPELINE,
+    "pp": _PIPELINE,
+    "enable_chunked_prefill": f"{_ALWAYS}; --max-num-batched-tokens sets the tokens of a step",
+    "max_num_partial_prefills": "--long-prefill-token-threshold limits a prompt's part of a step",
+    "enable_auto_tool_choice": f"{_ALWAYS}; {_PARSERS}",
+    "enable_reasoning": f"{_ALWAYS}; {_PARSERS}",
+    "swap_space": _TIERS,
+    "cpu_offload_gb": "Weft keeps all weights where it computes: use --quantization for smaller ones",
+    "kv_offloading_size": _TIERS,
+    "kv_transfer_config": "use --prefill P --decode D, or weft up (docs/topologies.md)",
+    "kv_cache_memory_bytes": "use --kv-cache-memory",
+    "num_gpu_blocks_override": "use --kv-cache-memory",
+    "enable_lora": _LORA,
+    "lora_modules": _LORA,
+    "max_loras": _LORA,
+    "max_lora_rank": _LORA,
+    "enable_prompt_embeds": "Weft takes prompts as text or as token ids",
+    "hf_overrides": _OWN_FORMAT,
+    "rope_scaling": _OWN_FORMAT,
+    "rope_theta": _OWN_FORMAT,
+    "tokenizer_mode": "the tokenizer's files are the one source: leave the flag out",
+    "guided_decoding_backend": "use --grammar-backend",
+    "structured_outputs_config": "use --grammar-backend",
+    "scheduling_policy": "a request's own field priority goes first: leave the flag out",
+    "num_scheduler_steps": "use --steps-in-flight",
+    "async_scheduling": "use --steps-in-flight 2",
+    "max_seq_len_to_capture": _COMPILE,
+    "compilation_config": _COMPILE,
+    "cuda_graph_sizes": _COMPILE,
+    "distributed_executor_backend": "Weft starts its own processes: leave the flag out",
+    "worker_use_ray": "Weft starts its own processes: leave the flag out",
+    "data_parallel_size_local": "use --nnodes and --node-rank",
+    "api_server_count": "use --fronts",
+    "disable_log_stats": "use --log-level warning",
+    "disable_uvicorn_access_log": "Weft writes no access log; --log-requests turns one on",
+    "prefix_caching_hash_algo": "Weft has one hash: leave the flag out",
+    "response_role": "the role of an answer is assistant: leave the flag out",
+    "chat_template_content_format": "Weft reads the form off the template: leave the flag out",
+    "generation_config": "defaults of generation_config.json hold where a request sets none: leave it out",
+    "override_generation_config": "set the fields in requests",
+    "task": "a checkpoint without an output head makes embeddings, any other both: leave the flag out",
+    "runner": "a checkpoint without an output head makes embeddings, any other both: leave the flag out",
+    "override_pooler_config": "use --pooling",
+    "mm_processor_kwargs": "images are read as the checkpoint's preprocessor_config.json says",
+    "allowed_local_media_path": "images come as data: URLs, or from --allowed-media-domains",
+    "disable_frontend_multiprocessing": "leave the flag out; --fronts sets the processes that answer HTTP",
+    "download_dir": "set HF_HOME",
+    "tokenizer_revision": "--revision is the tokenizer's, too",
+    "master_addr": "use --rdzv",
+    "master_port": "use --rdzv",
+    "code_revision": "Weft runs no code of checkpoints",
+    "ssl_keyfile": _PROXY,
+    "ssl_certfile": _PROXY,
+    "allow_credentials": "use --allowed-origins",
+    "allowed_methods": "use --allowed-origins",
+    "allowed_headers": "use --allowed-origins",
+    "otlp_traces_endpoint": "use --trace-requests and weft trace (docs/tracing.md)",
+    "enable_expert_parallel_load_balancing": "use --eplb-interval",
+    "enable_eplb": "use --eplb-interval",
+    "disable_custom_all_reduce": "leave the flag out",
+    "calculate_kv_scales": "--kv-cache-dtype fp8 has a scale for each entry: leave the flag out",
+    "max_parallel_loading_workers": "leave the flag out",
+    # SGLang
+    "model_path": "use --model",
+    "tokenizer_path": "use --tokenizer",
+    "context_length": "use --max-model-len",
+    "mem_fraction_static": "use --gpu-memory-utilization",
+    "max_running_requests": "use --max-num-seqs",
+    "max_total_tokens": "use --kv-cache-memory",
+    "max_prefill_tokens": "use --max-num-batched-tokens",
+    "chunked_prefill_size": "use --max-num-batched-tokens, or --long-prefill-token-threshold",
+    "tp_size": "use --tensor-parallel-size",
+    "dp_size": "use --data-parallel-size",
+    "ep_size": "use --enable-expert-parallel",
+    "page_size": "use --block-size",
+    "disable_radix_cache": "use --no-enable-prefix-caching",
+    "disable_cuda_graph": "use --no-decode-graphs",
+    "schedule_policy": "requests share by key and by turn: leave the flag out",
+    "schedule_conservativeness": "leave the flag out",
+    "random_seed": "use --seed",
+    "speculative_algorithm": "use --speculative-method mtp or ngram",
+    "speculative_num_draft_tokens": "use --num-speculative-tokens",
+    "speculative_num_steps": "use --num-speculative-tokens",
+    "speculative_draft_model_path": "use --speculative-method mtp or ngram: no second model runs",
+    "enable_metrics": _ALWAYS,
+    "enable_cache_report": _ALWAYS,
+    "disaggregation_mode": "use --role in a topology (weft up), or --prefill P --decode D",
+    "sampling_backend": "leave the flag out",
+    "enable_deterministic_inference": "use --deterministic",
+    "load_balance_method": "use --routing-policy",
+    "dist_init_addr": "use --nnodes, --node-rank and --rdzv",
+    "tool_server": "Weft calls no tools: clients do",
+    "is_embedding": "a checkpoint without an output head makes embeddings: leave the flag out",
+    "log_level_http": "use --log-level",
+    "json_model_override_args": _OWN_FORMAT,
+}
+"""Field name to what Weft does in place of the setting."""
+
+
+def spelled(same: Mapping[str, str]) -> Callable[[Any], Any]:
+    """A reader of values that takes each key of ``same`` for its value."""
+    return lambda value: same.get(value, value) if isinstance(value, str) else value
+
+
+def most_images(value: Any) -> Any:
+    """The number of images in vLLM's ``--limit-mm-per-prompt``: ``{"image": 4}``, ``{"image": {"count": 4}}``
+    or ``image=4``. Any other value is returned as it is. Raises ConfigError for limits of other media.
+    """
+    flag = "--limit-mm-per-prompt"
+    if isinstance(value, str) and "=" in value:
+        value = dict(part.partition("=")[::2] for part in value.split(","))
+    elif isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
+    if not isinstance(value, Mapping):
+        return value
+    others = {kind: count for kind, count in value.items() if kind != "image" and count not in (0, "0", None)}
+    if others or "image" not in value:
+        raise ConfigError(
+            f'{flag} takes the images of a prompt, {{"image": 4}} or 4: two frames of a video count as one '
+            "image, and audio is not taken",
+            param=flag,
+        )
+    count = value["image"]
+    return count.get("count", count) if isinstance(count, Mapping) else count
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown setting ``name``: what Weft does in its place, the name that
+    ``name`` misspells, or nothing. ``known``: names as the caller spells them.
+    """
+    field = name.lstrip("-").replace("-", "_").lower()
+    instead = INSTEAD.get(field) or INSTEAD.get(field.removeprefix("no_"))
+    if instead:
+        return f" Weft has no such setting: {instead}"
+    near = misspelt(name, (one for one in known if len(one) > 2))
+    return f" Did you mean {near}?" if near and len(name) > 2 else ""
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """A command line with Weft's spellings: underscores in flags become dashes, vLLM's short flags become
+    long, and ``--speculative-config`` becomes the flags that it means. Raises ConfigError.
+    """
+    found: list[str] = []
+    rest = iter(given)
+    for word in rest:
+        if word == "--":  # positional words, or flags of another command
+            return [*found, word, *rest]
+        flag, equals, value = word.partition("=")
+        flag = SHORT.get(flag, flag)
+        if not flag.startswith("--"):
+            if flag.startswith("-") and flag[1:] in INSTEAD:
+                raise ConfigError(f"there is no flag {flag}.{unknown(flag, ())}", param=flag)
+            found.append(word)
+            continue
+        field = flag[2:].replace("-", "_")
+        if field == "speculative_config":
+            text = value if equals else next(rest, "")
+            for name, one in speculation(text).items():
+                found += ["--" + name.replace("_", "-"), str(one)]
+            continue
+        flag = "--" + SAME.get(field, field).replace("_", "-")
+        found.append(flag + equals + value)
+    return found
+
+
+def fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords or keys of a file with Weft's spellings, as ``arguments`` has them. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name == "speculative_config" and value is not None:
+            found.update(speculation(value))
+        elif (same := SAME.get(name)) is not None and same.startswith("no_"):
+            found[same[3:]] = not value
+        elif same is not None:
+            found[same] = value
+        else:
+            found[key] = value
+    return found
+
+
+def speculation(value: Any) -> dict[str, Any]:
+    """Weft's fields for vLLM's ``--speculative-config``, a JSON object or a mapping. Raises ConfigError."""
+    flag = "--speculative-config"
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{flag} is not valid JSON", param=flag) from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{flag} must be a JSON object", param=flag)
+    found = {}
+    for key, one in given.items():
+        if key not in _SPECULATION:
+            raise ConfigError(
+                f"{flag}: Weft takes {', '.join(_SPECULATION)}, not {str(key)[:80]!r} "
+                "(--speculative-method mtp uses the model's own module, ngram earlier text)",
+                param=flag,
+            )
+        found[_SPECULATION[key]] = one
+    if "speculative_method" in found and str(found["speculative_method"]).endswith("_mtp"):
+        found["speculative_method"] = "mtp"  # vLLM's older names begin with the model: deepseek_mtp
+    return found

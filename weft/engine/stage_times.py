@@ -1,0 +1,80 @@
+"""Times that sequences spend in the stages of an engine: in the queue, and in prefill until the first token.
+
+    submitted ──queue──> admitted ──prefill──> first token
+
+A sequence that goes on after a preemption or at another engine is not measured again. Where requests are
+traced, their spans hear of the same events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from weft.engine.request_spans import RequestSpans
+from weft.engine.room_notes import RoomTally
+from weft.tracing.writer import SpanWriter
+from weft.types.measures import SECONDS, Measures
+from weft.types.messages import READINESS_SALT, Submit, TokenEvent
+
+
+class StageTimes:
+    """Measures of one engine. Used from the thread that steps."""
+
+    def __init__(self, writer: SpanWriter | None, now: Callable[[], float]) -> None:
+        """``writer``: where spans go; None where requests are not traced."""
+        self._spans = None if writer is None else RequestSpans(writer, now)
+        self._now = now
+        self._queued: dict[int, float] = {}
+        """Sequence without a slot so far -> its arrival."""
+        self._prefilling: dict[int, float] = {}
+        """Sequence with a slot and without a token -> when it got the slot."""
+        self.queue = Measures()
+        self.prefill = Measures()
+
+    def follow(self, tallies: Iterable[RoomTally]) -> None:
+        """Hears of the ends of rooms."""
+        if self._spans is not None:
+            self._spans.follow(tallies)
+
+    def submitted(self, submit: Submit, arrived: float) -> None:
+        """A sequence was taken in."""
+        if not submit.emitted_ids and submit.salt != READINESS_SALT:
+            self._queued[submit.sequence] = arrived
+        if self._spans is not None and submit.trace:
+            self._spans.submitted(submit, arrived)
+
+    def admitted(self, sequences: Iterable[int], now: float) -> None:
+        """A step was planned that gives slots to ``sequences``."""
+        if self._spans is not None:
+            sequences = list(sequences)
+            self._spans.admitted(sequences, now)
+        for sequence in sequences:
+            arrived = self._queued.pop(sequence, None)
+            if arrived is not None:
+                self.queue = self.queue.add(SECONDS, now - arrived)
+                self._prefilling[sequence] = now
+
+    def told(self, events: list[TokenEvent]) -> None:
+        """``events`` leave the engine."""
+        if self._spans is not None:
+            self._spans.told(events)
+        if not (events and (self._prefilling or self._queued)):
+            return
+        now = self._now()
+        for event in events:
+            if event.token_ids:
+                began = self._prefilling.pop(event.sequence, None)
+                if began is not None:
+                    self.prefill = self.prefill.add(SECONDS, now - began)
+            if event.finish is not None:
+                self.forget(event.sequence)
+
+    def forget(self, sequence: int) -> None:
+        """The sequence has ended."""
+        self._queued.pop(sequence, None)
+        self._prefilling.pop(sequence, None)
+
+    def close(self) -> None:
+        """Ends the spans."""
+        if self._spans is not None:
+            self._spans.close()

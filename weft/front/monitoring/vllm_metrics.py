@@ -1,0 +1,108 @@
+"""Metrics as vLLM names them, for dashboards and gateways made for vLLM (``--vllm-metrics``)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weft.config.resolved import EngineConfig
+from weft.types.messages import HeadStats
+
+_OLDER = {
+    b"vllm:inter_token_latency_seconds": b"vllm:time_per_output_token_seconds",
+    b"vllm:kv_cache_usage_perc": b"vllm:gpu_cache_usage_perc",
+}
+"""Metrics that vLLM has renamed: dashboards of earlier versions ask for the older name."""
+_HTTP = re.compile(
+    rb'^vllm:http_requests_total\{(?P<more>front="[^"]*",)?method="(?P<method>[A-Z]+|other)",'
+    rb'route="(?P<route>[^"]*)",status="(?P<status>\d)\d*"\} (?P<count>\S+)$',
+    re.MULTILINE,
+)
+
+
+def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, HeadStats]]) -> bytes:
+    """The exposition ``page`` with vLLM's names, the label ``engine`` for ``head``, and metrics that vLLM
+    derives otherwise. ``engines``: names, and the counters of the last heartbeat.
+    """
+    renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
+    older = [
+        line.replace(name, before)
+        for line in renamed.split(b"\n")
+        for name, before in _OLDER.items()
+        if name in line
+    ]
+    derived = CollectorRegistry(auto_describe=False)
+    derived.register(_Derived(config, list(engines), _answers(renamed)))
+    return renamed + b"\n".join([*older, b""]) + generate_latest(derived)
+
+
+def _answers(page: bytes) -> Counter[tuple[str, str, str]]:
+    """(route, method, first digit of the status) to answers."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for one in _HTTP.finditer(page):
+        key = one["route"].decode(), one["method"].decode(), one["status"].decode()
+        found[key] += int(float(one["count"]))
+    return found
+
+
+class _Derived(Collector):
+    """Metrics that are made of others."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        engines: list[tuple[str, HeadStats]],
+        answers: Counter[tuple[str, str, str]],
+    ) -> None:
+        self._config = config
+        self._engines = engines
+        self._answers = answers
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["model_name", "engine"]
+        model = self._config.served_names[0]
+        cached = CounterMetricFamily(
+            "vllm:prompt_tokens_cached", "Prompt tokens found in a cache.", labels=labels
+        )
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens, by where they came from.",
+            labels=[*labels, "source"],
+        )
+        drafts = CounterMetricFamily(
+            "vllm:spec_decode_num_drafts", "Sequences' steps that verified drafts.", labels=labels
+        )
+        for name, stats in self._engines:
+            hits = min(stats.prefix_hits, stats.prompt_tokens)
+            cached.add_metric([model, name], hits)
+            for source, count in (("local_compute", stats.prompt_tokens - hits), ("local_cache_hit", hits)):
+                sources.add_metric([model, name, source], count)
+            drafts.add_metric([model, name], stats.drafts[0] if stats.drafts else 0)
+        yield from (cached, sources, drafts, self._cache_config(model))
+        http = CounterMetricFamily(
+            "http_requests", "HTTP requests answered.", labels=["handler", "method", "status"]
+        )
+        for (route, method, status), count in self._answers.items():
+            http.add_metric([route, method, f"{status}xx"], count)
+        yield http
+
+    def _cache_config(self, model: str) -> Metric:
+        kv, cache = self._config.kv, self._config.cache
+        facts = {
+            "block_size": kv.block_size,
+            "cache_dtype": cache.kv_cache_dtype,
+            "enable_prefix_caching": kv.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "num_gpu_blocks": max((pool.num_blocks for pool in kv.pools), default=0),
+        }
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache's settings.", labels=["model_name", "engine", *facts]
+        )
+        for name, _ in self._engines:
+            family.add_metric([model, name, *map(str, facts.values())], 1)
+        return family
