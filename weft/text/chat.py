@@ -27,13 +27,13 @@ from weft.common.errors import InvalidRequest
 from weft.config.media import MediaFacts
 from weft.text.arrange import RoleOrder, arranged
 from weft.text.conversation import conversation_of, tool_objects
-from weft.text.forms import TemplateForm, find_ends, find_form
+from weft.text.forms import PROBE_TOOLS, TemplateForm, find_ends, find_form
 from weft.text.limits import MAX_SECONDS
 from weft.text.marks import Marks
 from weft.text.messages import Message, ShownPart, Shows, check_messages
 from weft.text.parsing.parser import Tool
 from weft.text.private import secret_digits
-from weft.text.template import ChatTemplate
+from weft.text.template import TOO_EXPENSIVE, ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.video import VideoPart, group_times
 
@@ -218,8 +218,18 @@ class ChatFormat:
     def _plain(self, messages: Sequence[Message], template: ChatTemplate, form: TemplateForm) -> str:
         """The text of messages that hold nothing like a special token."""
         conversation = conversation_of(messages, template, form, self._marks, secret_digits())
-        variables = {"messages": conversation, "add_generation_prompt": True}
-        return template.render({**self._named(), **variables, "tools": None, "documents": None})
+        variables = {
+            **self._named(),
+            "messages": conversation,
+            "add_generation_prompt": True,
+            "documents": None,
+        }
+        try:
+            return template.render({**variables, "tools": None})
+        except InvalidRequest as error:
+            if not template.uses_tools or error.error_code == TOO_EXPENSIVE:
+                raise
+            return template.render({**variables, "tools": PROBE_TOOLS})  # some templates fail without tools
 
     def _thinks(self, prompt: str, last: str) -> bool:
         """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""

@@ -163,7 +163,7 @@ class _Prober:
             turn = _called(form, [_call(form, 0, _RESULT)])
             if form.problem:
                 turn = {"role": "assistant", "content": _content(form, "assistant", "a")}
-            return self._render([user, turn, _result(form, content)], _TOOLS)
+            return self._render([user, turn, _result(form, content)], PROBE_TOOLS)
         if role == "assistant":
             return self._render([user, message, user])
         return self._render([message, user] if role == "system" else [message])
@@ -225,7 +225,7 @@ class _Prober:
         answer = {"role": "assistant", "content": _content(form, "assistant", "a")}
         turn = _called(form, calls or [_call(form, 0, _PROBE)])
         results = [_result(form, _content(form, "tool", "t"), number) for number in range(len(calls) or 1)]
-        return self._render([user, turn, *results, answer, user, turn, *results], _TOOLS, prompt=True)
+        return self._render([user, turn, *results, answer, user, turn, *results], PROBE_TOOLS, prompt=True)
 
     def _thoughts(self, form: TemplateForm) -> TemplateForm:
         """Finds out which field the template takes a thought from."""
@@ -234,10 +234,10 @@ class _Prober:
         called = _called(form, [_call(form, 0, _PROBE)])
         both = {**called, "content": spoken["content"]}
         for field, turn in itertools.product(THOUGHTS, (called, spoken)):
-            text = self._render([user, {**turn, field: _RESULT}], _TOOLS)
+            text = self._render([user, {**turn, field: _RESULT}], PROBE_TOOLS)
             if text is not None and _RESULT in text:
-                refused = self._render([user, {**both, field: _RESULT}], _TOOLS) is None
-                alone = refused and self._render([user, both], _TOOLS) is not None
+                refused = self._render([user, {**both, field: _RESULT}], PROBE_TOOLS) is None
+                alone = refused and self._render([user, both], PROBE_TOOLS) is not None
                 return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
         return form
 
@@ -249,12 +249,12 @@ class _Prober:
         answer = {"role": "assistant", "content": _content(form, "assistant", _PROBE)}
         ends = set[str]()
         for messages in ([user, answer, user], [user, answer]):
-            text = self._render(messages) or self._render(messages, _TOOLS)
+            text = self._render(messages) or self._render(messages, PROBE_TOOLS)
             if text is not None:
                 after = text.rpartition(_PROBE)[2].partition(_ASKED)[0]
                 ends |= _first(after, marks, inner, anywhere=False)
         called = _called(form, [_call(form, 0, _PROBE)])
-        text = self._render([user, called, _result(form, _content(form, "tool", _RESULT))], _TOOLS)
+        text = self._render([user, called, _result(form, _content(form, "tool", _RESULT))], PROBE_TOOLS)
         if text is not None and _PROBE in text and _RESULT in text:
             after = text.partition(_RESULT)[0].rpartition(_PROBE)[2]
             if not any(end in after for end in ends | known):
@@ -271,7 +271,7 @@ class _Prober:
         spoken = {**turn, "content": _content(form, "assistant", _RESULT)}
         found = set[str]()
         for message in (turn, {**turn, **thought}, spoken):
-            text = self._render([user, message], _TOOLS)
+            text = self._render([user, message], PROBE_TOOLS)
             places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
             shown = [place for place in places if place >= 0]
             if text and shown and shown == sorted(shown):  # some templates write text behind the turn's end
@@ -279,7 +279,7 @@ class _Prober:
         return found
 
 
-_TOOLS: list[dict[str, Any]] = [
+PROBE_TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {"name": "f", "description": "d", "parameters": _EMPTY_SCHEMA},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.text.published.conversations import CONVERSATIONS, TOOLS, reference
+from tests.text.published.conversations import CONVERSATIONS, TOOLS, Messages, reference
 from tests.text.published.files import VARIABLE, common_length, model, source, template_names
 from weft.common.errors import InvalidRequest
 from weft.text.template import ChatTemplate
@@ -23,6 +23,16 @@ def test_the_templates_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert found, f"{VARIABLE} names {where}, which has no templates/*.jinja"
     with capsys.disabled():
         print(f"{len(found)} published chat templates")
+
+
+def _moved(messages: Messages, made: str, wanted: str) -> bool:
+    """True if the template loses a system message, or shows a late one only in some conversations, and Weft
+    shows the message in the user's turn.
+    """
+    told = [message["content"] for message in messages if message["role"] == "system"]
+    lost = any(isinstance(text, str) and text not in wanted for text in told)
+    late = any(message["role"] == "system" for message in messages[1:])
+    return (lost or late) and "<system-reminder>" in made and all(text in made for text in told)
 
 
 @pytest.mark.parametrize("name", template_names())
@@ -47,7 +57,7 @@ def test_every_kind_of_conversation_is_rendered_as_by_the_reference(name: str) -
             made = None
             if wanted is not None:
                 wrong.append(f"{kind}: {error.message}")
-        if made is not None and wanted is not None and made != wanted:
+        if made is not None and wanted is not None and made != wanted and not _moved(messages, made, wanted):
             at = common_length(made, wanted)
             wrong.append(f"{kind}: {made[at - 30 : at + 80]!r}, not {wanted[at - 30 : at + 80]!r}")
     assert not wrong, "\n".join([name, *wrong])
