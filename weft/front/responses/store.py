@@ -45,7 +45,9 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseStore:
     """Where the store is full, the key that has most of it gives way, so no key pushes another one below its
     equal share. Of its responses, the one goes first that was not used for the longest time, and no response
-    before those that go on from it unless they are used less. Thread-safe: long answers are put into JSON, and so kept, in threads.
+    before those that go on from it unless they are used less.
+
+    Thread-safe: long answers are put into JSON, and so kept, in threads.
     """
 
     def __init__(self, limit: int, where: str = "") -> None:
