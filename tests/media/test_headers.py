@@ -180,3 +180,14 @@ def test_a_huge_png_is_known_to_be_huge_before_it_is_decoded() -> None:
     for name, part in ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")):
         data += struct.pack(">I", len(part)) + name + part + struct.pack(">I", zlib.crc32(name + part))
     assert read_header(data).shown == (50_000, 50_000)
+
+
+def test_scans_of_a_jpeg_are_counted_and_bounded() -> None:
+    assert read_header(made("JPEG", (64, 48))).scans == 1
+    file = made("JPEG", (64, 48), progressive=True)
+    found = read_header(file)
+    assert 2 < found.scans < 20
+    assert found.work == 64 * 48 * found.scans
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    with pytest.raises(BadMedia, match="scans"):
+        read_header(file[:-2] + 2000 * scan + file[-2:])

@@ -104,3 +104,11 @@ def test_low_detail_is_small_and_another_image_to_caches() -> None:
     other = Pictures(msgspec.structs.replace(facts, mean=(0.1, 0.2, 0.3)), MediaSection())
     (changed,) = other.measured([part(source)], {})
     assert changed.target.fingerprint != high.target.fingerprint
+
+
+def test_pixels_of_all_images_of_a_prompt_are_bounded() -> None:
+    pictures = Pictures(FACTS, MediaSection(max_request_pixels=3 * 64 * 64))
+    one = data_url(image_file((64, 64)))
+    assert len(pictures.measured([part(one)] * 3, {})) == 3
+    with pytest.raises(InvalidRequest, match="--max-request-pixels"):
+        pictures.measured([part(one)] * 4, {})

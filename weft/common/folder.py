@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
+from typing import IO, Any, Literal
 
 from weft.common import env
 
@@ -31,6 +32,19 @@ def cache_folder(name: str) -> Path:
     """The folder ``name`` in this user's cache of Weft. It may not exist yet."""
     root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "weft" / name
+
+
+def open_private(path: Path, mode: Literal["w", "ab"]) -> IO[Any]:
+    """Open a file that only this user may read, as ``open`` does; text is UTF-8. Raises OSError.
+
+    A file that was there keeps its content in mode "ab", and loses what others may do with it.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if mode == "w" else os.O_APPEND)
+    descriptor = os.open(path, flags, 0o600)
+    with contextlib.suppress(OSError):  # another user's file, or a file system without permissions
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)
+    return open(descriptor, mode, encoding=None if mode == "ab" else "utf-8")
 
 
 def private_folder() -> Path:

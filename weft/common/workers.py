@@ -32,6 +32,8 @@ HEADER = struct.Struct("<I")
 """Before each payload and answer: its length in bytes."""
 MAX_WAITING = 1024
 """Payloads that may wait for a process."""
+CLIENT_WAITING = 512
+"""Payloads of one client that may wait, where clients are told apart."""
 BYTES_A_SECOND = 1 << 20
 """A payload waits as if it had come this much later a byte, so that small ones go first and none starves."""
 PIECE = 256 << 10
@@ -45,6 +47,7 @@ class WorkerDied(WeftError):
 class _Waiting(NamedTuple):
     turn: float
     number: int
+    cost: float
     payload: tuple[bytes | memoryview, ...]
     answer: asyncio.Future[bytes | bytearray]
 
@@ -61,36 +64,70 @@ class WorkerPool:
         self._greeting = greeting
         self._most = most
         self._seconds = seconds
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[int, list[_Waiting]] = {}
+        """By client, each a heap. No list is empty."""
+        self._count = 0
+        """Payloads in ``_waiting``."""
+        self._now = 0.0
+        """Virtual time: when the work that was taken last began."""
+        self._ends: dict[int, float] = {}
+        """Virtual times at which the work of clients ends, of those that are ahead of ``_now``."""
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
         self._busy: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
-    async def call(self, *payload: bytes | memoryview) -> bytes | bytearray:
+    async def call(
+        self, *payload: bytes | memoryview, client: int = -1, cost: float = 1.0
+    ) -> bytes | bytearray:
         """The answer of a process to a payload in pieces, which are not copied here.
+
+        ``client``: who asks. Clients that wait share the processes equally, counted in ``cost`` (of any unit,
+        the same for all payloads). Client -1 stands for callers that are not told apart.
 
         A caller that is cancelled leaves the process at its work, within the deadline. Raises Overloaded when
         too many wait, DeadlineExceeded when it takes too long, and WorkerDied when the process died of it.
         """
         if self._closed:
             raise Unavailable("the server is shutting down")
-        if len(self._waiting) >= MAX_WAITING:
+        if self._count >= MAX_WAITING or (
+            client >= 0 and len(self._waiting.get(client, ())) >= CLIENT_WAITING
+        ):
             raise Overloaded("too many requests wait to be read; try again later")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[bytes | bytearray] = loop.create_future()
         turn = loop.time() + sum(map(len, payload)) / BYTES_A_SECOND
-        heapq.heappush(self._waiting, _Waiting(turn, next(self._numbers), payload, answer))
+        waiting = self._waiting.setdefault(client, [])
+        heapq.heappush(waiting, _Waiting(turn, next(self._numbers), cost, payload, answer))
+        self._count += 1
         self._dispatch()
         return await answer
 
     def _dispatch(self) -> None:
         while self._waiting and (self._idle or len(self._busy) < self._most):
-            item = heapq.heappop(self._waiting)
+            item = self._next()
             if item.answer.done():  # its request has ended
                 continue
             task = asyncio.create_task(self._work(self._take_idle(), item))
             self._busy[task] = None
+
+    def _next(self) -> _Waiting:
+        """Take the next payload: of the client whose work ends first in virtual time.
+
+        Start-time fair queueing. A client that was away begins at ``_now``, so that nobody saves up turns.
+        A payload that nobody waits for any more costs its client nothing.
+        """
+        client = min(self._waiting, key=lambda one: max(self._now, self._ends.get(one, 0.0)))
+        waiting = self._waiting[client]
+        item = heapq.heappop(waiting)
+        self._count -= 1
+        if not waiting:
+            del self._waiting[client]
+        if not item.answer.done():
+            self._now = max(self._now, self._ends.get(client, 0.0))
+            self._ends = {one: end for one, end in self._ends.items() if end > self._now}
+            self._ends[client] = self._now + item.cost
+        return item
 
     def _take_idle(self) -> _Worker | None:
         while self._idle:
@@ -134,8 +171,9 @@ class WorkerPool:
     async def close(self) -> None:
         """Ends every process; who waits gets Unavailable."""
         self._closed = True
-        waiting = self._waiting
-        self._waiting = []
+        waiting = [item for each in self._waiting.values() for item in each]
+        self._waiting = {}
+        self._count = 0
         for item in waiting:
             if not item.answer.done():
                 item.answer.set_exception(Unavailable("the server is shutting down"))

@@ -74,6 +74,14 @@ class MediaSection(Section, frozen=True, kw_only=True):
             "of a media worker follows from it.",
         ),
     ] = 64 << 20
+    max_request_pixels: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=1 << 34,
+            description="Pixels of all images of a prompt together, counted once for each scan of a JPEG.",
+        ),
+    ] = 512 << 20
     media_timeout: Annotated[
         float,
         Meta(gt=0, le=600, description="Seconds to fetch an image in, and as many to decode it."),

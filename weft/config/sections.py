@@ -108,6 +108,13 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="Share of a GPU's memory for weights, activations and cache.")
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Meta(description="Reuse the cache of equal prefixes.")] = True
+    share_cache_across_keys: Annotated[
+        bool,
+        Meta(
+            description="Share cached prefixes and images between API keys, too, so that usage and time "
+            "tell a client which prompts others have sent: only where clients trust each other."
+        ),
+    ] = False
     session_retention: Annotated[
         float,
         Meta(

@@ -58,6 +58,14 @@ class ApiKeys:
                 found = number
         return found if scheme.lower() == b"bearer" else None
 
+    def salt_of(self, number: int, salt: str) -> str:
+        """``salt`` as requests of the key with this number have it: nobody without the key can derive it, and
+        equal names of two keys differ. All processes with the same keys derive the same one.
+        """
+        if not self._digests:
+            return salt
+        return hmac.new(self._digests[number], b"cache salt" + salt.encode(), hashlib.sha256).hexdigest()
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
@@ -103,6 +111,10 @@ class AccessControl:
             )
         scope[KEY] = key
         return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
+
+    def salt_of(self, key: int, salt: str) -> str:
+        """See ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
+        return self._keys.salt_of(key, salt)
 
     def spend(self, scope: Scope, tokens: int) -> None:
         """Counts the tokens of a request that was let in."""

@@ -280,7 +280,7 @@ class Front:
         found, files = await self._read(kind, body, use, lease, client)
         if not isinstance(found, Job) or lease is None or not found.pictures:
             return cast(T, found)
-        media = await self.media.decode(found.pictures, files, lease)
+        media = await self.media.decode(found.pictures, files, lease, client)
         lease.give(sum(map(len, files.values())))
         return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 

@@ -116,6 +116,8 @@ class Generation:
         visible = self._front.text.output.visible_for(job.output)
         owner = self._front.ids.mint()
         self._ids.append(owner)
+        shared = self._front.config.cache.share_cache_across_keys
+        salt = job.sharing.salt if shared else self._front.access.salt_of(self.client, job.sharing.salt)
         session = session_of(self.headers, job.sharing.session)
         for number, prompt in enumerate(job.prompts):
             made = submits_of(
@@ -131,7 +133,7 @@ class Generation:
                 session=session,
                 pooling=self._front.section.pooling if job.asked.encoding else "",
                 priority=job.sharing.priority,
-                salt=job.sharing.salt,
+                salt=salt,
                 media=job.media,
             )
             self._ids += [made[0].request, *(submit.sequence for submit in made)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from weft.common.errors import ConfigError
+from weft.common.folder import open_private
 from weft.tracing.merge import chrome_trace, read_folder, read_steps
 from weft.tracing.slowest import rows, table
 
@@ -33,7 +34,8 @@ def trace(folder: Path, out: Path | None, slowest: int) -> None:
         click.echo(f"{bad} lines were not whole and are left out", err=True)
     out = out or folder / "trace.perfetto.json"
     try:
-        out.write_text(json.dumps(chrome_trace(spans, read_steps(folder))), encoding="utf-8")
+        with open_private(out, "w") as file:
+            file.write(json.dumps(chrome_trace(spans, read_steps(folder))))
     except OSError as error:
         raise ConfigError(f"--out: cannot write that file ({error.strerror})", param="--out") from None
     found = rows(spans)

@@ -6,6 +6,7 @@ Every number comes from outside: reads are bounds-checked, and loops advance wit
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _MOST_ENTRIES = 4096
 """Of a directory in EXIF data."""
 _PNG_XMP = b"XML:com.adobe.xmp\0"
+MOST_SCANS = 100
+"""Of a JPEG: encoders write about ten. Each scan goes over all pixels."""
 _MOST_TURNS = 1 << 17
 """Parts that are looked at, of whatever kind: far more than real files have."""
 
@@ -37,6 +40,14 @@ class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
     height: int
     orientation: int = 1
     """As EXIF numbers them, 1 to 8: how stored pixels are turned to be shown."""
+
+    scans: int = 1
+    """Passes over all pixels that decoding takes."""
+
+    @property
+    def work(self) -> int:
+        """Pixels that decoding goes over, at least 1."""
+        return max(self.width * self.height * self.scans, 1)
 
     @property
     def shown(self) -> tuple[int, int]:
@@ -89,11 +100,34 @@ def _jpeg(view: memoryview) -> ImageHeader:
         part = view[at + 2 : at + size]
         if marker in _SOF:
             _, height, width = struct.unpack_from(">BHH", part)
-            return ImageHeader(format="JPEG", width=width, height=height, orientation=orientation or 1)
+            return ImageHeader(
+                format="JPEG",
+                width=width,
+                height=height,
+                orientation=orientation or 1,
+                scans=_scans(view, at + size),
+            )
         if marker == 0xE1:
             orientation = orientation or _orientation_in(part)
         at += size
     raise _too_many_parts()
+
+
+_SCAN = re.compile(rb"\xff\xda")
+
+
+def _scans(view: memoryview, at: int) -> int:
+    """Number of scans of a JPEG from ``at`` on. Raises BadMedia for too many.
+
+    Pixels hold no such mark: encoders write a zero behind 0xFF there. A mark inside of a comment counts, too:
+    files of cameras have a preview with a few scans before ``at``, and few other marks.
+    """
+    found = sum(1 for _ in itertools.islice(_SCAN.finditer(view, at), MOST_SCANS + 1))
+    if found > MOST_SCANS:
+        raise BadMedia(
+            f"is a JPEG of more than {MOST_SCANS} scans; save it again, not progressive or with fewer scans"
+        )
+    return max(found, 1)
 
 
 def _orientation_in(part: memoryview) -> int:

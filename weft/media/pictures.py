@@ -131,8 +131,17 @@ class Pictures:
         if wanted:
             raise NeedsFiles([Wanted(url, where) for url, where in wanted.items()])
         found: list[Picture] = []
+        work = 0
         for part, places in zip(parts, each, strict=True):
             frames = [self._frame(source, where, known) for source, where in places]
+            work += sum(frame.header.work for frame in frames)
+            if work > self._section.max_request_pixels:
+                raise BadMedia(
+                    f"brings the images of this prompt to {work} pixels (those of a JPEG count for each "
+                    f"scan), and at most {self._section.max_request_pixels} are decoded "
+                    "(--max-request-pixels); send fewer or smaller ones",
+                    TOO_LARGE,
+                ).at(part.where)
             if part.is_video:
                 found += self.groups(frames, part.where)
             else:

@@ -72,11 +72,16 @@ class MediaService:
         return file
 
     async def decode(
-        self, pictures: Sequence[Picture], files: Mapping[str, memoryview], lease: Lease
+        self,
+        pictures: Sequence[Picture],
+        files: Mapping[str, memoryview],
+        lease: Lease,
+        client: int = 0,
     ) -> tuple[MediaItem, ...]:
         """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
         No more images wait for a process than there are processes: so what the pool may have waiting is a
-        bound of requests, whatever images each has. Raises WeftError, naming the part."""
+        bound of requests, whatever images each has. ``client``: whose images these are; clients share the
+        processes equally, counted in pixels and scans. Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
@@ -84,11 +89,13 @@ class MediaService:
 
         async def one(picture: Picture) -> MediaItem:
             async with few:
-                return await self._decode(picture, files, lease)
+                return await self._decode(picture, files, lease, client)
 
         return tuple(await _all(map(one, pictures)))
 
-    async def _decode(self, picture: Picture, files: Mapping[str, memoryview], lease: Lease) -> MediaItem:
+    async def _decode(
+        self, picture: Picture, files: Mapping[str, memoryview], lease: Lease, client: int
+    ) -> MediaItem:
         shared = lease.share(picture.nbytes)
         into = None if shared is None else shared.name
         data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
@@ -96,7 +103,8 @@ class MediaService:
         sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
         task = packed(Decode(files=sizes, target=picture.target, into=into))
         places = [frame.where for frame in picture.frames]
-        key, pixels = await self._call(self._decoders, places, task, *data)
+        cost = float(sum(frame.header.work for frame in picture.frames))
+        key, pixels = await self._call(self._decoders, places, task, *data, client=client, cost=cost)
         if shared is not None and not len(pixels):
             try:
                 pixels = shared.seal()
@@ -116,11 +124,16 @@ class MediaService:
         )
 
     async def _call(
-        self, pool: WorkerPool, places: Sequence[str], *payload: bytes | memoryview
+        self,
+        pool: WorkerPool,
+        places: Sequence[str],
+        *payload: bytes | memoryview,
+        client: int = -1,
+        cost: float = 1.0,
     ) -> tuple[bytes, memoryview]:
         """``places``: of each frame, for errors."""
         try:
-            return result_of(await pool.call(*payload))
+            return result_of(await pool.call(*payload, client=client, cost=cost))
         except BadMedia as error:
             raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
         except DeadlineExceeded:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.folder import open_private
 from weft.common.log import get_logger
 from weft.overlap.times import StepTimes
 from weft.types.plan import StepPlan
@@ -46,7 +47,7 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: TextIO | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file: TextIO | None = open_private(Path(path), "w")
         except OSError as error:
             raise ConfigError(f"--trace: cannot write that file ({error.strerror})", param="trace") from None
         self._file.write("[")

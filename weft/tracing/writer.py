@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from weft.common.errors import ConfigError
+from weft.common.folder import open_private
 from weft.common.log import get_logger
 from weft.tracing.spans import Span, Value
 
@@ -42,7 +43,7 @@ class SpanWriter:
         path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO | None = path.open("ab")
+            self._file: BinaryIO | None = open_private(path, "ab")
         except OSError as error:
             raise ConfigError(
                 f"--trace-requests: cannot write to that folder ({error.strerror})", param="--trace-requests"

@@ -235,6 +235,7 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
     """An item as the store keeps it: with an id of its own, and with content in parts."""
     kind = item.get("type") or "message"
+    item = _kept(kind, item)
     content = item.get("content")
     if kind == "message" and isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -242,6 +243,40 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
         item = {**item, "content": [{"type": part, "text": content, **empty}]}
     made = {**item, "type": kind, "id": item.get("id") or new_id(kind)}
     return made if kind == "reasoning" else {"status": "completed", **made}
+
+
+MOST_ID = 256
+"""Characters of an id, a status or a phase that the store keeps."""
+_SHORT = frozenset({"id", "type", "status", "phase", "role", "detail"})
+_FIELDS = {
+    "message": {"role", "content", "phase"},
+    "function_call": {"call_id", "name", "namespace", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "custom_tool_call": {"call_id", "name", "namespace", "input"},
+    "custom_tool_call_output": {"call_id", "output"},
+    "reasoning": {"summary", "content", "encrypted_content"},
+}
+"""By type of item: the fields that a later prompt may show, or that say what the item is."""
+_PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "detail"})
+
+
+def _kept(kind: str, item: dict[str, Any]) -> dict[str, Any]:
+    """An item without what no prompt shows: the store would keep for long what cost its sender nothing."""
+    fields = _FIELDS.get(kind, frozenset()) | {"id", "type", "status"}
+    kept = {name: value for name, value in item.items() if name in fields and _is_kept(name, value)}
+    for name in ("content", "output", "summary"):
+        if isinstance(parts := kept.get(name), list):
+            kept[name] = [_kept_part(part) for part in parts]
+    return kept
+
+
+def _kept_part(part: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in part.items() if name in _PART_FIELDS and _is_kept(name, value)}
+    return {**kept, "annotations": []} if part.get("type") == "output_text" else kept
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    return name not in _SHORT or (isinstance(value, str) and len(value) <= MOST_ID)
 
 
 _PREFIXES = {

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from weft.common.errors import InvalidRequest, NotFound
+from weft.common.errors import InvalidRequest, NotFound, TooLarge
 from weft.front import openapi
 from weft.front.access import key_of
 from weft.front.answers import to_json
@@ -122,12 +122,21 @@ def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None
 
 
 async def _prepare(front: Front, store: ResponseStore, key: int, body: list[bytes]) -> list[bytes]:
-    """The payload of a body, with what it refers to. Raises NotFound."""
+    """The payload of a body, with what it refers to. Raises NotFound, and TooLarge (413) when both together
+    are larger than a body may be."""
     found = await front.in_thread(references, body)
     if found.previous is None and not found.items:
         return with_history(NONE, body)
     chain = [] if found.previous is None else store.chain(found.previous, key)
     owners = store.owners(found.items, key)
+    limit = front.section.max_request_bytes
+    size = sum(map(len, body)) + sum(len(stored.answer) + len(stored.input) for stored in [*chain, *owners])
+    if size > limit:
+        raise TooLarge(
+            f"the request and the stored responses that it refers to have {size} bytes, and at most {limit} "
+            "are read (--max-request-bytes); begin a new conversation, or send the items that matter",
+            param="previous_response_id" if chain else "input",
+        )
     line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
     return with_history(line, body)
 

@@ -43,8 +43,11 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseStore:
-    """What was not used for the longest time goes first, and no response before those that go on from it
-    unless they are used less. Thread-safe: long answers are put into JSON, and so kept, in threads.
+    """Where the store is full, the key that has most of it gives way, so no key pushes another one below its
+    equal share. Of its responses, the one goes first that was not used for the longest time, and no response
+    before those that go on from it unless they are used less.
+
+    Thread-safe: long answers are put into JSON, and so kept, in threads.
     """
 
     def __init__(self, limit: int, where: str = "") -> None:
@@ -53,7 +56,11 @@ class ResponseStore:
         self.used = 0
         self._where = where
         self._lock = threading.RLock()
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._kept: dict[str, Stored] = {}
+        self._by_key: dict[int, OrderedDict[str, Stored]] = {}
+        """Responses of each key, those not used for the longest time first. No entry is empty."""
+        self._used: dict[int, int] = {}
+        """Bytes of each key."""
         self._owner: dict[str, str] = {}
         """The response of each output item."""
 
@@ -63,11 +70,14 @@ class ResponseStore:
             return
         with self._lock:
             self._kept[stored.id] = stored
+            self._by_key.setdefault(stored.key, OrderedDict())[stored.id] = stored
+            self._used[stored.key] = self._used.get(stored.key, 0) + stored.size
             self._owner.update((item, stored.id) for item in stored.output_ids)
             self.used += stored.size
             self._touch(stored)
             while self.used > self.limit:
-                self._forget(next(iter(self._kept.values())))
+                most = max(self._used, key=self._used.__getitem__)
+                self._forget(next(iter(self._by_key[most].values())))
 
     def get(self, id: str, key: int) -> Stored:
         """The response of this id, if it was made with ``key``. Raises NotFound."""
@@ -101,6 +111,10 @@ class ResponseStore:
 
     def _forget(self, stored: Stored) -> None:
         del self._kept[stored.id]
+        del self._by_key[stored.key][stored.id]
+        self._used[stored.key] -= stored.size
+        if not self._by_key[stored.key]:
+            del self._by_key[stored.key], self._used[stored.key]
         for item in stored.output_ids:
             self._owner.pop(item, None)
         self.used -= stored.size
@@ -120,7 +134,7 @@ class ResponseStore:
         """It is used, and so is all that it goes on from, which is to stay longer."""
         at: Stored | None = stored
         while at is not None and at.id in self._kept:
-            self._kept.move_to_end(at.id)
+            self._by_key[at.key].move_to_end(at.id)
             at = None if at.previous is None else self._kept.get(at.previous)
 
 
