@@ -14,7 +14,7 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import BinaryIO, Literal, TextIO, overload
 
 from weft.common import env
 
@@ -34,7 +34,15 @@ def cache_folder(name: str) -> Path:
     return Path(root) / "weft" / name
 
 
-def open_private(path: Path, mode: Literal["w", "ab"]) -> IO[Any]:
+@overload
+def open_private(path: Path, mode: Literal["w"]) -> TextIO: ...
+
+
+@overload
+def open_private(path: Path, mode: Literal["ab"]) -> BinaryIO: ...
+
+
+def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
     """Open a file that only this user may read, as ``open`` does; text is UTF-8. Raises OSError.
 
     A file that was there keeps its content in mode "ab", and loses what others may do with it.
@@ -44,7 +52,7 @@ def open_private(path: Path, mode: Literal["w", "ab"]) -> IO[Any]:
     with contextlib.suppress(OSError):  # another user's file, or a file system without permissions
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.fchmod(descriptor, 0o600)
-    return open(descriptor, mode, encoding=None if mode == "ab" else "utf-8")
+    return os.fdopen(descriptor, "ab") if mode == "ab" else os.fdopen(descriptor, "w", encoding="utf-8")
 
 
 def private_folder() -> Path:
