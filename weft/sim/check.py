@@ -186,6 +186,8 @@ class Stream:
     """The link over which the sender of its present attempt said that it has moved; 0 while it has not."""
     lands_by: float = math.inf
     """Where that instance is lost since: when it is given up, if the receiver tells no token."""
+    images: bool = False
+    """Whether its prompt has images: instances that decode have no tower, and cannot compute such a prompt."""
     computed: bool = False
     """Whether a token of its present attempt has come: then who computes its prompt has all its images."""
     ended_elsewhere: bool = False

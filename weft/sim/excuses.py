@@ -37,7 +37,7 @@ def explain(front: FrontProcess, stream: Stream, code: str, message: str) -> Non
         names = [i.name for i in left]
         require(stream.pinned is not None or not able, f"{why}, and {names} had not refused it")
     elif _is_late(message):
-        check_wait(front, message, why)
+        check_wait(front, message, why, images=stream.images)
     elif "takes the request no more" in message:
         require(stream.times_given_back > MOST_REFUSALS, why)
     elif "shutting down" in message:
@@ -73,9 +73,11 @@ def _is_late(message: str) -> bool:
     return message in (LATE, UNFIT) or message.startswith(NO_ROLE)
 
 
-def check_wait(front: FrontProcess, message: str, why: str) -> None:
+def check_wait(front: FrontProcess, message: str, why: str, *, images: bool = False) -> None:
     """Raises Violation where a request waits no longer, as ``message`` says, though a process that could
     serve it was there until a moment ago, or an instance of the missing role will be started again.
+
+    ``images``: whether the prompt has images.
     """
     if not _is_late(message) or front.fleet.failure is not None:
         return
@@ -86,8 +88,7 @@ def check_wait(front: FrontProcess, message: str, why: str) -> None:
     require(not set(named) & set(present), f"{why}, and {present} are up")
     waited = cluster.now - front.there_at[0 if message == LATE else 2 if "encode" in named else 1]
     if message != LATE and "encode" not in named and "decode" in present:
-        blind = cluster.rooms.images.there and not cluster.rooms.images.towers
-        require(blind or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
+        require(images or not cluster.rooms.local_prefill, f"{why}, and one that decodes can prefill, too")
     awaited = any(
         (one.name not in front.retired_instances and one.state not in SERVING) or one.shunned
         for one in fleet.table.instances.values()

@@ -379,6 +379,7 @@ class FrontProcess:
             key=key,
             wants_prompt=client.params.prompt_logprobs >= 0 and submit.choice == 0,
             pinned=pinned,
+            images=bool(client.media),
         )
 
     def _after(self) -> None:
