@@ -34,7 +34,9 @@ __all__ = ["plain"]
 Tensor = torch.Tensor
 CPU = torch.device("cpu")
 #: Formats whose matrices all stay packed here; q, k and v of the others have inputs in different orders.
-WHOLE = [name for name in FORMATS if name not in ("fp8 mixed", "gptq")]
+PARTLY = ("fp8 mixed", "gptq", "autoround as gptq")
+"""Formats in which some matrices stay plain."""
+WHOLE = [name for name in FORMATS if name not in PARTLY]
 
 
 def load(folder: Path, dtype: torch.dtype, **more: Any) -> Any:

@@ -187,7 +187,7 @@ class Stream:
     lands_by: float = math.inf
     """Where that instance is lost since: when it is given up, if the receiver tells no token."""
     images: bool = False
-    """Whether its prompt has images: instances that decode have no tower, and cannot compute such a prompt."""
+    """Whether its prompt has images. Instances that decode have no tower, and cannot compute the prompt."""
     computed: bool = False
     """Whether a token of its present attempt has come: then who computes its prompt has all its images."""
     ended_elsewhere: bool = False

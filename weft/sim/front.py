@@ -297,7 +297,9 @@ class FrontProcess:
     def linked(self, link: Link) -> None:
         """There is a connection: the first over this link, or another one."""
         for stream in self.streams.values():  # the head has ended them with the connection before
-            stream.links.discard(link.number)
+            if link.number in stream.links:
+                stream.links.discard(link.number)
+                stream.ended_elsewhere = False  # the report of that end may be lost with the connection
         self.feed(e.Linked(link.head.instance, link.number))
 
     def lost(self, link: Link, why: str) -> None:
