@@ -169,6 +169,30 @@ def test_memory_that_is_full_of_whole_bodies() -> None:
     asyncio.run(run())
 
 
+def test_what_whole_bodies_refer_to_counts() -> None:
+    """Together they have a bounded memory; uploads that stall make room for them."""
+
+    async def run() -> None:
+        bodies = Bodies(limit=1000, memory=400)
+        async with asyncio.timeout(10) as timeout:
+            with bodies.upload() as stalled, bodies.upload() as first, bodies.upload() as second:
+                for upload in (stalled, first, second):
+                    upload.begin(timeout)
+                    upload.grow(10)
+                    if upload is not stalled:
+                        upload.complete()
+                first.hold(80)
+                assert stalled.ended
+                assert bodies.small.used == 100
+                with pytest.raises(Overloaded):
+                    second.hold(80)
+            assert bodies.small.used == 0
+            with bodies.upload() as third:
+                third.hold(100)
+
+    asyncio.run(run())
+
+
 def test_an_upload_that_was_ended_is_no_body() -> None:
     """Also where the rest of it came in the same moment."""
 
