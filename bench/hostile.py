@@ -259,7 +259,7 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
 
 def head_of(target: Target, length: str) -> bytes:
     """The head of a chat request; ``length`` is the header that tells how long its body is."""
-    lines = [f"POST {CHAT} HTTP/1.1", "host: x", "content-type: application/json", length]
+    lines = [f"POST {CHAT} HTTP/1.1", "host: localhost", "content-type: application/json", length]
     lines += [f"{name}: {value}" for name, value in key_header(target).items()]
     return "\r\n".join([*lines, "", ""]).encode()
 

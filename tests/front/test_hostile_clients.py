@@ -26,7 +26,7 @@ from weft.common.errors import Overloaded, RequestTimeout
 from weft.front import body
 from weft.front.body import Bodies, read_json
 
-ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
 
 
