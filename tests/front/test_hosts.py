@@ -31,9 +31,7 @@ FOREIGN = [
 def refused(hosts: Hosts, host: str) -> bool:
     try:
         hosts.check(host.encode("latin-1"))
-    except Forbidden as error:
-        assert error.error_code == "host_not_allowed"
-        assert "--allowed-hosts" in error.message
+    except Forbidden:
         return True
     return False
 
@@ -74,6 +72,7 @@ def test_a_page_that_rebinds_its_name_reads_nothing(fake: Any) -> None:
     for path in ("/", "/v1/models", "/metrics", "/docs", "/openapi.json", "/v1/models/", "/none"):
         answer = fake.http.get(path, headers=evil)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "host_not_allowed"), path
+        assert "--allowed-hosts" in answer.json()["error"]["message"]
     body = {"model": "fake", "prompt": "ab", "max_tokens": 1}
     assert fake.http.post("/v1/completions", json=body, headers=evil).status_code == 403
     assert fake.http.options("/v1/completions", headers=evil).status_code == 403

@@ -13,7 +13,7 @@ from weft.front.cors import Origins
 from weft.front.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
 
 PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
-"""Machinery asks these, which holds no key and knows the server by an address. They tell nothing but a state."""
+"""Machinery asks these, which holds no key and knows the server by an address. They tell only a state."""
 OPEN_PATHS = PROBES | {"/"}
 """Paths that need no key. The page at "/" holds nothing of the server, and asks its reader for a key."""
 ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})

@@ -23,17 +23,17 @@ class Hosts:
     """The hosts that requests may name. Ports are not looked at."""
 
     def __init__(self, bound: str, address: str, allowed: Iterable[str] = (), *, keys: bool = False) -> None:
-        """``bound``, ``address``: where the server listens, as asked for and as an address. ``allowed``: names
-        and addresses beside these and this machine's own; * for all. ``keys``: requests need an API key, which
-        no page of a stranger has.
+        """``bound``, ``address``: where the server listens, as asked for and as an address. ``allowed``:
+        names and addresses beside these and this machine's own; * for all. ``keys``: requests need an API
+        key, which no page of a stranger has.
         """
         named = frozenset(_plain(name) for name in allowed)
         self._names = named | {_plain(bound), _plain(address)}
         self._checks = ALL not in named and (bool(named) or (_is_local(_plain(address)) and not keys))
 
     def check(self, host: bytes | None) -> None:
-        """Raises Forbidden for a request to another ``host``. Without the header, which no browser leaves out,
-        a request passes."""
+        """Raises Forbidden for a request to another ``host``. A request without the header passes, since
+        every browser sends the header."""
         if not self._checks or host is None:
             return
         found = _HOST.fullmatch(host.decode("latin-1").strip())

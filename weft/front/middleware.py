@@ -1,5 +1,5 @@
-"""What every HTTP request passes: ids, header size, names of the server, keys and their limits, counting, other origins, and an
-answer for every failure.
+"""What every HTTP request passes: ids, header size, names of the server, keys and their limits, counting,
+other origins, and an answer for every failure.
 
 Here, too, paths and methods become those of the routes: ``/health/`` is ``/health``, and HEAD is GET without
 its body.
