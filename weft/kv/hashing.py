@@ -2,9 +2,9 @@
 
     hash[i] = H(hash[i - 1], token ids of block i, media keys of block i)        hash[-1] = root(fields)
 
-So equal hashes mean equal tokens (and media) from position 0, and equal fields, such as a salt. 128 bits of BLAKE2b: an
-accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every variable-length part
-goes in with its length before it, so that no two different inputs give the same bytes.
+So equal hashes mean equal tokens (and media) from position 0, and equal fields, such as a salt. 128 bits of
+BLAKE2b: an accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every
+variable-length part goes in with its length before it, so that no two different inputs give the same bytes.
 """
 
 from __future__ import annotations
