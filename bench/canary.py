@@ -28,7 +28,7 @@ import httpx
 import msgspec
 
 from bench import record
-from bench.hostile import ATTACKS, SHARED_PATTERN
+from bench.hostile import ATTACKS, RESPONSES, SHARED_PATTERN
 from weft.bench.process import ServerProcess
 from weft.bench.process_memory import tree
 
@@ -67,10 +67,16 @@ def _shared_grammar(number: int) -> tuple[str, dict[str, Any]]:
     return path, {**body, "ignore_eos": False, "guided_regex": SHARED_PATTERN}
 
 
+def _stored(number: int) -> tuple[str, dict[str, Any]]:
+    """A response, which goes on from the first one that the canary has stored."""
+    return RESPONSES, {"input": "Hi", "max_output_tokens": 1, "temperature": 0}
+
+
 CANARIES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
     "text": _chat,
     "grammar": _grammar,
     "shared_grammar": _shared_grammar,
+    "stored": _stored,
 }
 """By kind: the path and the body of a request with this number."""
 
@@ -107,6 +113,8 @@ class Canary:
         self.kinds = tuple(kinds)
         self.by_kind: dict[str, list[float]] = {kind: [] for kind in kinds}
         """Seconds of each request."""
+        self._first: str | None = None
+        """The id of the first response that was stored."""
         self.refusals: dict[str, list[str]] = {kind: [] for kind in kinds}
 
     @property
@@ -132,11 +140,15 @@ class Canary:
 
     async def _ask(self, link: httpx.AsyncClient, kind: str, number: int) -> None:
         path, body = CANARIES[kind](number)
+        if path == RESPONSES and self._first is not None:
+            body = {**body, "previous_response_id": self._first}
         begun = time.perf_counter()
         try:
             answer = await link.post(self._url + path, json={"model": self._model, **body})
             if answer.status_code != 200:
                 self.refusals[kind].append(str(answer.status_code))
+            elif path == RESPONSES and self._first is None:
+                self._first = answer.json()["id"]
         except httpx.HTTPError as error:
             self.refusals[kind].append(type(error).__name__)
         self.by_kind[kind].append(time.perf_counter() - begun)

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 WORDS = "Tom has 12 apples and buys 7 more. "
 
 
@@ -241,6 +242,44 @@ def exclusive_grammars(target: Target) -> list[int]:
     return at_once(target, 8, send)
 
 
+# ---- stored responses
+
+
+def respond(target: Target, items: list[dict[str, Any]], **fields: Any) -> tuple[int, str | None]:
+    """Makes a stored response from ``items``; its status and id. (0, None) where the connection ended."""
+    asked = {"type": "message", "role": "user", "content": "Hi"}
+    body = encoded(target, input=[*items, asked], max_output_tokens=1, store=True, **fields)
+    link = http.client.HTTPConnection(target.host, target.port, timeout=120)
+    with contextlib.closing(link), contextlib.suppress(OSError, http.client.HTTPException):
+        link.request("POST", RESPONSES, body, {"content-type": "application/json", **key_header(target)})
+        answer = link.getresponse()
+        return answer.status, json.loads(answer.read()).get("id")
+    return 0, None
+
+
+def chained_responses(target: Target) -> list[int]:
+    """Eight clients with chains of stored responses, whose items have megabytes that no prompt shows."""
+    size = target.times(2 << 20)
+    unseen = {"type": "message", "role": "user", "content": "Hi", "phase": "x" * size}
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * size}
+    last: dict[int, str | None] = {}
+
+    def send(number: int) -> int:
+        chain = number % 8
+        previous = last.get(chain)
+        fields = {} if previous is None else {"previous_response_id": previous}
+        status, last[chain] = respond(target, [unseen, sealed], **fields)
+        return status
+
+    return at_once(target, 8, send)
+
+
+def full_store(target: Target) -> list[int]:
+    """Eight clients that fill the store of responses. Sizes are not scaled."""
+    sealed = {"type": "reasoning", "summary": [], "encrypted_content": "x" * (4 << 20)}
+    return at_once(target, 8, lambda _: respond(target, [sealed])[0])
+
+
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,
@@ -254,12 +293,14 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "large_grammars": large_grammars,
     "spent_grammars": spent_grammars,
     "exclusive_grammars": exclusive_grammars,
+    "chained_responses": chained_responses,
+    "full_store": full_store,
 }
 
 
 def head_of(target: Target, length: str) -> bytes:
     """The head of a chat request; ``length`` is the header that tells how long its body is."""
-    lines = [f"POST {CHAT} HTTP/1.1", "host: x", "content-type: application/json", length]
+    lines = [f"POST {CHAT} HTTP/1.1", "host: localhost", "content-type: application/json", length]
     lines += [f"{name}: {value}" for name, value in key_header(target).items()]
     return "\r\n".join([*lines, "", ""]).encode()
 

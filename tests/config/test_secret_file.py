@@ -9,7 +9,7 @@ import pytest
 from tests.faults.rig import config_of
 from tests.support.secret import write_secret
 from weft.common.errors import ConfigError
-from weft.config.secret_file import LEAST_BYTES, check_secrets, read_secret
+from weft.config.secret_file import LEAST_BYTES, check_secrets, read_secret, warn_of_readable_keys
 
 TCP = {"role": "prefill", "transfer": "tcp", "kv_cache_memory": "8MiB"}
 
@@ -36,3 +36,28 @@ def test_a_secret_that_cannot_serve_is_refused_with_a_way_out(tmp_path: Path) ->
         file.chmod(mode)
         with pytest.raises(ConfigError, match=r"other users of this host.*chmod 600"):
             read_secret(str(file))
+
+
+@pytest.mark.parametrize(
+    ("content", "secret"),
+    [
+        ("api-key: [one]\nport: 1\n", True),
+        ("admin_key: one\n", True),
+        ("front: {api-key: one}\ngroups: [{role: unified}]\n", True),
+        ("port: 1\nserved-model-name: api-key\n", False),
+        ("", False),
+    ],
+)
+def test_keys_that_others_can_read_are_told(
+    content: str, secret: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "weft.yaml"
+    file.write_text(content)
+    for mode, told in ((0o600, False), (0o644, secret), (0o620, secret)):
+        file.chmod(mode)
+        caplog.clear()
+        warn_of_readable_keys(str(file))
+        assert bool(caplog.records) == told, oct(mode)
+        assert all(f"chmod 600 {file}" in record.getMessage() for record in caplog.records)
+        assert "one" not in caplog.text.replace(str(file), "")
+    warn_of_readable_keys(None)

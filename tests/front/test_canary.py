@@ -32,6 +32,8 @@ EXPECTED = {
     "large_grammars": {200, 400, 429},
     "spent_grammars": {200, 400},
     "exclusive_grammars": {200},
+    "chained_responses": {200, 413, 429},
+    "full_store": {200, 429},
 }
 GROWTH_MB = 100
 

@@ -26,7 +26,7 @@ from weft.common.errors import Overloaded, RequestTimeout
 from weft.front import body
 from weft.front.body import Bodies, read_json
 
-ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+ROUTE = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PATIENT = {"weft.front.body.STALL_TIMEOUT": 60.0}
 
 
@@ -165,6 +165,30 @@ def test_memory_that_is_full_of_whole_bodies() -> None:
             with bodies.upload() as third:
                 third.begin(timeout)
                 third.grow(100)
+
+    asyncio.run(run())
+
+
+def test_what_whole_bodies_refer_to_counts() -> None:
+    """Together they have a bounded memory; uploads that stall make room for them."""
+
+    async def run() -> None:
+        bodies = Bodies(limit=1000, memory=400)
+        async with asyncio.timeout(10) as timeout:
+            with bodies.upload() as stalled, bodies.upload() as first, bodies.upload() as second:
+                for upload in (stalled, first, second):
+                    upload.begin(timeout)
+                    upload.grow(10)
+                    if upload is not stalled:
+                        upload.complete()
+                first.hold(80)
+                assert stalled.ended
+                assert bodies.small.used == 100
+                with pytest.raises(Overloaded):
+                    second.hold(80)
+            assert bodies.small.used == 0
+            with bodies.upload() as third:
+                third.hold(100)
 
     asyncio.run(run())
 

@@ -91,7 +91,7 @@ def test_a_client_that_does_not_read_cannot_stop_the_stop(start_fake: Any, scrip
     server = start_fake(drain_timeout=0.3, constants={"weft.front.server.GRACE": 0.5})
     body = {"model": "fake", "prompt": "x", "seed": script.FLOOD, "max_tokens": 490, "stream": True}
     data = json.dumps({**body, "n": 16, "logprobs": 20}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", httpx.URL(server.url).port))

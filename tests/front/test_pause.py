@@ -279,9 +279,8 @@ def begin(server: Any, **fields: Any) -> socket.socket:
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     raw.settimeout(deadline(60))
     raw.connect(("127.0.0.1", httpx.URL(server.url).port))
-    head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    )
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += b"Content-Type: application/json\r\n"
     raw.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return raw
 

@@ -362,6 +362,44 @@ def test_a_large_body_is_read_elsewhere_the_same(server: Running) -> None:
     assert last.json()["output"][0]["content"][0]["text"] == "Hello Ann."
 
 
+@pytest.mark.parametrize("turns", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_long_chain_counts_what_its_prompt_shows(
+    turns: int, start_scripted: Callable[..., Running]
+) -> None:
+    """Each response repeats its tools and instructions, of which no later prompt shows any."""
+    server = start_scripted(SCRIPT[-1:], "--max-request-bytes", "131072", "--max-model-len", "200000")
+    about = {"type": "object", "description": "x" * 50_000}
+    tools = [{"type": "function", "name": "look", "parameters": about}]
+    previous: dict[str, Any] = {}
+    for turn in range(turns):
+        made = post(server, f"turn {turn}", instructions="y" * 2000, tools=tools, **previous)
+        assert made.status_code == 200, made.text
+        previous = {"previous_response_id": made.json()["id"]}
+    for _ in range(4):
+        made = post(server, "z" * 40_000, **previous)
+        if made.status_code != 200:
+            break
+        previous = {"previous_response_id": made.json()["id"]}
+    assert made.status_code == 413
+    error = made.json()["error"]
+    assert "--max-request-bytes" in error["message"]
+    assert error["param"] == "previous_response_id"
+    answer = post(server, [{"type": "item_reference", "id": "msg_none"}])
+    assert answer.status_code == 404
+
+
+def test_an_item_is_referred_to_once(server: Running) -> None:
+    """Short references could make a prompt of any length."""
+    item = post(server).json()["output"][0]["id"]
+    reference = {"type": "item_reference", "id": item}
+    asked = {"role": "user", "content": "go on"}
+    assert post(server, [reference, asked]).status_code == 200
+    answer = post(server, [reference, reference, asked])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[1]"
+    assert "twice" in answer.json()["error"]["message"]
+
+
 def test_of_several_fronts_each_keeps_its_own(start_scripted: Callable[..., Running]) -> None:
     server = start_scripted(SCRIPT[-1:], "--fronts", "2", "--responses-store-bytes", "100000")
     made = post(server).json()["id"]

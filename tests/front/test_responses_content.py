@@ -156,9 +156,17 @@ def test_what_the_events_say_is_what_the_items_have() -> None:
 
 def stored(id: str, size: int = 0, previous: str | None = None, key: int = 0) -> Stored:
     output = [{"type": "message", "id": f"msg_{id}", "role": "assistant", "content": []}]
-    answer = to_json({"id": id, "output": output})
+    answer = to_json({"id": id})
     padding = to_json([{"id": f"in_{id}", "role": "user", "content": "x" * size}])
-    return Stored(id=id, key=key, answer=answer, input=padding, output_ids=(f"msg_{id}",), previous=previous)
+    return Stored(
+        id=id,
+        key=key,
+        answer=answer,
+        input=padding,
+        output=to_json(output),
+        output_ids=(f"msg_{id}",),
+        previous=previous,
+    )
 
 
 def test_a_chain_is_found_with_all_of_its_items() -> None:

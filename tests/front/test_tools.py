@@ -336,6 +336,7 @@ def test_default_variables_of_the_template(start_scripted: Any, tmp_path: Path) 
         ("--default-chat-template-kwargs", '{"tools": []}'),
         ("--tool-call-parser", "nope"),
         ("--allowed-origins", "example.org"),
+        ("--allowed-hosts", "https://example.org"),
         ("--api-key", "same", "--admin-key", "same"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.kv.hashing import (
@@ -13,6 +13,7 @@ from weft.kv.hashing import (
     media_keys,
     prompt_hashes,
     request_root,
+    root,
     salted_root,
 )
 from weft.types.media import MediaItem
@@ -121,3 +122,45 @@ def test_equal_hash_means_equal_prefix(a: list[int], b: list[int]) -> None:
     for i, h in enumerate(chain(a)):
         for j, k in enumerate(chain(b)):
             assert (h == k) == (i == j and a[: 4 * i + 4] == b[: 4 * j + 4])
+
+
+def test_a_root_is_of_its_fields_and_nothing_else() -> None:
+    """No two sets of fields share a root, wherever one field ends and the next one begins."""
+    assert root() == root(salt=b"", adapter=b"") == salted_root("")
+    assert salted_root("").hex() == "23788c49a6feed7b9f8ccc0ad1378d92"
+    assert (
+        root(salt=b"a", adapter=b"b")
+        == root(adapter=b"b", salt=b"a")
+        == root(adapter=b"b", salt=b"a", payer=b"")
+    )
+    each: list[dict[str, bytes]] = [
+        {},
+        {"salt": b"ab"},
+        {"adapter": b"ab"},
+        {"salt": b"a", "adapter": b"b"},
+        {"salt": b"b", "adapter": b"a"},
+        {"salt": b"ab", "adapter": b"ab"},
+        {"sal": b"tab"},
+        {"salta": b"b"},
+        {"s": b"altab"},
+        {"salt": b"a" + bytes(7)},
+        {"adapter": b"b" + (4).to_bytes(8, "little") + b"salt" + (1).to_bytes(8, "little") + b"a"},
+        {"request": (1).to_bytes(16, "little")},
+        {"request": (1).to_bytes(16, "little"), "salt": b"ab"},
+    ]
+    assert len({root(**fields) for fields in each}) == len(each)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from(["a", "aa", "salt"]), st.binary(max_size=4), max_size=3),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_roots_are_equal_where_all_fields_are(every: list[dict[str, bytes]]) -> None:
+    present = [{name: value for name, value in fields.items() if value} for fields in every]
+    for fields, kept in zip(every, present, strict=True):
+        for other, rest in zip(every, present, strict=True):
+            assert (root(**fields) == root(**other)) == (kept == rest)

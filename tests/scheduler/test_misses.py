@@ -61,6 +61,15 @@ def test_each_reason() -> None:
     rig.check_idle()
 
 
+def test_nobody_hears_what_another_client_has_sent() -> None:
+    rig = Explaining(kv_config(**ROOMY))
+    base = list(range(20))
+    rig.ask(0, base, salt="one", client=1)
+    assert rig.ask(1, base, salt="two", client=2) == ("new", 0)
+    assert rig.ask(2, base, salt="three", client=2) == ("salt", 0)
+    assert rig.ask(3, base, salt="four", client=1) == ("salt", 0)
+
+
 def test_a_difference_in_the_first_block_is_told_where_enough_is_alike() -> None:
     rig = Explaining(kv_config(**ROOMY))
     rig.ask(0, list(range(20)))

@@ -13,7 +13,7 @@ from weft.common.log import joined
 from weft.config.parallel_section import Section
 
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.\-]+(:\d{1,5})?/?|https?://\[[0-9A-Fa-f:.]+\](:\d{1,5})?/?")
-
+_HOST = re.compile(r"\*|[A-Za-z0-9._\-]+|\[?[0-9A-Fa-f:.]+\]?")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
@@ -60,6 +60,13 @@ class FrontSection(Section, frozen=True, kw_only=True):
         Meta(
             description="Web origins (https://example.org) whose pages may use the API from a browser; "
             "* for all."
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names (example.org, without a port) under which clients may ask the server; * for "
+            "all. Without it a server on a loopback address without API keys takes only this machine's own."
         ),
     ] = ()
     rate_limit_requests: Annotated[
@@ -226,6 +233,11 @@ def check_front(front: FrontSection) -> None:
             "--allowed-origins must be *, or origins as browsers send them: https://example.org, "
             "http://localhost:3000",
             param="--allowed-origins",
+        )
+    if any(not _HOST.fullmatch(host) for host in front.allowed_hosts):
+        raise ConfigError(
+            "--allowed-hosts must be *, or names or addresses without a port: example.org, 10.0.0.7, ::1",
+            param="--allowed-hosts",
         )
     template_variables(front)
 

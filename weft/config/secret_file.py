@@ -1,4 +1,6 @@
-"""The file of ``--group-secret``: who knows its content may join the groups of a server."""
+"""Files that hold secrets: that of ``--group-secret``, whose content lets a process join the groups of a
+server, and configuration files with API keys.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from weft.common.errors import ConfigError
+from weft.common.log import get_logger
+from weft.config.file import field_of, load_yaml
 from weft.config.resolved import EngineConfig
 from weft.config.sections import ParallelSection, TransferSection
 
+log = get_logger(__name__)
+
 LEAST_BYTES = 16
+_KEYS = frozenset({"api_key", "admin_key"})
 _FLAG = "--group-secret"
 _MAKE = "make one with `(umask 077; openssl rand -hex 32 > FILE)`, the same on all hosts"
 
@@ -49,9 +56,30 @@ def read_secret(file: str | None) -> bytes:
         raise ConfigError(
             f"{_FLAG} {file}: the file can't be read ({error.strerror}): {_MAKE}", param=_FLAG
         ) from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if _opened(mode):
         raise ConfigError(
             f"{_FLAG} {file}: other users of this host can read or change the file: run `chmod 600 {file}`",
             param=_FLAG,
         )
     return secret
+
+
+def warn_of_readable_keys(file: str | Path | None) -> None:
+    """Logs a warning where a configuration or topology file holds keys and other users can read or change
+    the file. Raises ConfigError when the file can't be read."""
+    if file is None or not _opened(Path(file).stat().st_mode):
+        return
+    loaded = load_yaml(file, Path(file).name, "--config")
+    parts = [loaded, loaded.get("front")] if isinstance(loaded, dict) else []
+    keys = {field_of(str(key)) for part in parts if isinstance(part, dict) for key in part}
+    if keys & _KEYS:
+        log.warning(
+            "%s holds API keys, and other users of this host can read or change it: run `chmod 600 %s`",
+            file,
+            file,
+        )
+
+
+def _opened(mode: int) -> bool:
+    """Whether others than the owner may do anything with a file of this mode."""
+    return bool(mode & (stat.S_IRWXG | stat.S_IRWXO))

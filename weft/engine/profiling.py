@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from weft.common.folder import open_private
 from weft.common.log import get_logger
 
 log = get_logger(__name__)
@@ -49,8 +50,8 @@ class Profiler:
             profile.__exit__(None, None, None)
             file.parent.mkdir(mode=0o700, exist_ok=True)
             part = file.with_suffix(".part")
+            open_private(part, "w").close()  # the export keeps the mode of a file that is there
             profile.export_chrome_trace(str(part))
-            part.chmod(0o600)
             part.rename(file)  # whoever sees it sees all of it
         except (OSError, RuntimeError) as error:
             log.error("a profile could not be written: %s", error)

@@ -12,9 +12,10 @@ from weft.common.errors import Forbidden, Overloaded, Unauthorized
 from weft.front.cors import Origins
 from weft.front.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
 
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/live", "/ready"})
-"""Probes need no key: they are asked by machinery that holds none, and tell nothing but a state. The page at
-"/" holds nothing of the server, and asks its reader for a key."""
+PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
+"""Machinery asks these, which holds no key and knows the server by an address. They tell only a state."""
+OPEN_PATHS = PROBES | {"/"}
+"""Paths that need no key. The page at "/" holds nothing of the server, and asks its reader for a key."""
 ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
 """What changes the server or other clients' requests: with the admin key alone, and never for a browser."""
 KEY = "weft.key"

@@ -19,6 +19,7 @@ from weft.front.chat import chat
 from weft.front.completions import completions
 from weft.front.context import Front
 from weft.front.embeddings import embeddings
+from weft.front.hosts import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.messages.routes import add_messages
 from weft.front.metrics import CONTENT_TYPE
@@ -33,8 +34,8 @@ READY_WINDOW = 30.0
 """Seconds within which the engine must have proved progress for the server to be ready."""
 
 
-def build_app(front: Front) -> AccessGate:
-    """The whole application over ``front``."""
+def build_app(front: Front, hosts: Hosts) -> AccessGate:
+    """The whole application over ``front``. ``hosts``: the names under which it may be asked."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
     add_responses(app, front)
@@ -46,7 +47,7 @@ def build_app(front: Front) -> AccessGate:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(WeftError, functools.partial(_on_weft_error, front))
     app.openapi = lambda: _describe(app, front)  # type: ignore[method-assign]
-    return AccessGate(app, front.access, front.metrics, front.section.root_path or "")
+    return AccessGate(app, front.access, hosts, front.metrics, front.section.root_path or "")
 
 
 def _add_generation(app: FastAPI, front: Front) -> None:

@@ -96,24 +96,34 @@ class Upload:
         self._progress += count
         if self._progress >= PROGRESS or self._size == 0:
             self._progress = 0
-            self._move(self._share)
+            self._share.reading.pop(self, None)
+            self._share.reading[self] = None  # behind all others: it has made progress
+        self._take(count)
+
+    def hold(self, count: int) -> None:
+        """``count`` bytes of this server's own belong to the whole body now. Raises Overloaded."""
+        assert self._timeout is None, "a body that is being read refers to nothing yet"
+        self._take(count)
+
+    def _take(self, count: int) -> None:
         self._share.used += count
         self._size += count
         if self._size > SMALL and self._share is self._bodies.small:
-            self._share.used -= self._size
             self._move(self._bodies.large)
-            self._share.used += self._size
         while self._share.used > self._share.most:
-            stalled = next(iter(self._share.reading))
+            stalled = next(iter(self._share.reading), self)
             if stalled is self:
                 raise Overloaded("the server has no memory left for this request's body; try again later")
             stalled._end()
 
     def _move(self, share: _Share) -> None:
-        """To the end of ``share``: it has made progress."""
-        self._share.reading.pop(self, None)
+        """Into another share; behind all others there, if it is being read."""
+        if self in self._share.reading:
+            del self._share.reading[self]
+            share.reading[self] = None
+        self._share.used -= self._size
         self._share = share
-        share.reading[self] = None
+        share.used += self._size
 
     def _end(self) -> None:
         timeout = self._timeout

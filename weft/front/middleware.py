@@ -1,5 +1,5 @@
-"""What every HTTP request passes: ids, header size, keys and their limits, counting, other origins, and an
-answer for every failure.
+"""What every HTTP request passes: ids, header size, names of the server, keys and their limits, counting,
+other origins, and an answer for every failure.
 
 Here, too, paths and methods become those of the routes: ``/health/`` is ``/health``, and HEAD is GET without
 its body.
@@ -17,8 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.common.errors import ErrorInfo, HeaderTooLarge, WeftError
 from weft.common.log import get_logger
-from weft.front.access import REQUEST_ID, AccessControl, RateLimited
+from weft.front.access import PROBES, REQUEST_ID, AccessControl, RateLimited
 from weft.front.answers import error_response, to_json
+from weft.front.hosts import Hosts
 from weft.front.messages import errors as messages
 from weft.front.metrics import Metrics
 
@@ -62,8 +63,11 @@ def refusal(error: WeftError, path: str) -> Response:
 class AccessGate:
     """The outermost ASGI layer."""
 
-    def __init__(self, app: ASGIApp, access: AccessControl, metrics: Metrics, root_path: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, access: AccessControl, hosts: Hosts, metrics: Metrics, root_path: str = ""
+    ) -> None:
         """``root_path``: taken off the front of paths that begin with it."""
+        self._hosts = hosts
         self._app = app
         self._access = access
         self._metrics = metrics
@@ -92,6 +96,8 @@ class AccessGate:
 
         try:
             _check_size(scope)
+            if scope["path"] not in PROBES:
+                self._hosts.check(headers.get(b"host"))
             preflight = self._access.origins.preflight(method, headers, ALL_METHODS)
             if preflight is not None:
                 await preflight(scope, receive, answer)

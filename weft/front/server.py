@@ -30,6 +30,7 @@ from weft.front.connection import Connection
 from weft.front.connections import Connections, most_connections
 from weft.front.context import Front
 from weft.front.generation import probe
+from weft.front.hosts import Hosts
 from weft.front.lifecycle import Phase
 from weft.front.middleware import AccessGate
 from weft.front.siblings import Siblings
@@ -215,9 +216,16 @@ class FrontServer:
 
     def _uvicorn_config(self, front: Front) -> uvicorn.Config:
         logging.getLogger("uvicorn").parent = logging.getLogger("weft")
+        section = self._section
+        hosts = Hosts(
+            section.host,
+            self._listener.getsockname()[0],
+            section.allowed_hosts,
+            keys=bool(section.api_key),
+        )
         connections = Connections(most_connections(allow_files(), front.lifecycle.capacity))
         return uvicorn.Config(
-            build_app(front),
+            build_app(front, hosts),
             http=functools.partial(_Connection, connections=connections),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",

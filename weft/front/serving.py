@@ -21,7 +21,7 @@ from weft.common.errors import Cancelled, DeadlineExceeded, ErrorInfo, WeftError
 from weft.common.log import get_logger
 from weft.front.access import key_of
 from weft.front.answers import Usage
-from weft.front.body import read_json
+from weft.front.body import Upload, read_json
 from weft.front.context import Front
 from weft.front.generation import Generation
 from weft.front.misses import explains
@@ -74,11 +74,11 @@ class AnswerShape(Protocol):
         """The JSON of an answer that is not streamed, in pieces."""
 
 
-Prepare = Callable[[list[bytes]], Awaitable[list[bytes]]]
-"""Makes what is read out of a body. Raises WeftError."""
+Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
+"""Makes what is read out of a body; more than the body itself counts as its upload, too. Raises WeftError."""
 
 
-async def _as_it_came(body: list[bytes]) -> list[bytes]:
+async def _as_it_came(body: list[bytes], upload: Upload) -> list[bytes]:
     return body
 
 
@@ -110,8 +110,9 @@ async def handle(
             times.mark("body is here")
             images = held.enter_context(front.media.memory.lease())
             async with within(deadline):
-                await front.read(kind, await prepare(body), generation.build, images, generation.client)
-            del body  # it may be large, and the answer long
+                made = await prepare(body, upload)
+                await front.read(kind, made, generation.build, images, generation.client)
+            del body, made  # it may be large, and the answer long
             upload.close()
             generation.submit()
             shape = make_shape(generation)
@@ -134,9 +135,8 @@ async def read_only(front: Front, request: Request, kind: str, prepare: Prepare 
         body = await read_json(request, upload)
         with front.lifecycle.request():
             async with within(deadline):
-                return await front.read(
-                    kind, await prepare(body), lambda job: job, client=key_of(request.scope)
-                )
+                made = await prepare(body, upload)
+                return await front.read(kind, made, lambda job: job, client=key_of(request.scope))
 
 
 async def _answer(

@@ -1,10 +1,10 @@
 """Names of cached prefixes: a chain of hashes, one for each full base block.
 
-    hash[i] = H(hash[i - 1], token ids of block i, media keys of block i)        hash[-1] = H(domain, salt)
+    hash[i] = H(hash[i - 1], token ids of block i, media keys of block i)        hash[-1] = root(fields)
 
-So equal hashes mean equal tokens (and media) from position 0, and equal salts. 128 bits of BLAKE2b: an
-accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every variable-length part
-goes in with its length before it, so that no two different inputs give the same bytes.
+So equal hashes mean equal tokens (and media) from position 0, and equal fields, such as a salt. 128 bits of
+BLAKE2b: an accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every
+variable-length part goes in with its length before it, so that no two different inputs give the same bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,33 @@ def _sized(data: bytes) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
+_NO_FIELDS = blake2b(b"salt" + _sized(b""), digest_size=DIGEST_BYTES).digest()
+
+
+def root(**fields: bytes) -> bytes:
+    """Start of the chains that are shared between all sequences of equal ``fields``.
+
+    Empty fields are as if they were not there, so a new field changes no root that does not have the field.
+    """
+    named = sorted((name.encode(), value) for name, value in fields.items() if value)
+    if not named:
+        return _NO_FIELDS
+    data = b"".join(_sized(name) + _sized(value) for name, value in named)
+    return blake2b(b"root" + data, digest_size=DIGEST_BYTES).digest()
+
+
 def salted_root(salt: str) -> bytes:
     """Start of the chains that are shared between all sequences of equal ``salt``."""
-    return blake2b(b"salt" + _sized(salt.encode("utf-8", "surrogatepass")), digest_size=DIGEST_BYTES).digest()
+    return root(salt=_text(salt))
 
 
 def request_root(request: int, salt: str) -> bytes:
     """Start of the chains that only sequences of one request share."""
-    key = b"request" + request.to_bytes(16, "little", signed=True)
-    return blake2b(key + _sized(salt.encode("utf-8", "surrogatepass")), digest_size=DIGEST_BYTES).digest()
+    return root(request=request.to_bytes(16, "little", signed=True), salt=_text(salt))
+
+
+def _text(value: str) -> bytes:
+    return value.encode("utf-8", "surrogatepass")
 
 
 def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> bytes:
@@ -60,13 +78,8 @@ def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ..
     as prefixes are, so nobody can tell by the time an answer takes that others have sent it."""
     if not salt:
         return items
-    root = salted_root(salt)
-    return tuple(
-        msgspec.structs.replace(
-            item, key=blake2b(b"media" + root + _sized(item.key), digest_size=DIGEST_BYTES).digest()
-        )
-        for item in items
-    )
+    salted = _text(salt)
+    return tuple(msgspec.structs.replace(item, key=root(media=item.key, salt=salted)) for item in items)
 
 
 def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:

@@ -32,7 +32,7 @@ class Remembered:
     computed: int = 0
     """Leading positions that were ever in the cache; it may have more while it runs."""
     first: bytes = b""
-    """Of the ids of its first block, whatever the salt."""
+    """Of its client and the ids of its first block, whatever the salt."""
     cost: int = field(default=RECORD_COST)
 
 
@@ -56,9 +56,10 @@ class PrefixMemory:
         """The latest sequence that has the block ``key``."""
         return self._by_key.get(key)
 
-    def under_another_salt(self, tokens: array[int], salt: str) -> bool:
-        """Whether the first block of ``tokens`` was seen under a salt other than ``salt``."""
-        found = self._by_first.get(self._first_of(tokens))
+    def under_another_salt(self, tokens: array[int], salt: str, client: int = 0) -> bool:
+        """Whether ``client`` has sent the first block of ``tokens`` under a salt other than ``salt``. Nobody
+        hears of other clients' prompts: salts hide them."""
+        found = self._by_first.get(self._first_of(tokens, client))
         return found is not None and found.salt != salt
 
     def nearest(self, root: bytes, tokens: array[int]) -> tuple[Remembered, int] | None:
@@ -71,7 +72,7 @@ class PrefixMemory:
         return best, length
 
     def remember(
-        self, sequence: int, salt: str, root: bytes, tokens: array[int], hashes: list[bytes]
+        self, sequence: int, salt: str, root: bytes, tokens: array[int], hashes: list[bytes], client: int = 0
     ) -> None:
         """Takes in a sequence, or more of one. A sequence that it goes on from is forgotten, unless it is
         ``sequence`` itself or may still get longer."""
@@ -80,7 +81,7 @@ class PrefixMemory:
         if before is not None:
             self._forget(before)
         made = Remembered(sequence, salt, root, array("i", tokens), list(hashes), computed)
-        made.first = self._first_of(tokens)
+        made.first = self._first_of(tokens, client)
         made.cost = RECORD_COST + 4 * len(tokens) + BLOCK_COST * len(hashes)
         self._supersede(made)
         self._records[sequence] = made
@@ -124,10 +125,12 @@ class PrefixMemory:
         if self._by_first.get(record.first) is record:
             del self._by_first[record.first]
 
-    def _first_of(self, tokens: array[int]) -> bytes:
+    def _first_of(self, tokens: array[int], client: int) -> bytes:
         if len(tokens) < self._block:
             return b""
-        return blake2b(tokens[: self._block].tobytes(), digest_size=16).digest()
+        return blake2b(
+            client.to_bytes(8, "little") + tokens[: self._block].tobytes(), digest_size=16
+        ).digest()
 
 
 def _common(one: array[int], other: array[int], start: int) -> int:

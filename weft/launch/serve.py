@@ -30,12 +30,13 @@ def serve(model_name: str | None, **given: Any) -> int:
     """
     from weft.config.resolve import resolve
     from weft.config.scripted import resolve_scripted
-    from weft.config.secret_file import check_secrets
+    from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import resolve_groups, short_form
     from weft.launch.server import configure_log, run
 
     config = with_keys(options.build(given, model_name))
     configure_log(config.front, config.parallel.node_rank)
+    warn_of_readable_keys(given.get("config"))
     if config.front.scripted is not None:
         return run((resolve_scripted(config),), config.front)
     topology = short_form(config, towers=given.get("language_model_only") is False)

@@ -24,7 +24,7 @@ def up(file: str, check: bool, **given: Any) -> int:
     encode), a count and flags of its own. There are ready-made ones in the folder examples. SIGUSR1 has all
     groups restarted, one after the other, without a request being lost.
     """
-    from weft.config.secret_file import check_secrets
+    from weft.config.secret_file import check_secrets, warn_of_readable_keys
     from weft.config.topology import on_host, read_topology, resolve_groups
     from weft.launch.server import configure_log, run
 
@@ -32,6 +32,7 @@ def up(file: str, check: bool, **given: Any) -> int:
     topology = on_host(read_topology(file, options.given_values(given)), node)
     front = with_keys(Config(front=topology.front)).front
     configure_log(front, node)
+    warn_of_readable_keys(file)
     groups = resolve_groups(topology._replace(front=front))
     check_secrets(groups)
     if check:

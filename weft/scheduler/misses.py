@@ -44,7 +44,7 @@ class Misses:
         if self.memory is not None and sequence.chain is not None:
             hashes = sequence.chain.grow(sequence.tokens, len(sequence.tokens))
             root = salted_root(sequence.salt)
-            self.memory.remember(sequence.id, sequence.salt, root, sequence.tokens, hashes)
+            self.memory.remember(sequence.id, sequence.salt, root, sequence.tokens, hashes, sequence.client)
 
     def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
         memory, chain = self.memory, sequence.chain
@@ -85,6 +85,6 @@ class Misses:
         if other is not None and at is not None:
             theirs = other.tokens[at : at + SHOWN].tobytes()
             return CacheMiss(reason="differs", position=at, theirs=theirs)
-        if not num_hit and memory.under_another_salt(tokens, sequence.salt):
+        if not num_hit and memory.under_another_salt(tokens, sequence.salt, sequence.client):
             return CacheMiss(reason="salt", position=0)
         return CacheMiss(reason="new", position=num_hit)

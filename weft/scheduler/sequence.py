@@ -148,6 +148,7 @@ class Sequence:
         "awaits_images",
         "chain",
         "choice",
+        "client",
         "constraint",
         "delivered",
         "explains",
@@ -184,6 +185,7 @@ class Sequence:
         self.choice = submit.choice
         self.seed = submit.seed
         self.salt = submit.salt
+        self.client = submit.client
         self.session = submit.session
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only

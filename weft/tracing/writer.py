@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, IO
 
 import msgspec
 
@@ -43,7 +43,7 @@ class SpanWriter:
         path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO | None = open_private(path, "ab")
+            self._file: IO[bytes] | None = open_private(path, "ab")
         except OSError as error:
             raise ConfigError(
                 f"--trace-requests: cannot write to that folder ({error.strerror})", param="--trace-requests"

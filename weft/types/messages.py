@@ -210,7 +210,7 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
     ``reason`` is one of: "none" (nothing more could be cached: the last token is always computed),
     "differs" (a sequence seen before goes on with other tokens), "evicted" (it was cached, and its block
     given to another sequence), "state" (it is cached, but no snapshot of the recurrent state is),
-    "salt" (it was seen under another salt), "computing" (another sequence computes it right now), "new" (no
+    "salt" (its client sent it under another salt), "computing" (another sequence computes it now), "new" (no
     prompt like it is remembered), "disabled" (nothing is remembered, or the request needs all computed).
     """
 

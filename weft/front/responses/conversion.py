@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -116,8 +116,14 @@ def _resolved(
     if given is None or isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}] if given else []
     found = []
+    named = set()
     for number, item in enumerate(given):
         if reference := reference_of(item):
+            if reference in named:  # a few bytes would be megabytes of prompt, as often as they are there
+                raise InvalidRequest(
+                    f"the item {printable(reference, 64)} is referred to twice", param=f"input[{number}]"
+                )
+            named.add(reference)
             if reference not in referenced:
                 raise NotFound(
                     f"the item {printable(reference, 64)} is not stored here",
@@ -182,7 +188,7 @@ def _facts(
     return Facts(
         repeats=_repeats(asked, tools, params, store),
         names=tools.names,
-        items=msgspec.json.encode([_with_id(item) for item in items] if store else []),
+        items=kept_items(items if store else []),
         previous=asked.previous_response_id,
         store=store,
         encrypted=asked.includes(ENCRYPTED),
@@ -230,6 +236,11 @@ def _complete(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, "strict": False, **tool}
+
+
+def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
+    """JSON of items as the store keeps them."""
+    return msgspec.json.encode([_with_id(item) for item in items])
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from weft.common.errors import InvalidRequest, NotFound, TooLarge
 from weft.front import openapi
 from weft.front.access import key_of
 from weft.front.answers import to_json
+from weft.front.body import Upload
 from weft.front.context import Front
 from weft.front.responses import events as e
 from weft.front.responses.protocol import ResponsesRequest, TokensRequest
@@ -121,22 +122,29 @@ def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None
     )
 
 
-async def _prepare(front: Front, store: ResponseStore, key: int, body: list[bytes]) -> list[bytes]:
-    """The payload of a body, with what it refers to. Raises NotFound, and TooLarge (413) when both together
-    are larger than a body may be."""
+async def _prepare(
+    front: Front, store: ResponseStore, key: int, body: list[bytes], upload: Upload
+) -> list[bytes]:
+    """The payload of a body, with what it refers to, which counts as ``upload``, too.
+
+    Raises NotFound, TooLarge (413) when both together are larger than a body may be, and Overloaded.
+    """
     found = await front.in_thread(references, body)
     if found.previous is None and not found.items:
         return with_history(NONE, body)
     chain = [] if found.previous is None else store.chain(found.previous, key)
     owners = store.owners(found.items, key)
     limit = front.section.max_request_bytes
-    size = sum(map(len, body)) + sum(len(stored.answer) + len(stored.input) for stored in [*chain, *owners])
+    # A response may be of the chain and named by its items: its items are shown once, or one of them twice.
+    stored = sum(one.shown for one in {one.id: one for one in [*chain, *owners]}.values())
+    size = sum(map(len, body)) + stored
     if size > limit:
         raise TooLarge(
             f"the request and the stored responses that it refers to have {size} bytes, and at most {limit} "
             "are read (--max-request-bytes); begin a new conversation, or send the items that matter",
             param="previous_response_id" if chain else "input",
         )
+    upload.hold(stored)
     line = await front.in_thread(lambda: line_of(history(chain, owners, found.items)))
     return with_history(line, body)
 

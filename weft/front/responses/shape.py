@@ -15,7 +15,7 @@ from weft.front.logprobs import chat_logprobs
 from weft.front.outputs import ChoiceOutput
 from weft.front.responses import events as e
 from weft.front.responses.content import Items
-from weft.front.responses.conversion import unpacked
+from weft.front.responses.conversion import kept_items, unpacked
 from weft.front.responses.store import ResponseStore, Stored
 from weft.front.streaming import StreamForm
 from weft.front.token_counts import cache_creation, thought_tokens
@@ -112,6 +112,7 @@ class ResponsesShape:
                 key=self._key,
                 answer=made,
                 input=self._facts.items,
+                output=kept_items(msgspec.json.decode(to_json(self._items.done))),
                 output_ids=tuple(item.id for item in self._items.done),
                 previous=self._facts.previous,
             )

@@ -27,6 +27,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """JSON, as it was given."""
     input: bytes
     """JSON: the items that its request brought, without those of earlier responses."""
+    output: bytes
+    """JSON: its output items, as far as a later prompt may show them."""
     output_ids: tuple[str, ...]
     previous: str | None = None
     """The response that it goes on from."""
@@ -34,12 +36,16 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> int:
         """Bytes."""
-        return len(self.answer) + len(self.input) + OVERHEAD
+        return len(self.answer) + self.shown + OVERHEAD
+
+    @property
+    def shown(self) -> int:
+        """Bytes of its items: of all that a later request has of it."""
+        return len(self.input) + len(self.output)
 
     def items(self) -> list[dict[str, Any]]:
         """The items of its input and its output."""
-        given: list[dict[str, Any]] = msgspec.json.decode(self.input)
-        return [*given, *msgspec.json.decode(self.answer)["output"]]
+        return [*msgspec.json.decode(self.input), *msgspec.json.decode(self.output)]
 
 
 class ResponseStore:
