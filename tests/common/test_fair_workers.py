@@ -15,13 +15,13 @@ class _Recorded(WorkerPool):
     """A pool whose processes are its test: payloads are taken in turns, and answered at once."""
 
     def __init__(self) -> None:
-        super().__init__(("none",), b"", 0, 1.0)
+        super().__init__(("none",), b"", 0, 1.0, each=1)
 
     async def taken(self, count: int) -> list[bytes]:
         await asyncio.sleep(0)  # callers are tasks: each has run to its wait
         found = []
         for _ in range(count):
-            item = self._next()
+            item = self._next(self._clients())
             item.answer.set_result(b"")
             found.append(bytes(item.payload[0][:1]))
         return found

@@ -108,7 +108,7 @@ async def handle(
             held.callback(generation.close)
             held.callback(lambda: front.access.spend(request.scope, generation.spent()))
             times.mark("body is here")
-            images = held.enter_context(front.media.memory.lease())
+            images = held.enter_context(front.media.memory.lease(generation.client))
             async with within(deadline):
                 await front.read(kind, await prepare(body), generation.build, images, generation.client)
             del body  # it may be large, and the answer long
