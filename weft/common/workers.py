@@ -58,7 +58,7 @@ class _Waiting(NamedTuple):
 
 
 def most_of_client(most: int) -> int:
-    """Processes of a pool of ``most`` that one client may have: one is left for the others, if there are two."""
+    """Processes of a pool of ``most`` that one client may have: where there are two, others have one."""
     return max(most - 1, 1)
 
 
