@@ -276,6 +276,8 @@ def jpeg_scans(target: Target) -> list[int]:
     return at_once(target, 8, lambda number: post(target, CHAT, bodies[number % 2]))
 
 
+IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans}
+"""For a model that takes images; others refuse them at once."""
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,
@@ -289,8 +291,7 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "large_grammars": large_grammars,
     "spent_grammars": spent_grammars,
     "exclusive_grammars": exclusive_grammars,
-    "png_flood": png_flood,
-    "jpeg_scans": jpeg_scans,
+    **IMAGE_ATTACKS,
 }
 
 
