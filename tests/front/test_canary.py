@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from bench.canary import CANARIES, Canary, Memory, beside
-from bench.hostile import ATTACKS
+from bench.hostile import ATTACKS, IMAGE_ATTACKS
 from tests.support.processes import commands
+from tests.support.servers import Servers
 from tests.support.slow import mostly_slow
 
 SLOTS = 8
@@ -45,14 +46,14 @@ def server(start_weft: Any) -> Any:
     return running
 
 
-@mostly_slow("attack", ATTACKS, ["chunks", "never_read"])
+@mostly_slow("attack", [each for each in ATTACKS if each not in IMAGE_ATTACKS], ["chunks", "never_read"])
 def test_a_canary_beside(server: Any, attack: str) -> None:
     command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", server.model]
     command += ["--seconds", "1", "--scale", str(SCALE.get(attack, 0.05)), "--streams", str(SLOTS)]
     command += ["--key", "attacker"]
     front = Memory(server.process.pid)
     before = front.now()
-    canary = Canary(server.url, server.model, list(CANARIES), "canary")
+    canary = Canary(server.url, server.model, [kind for kind in CANARIES if kind != "image"], "canary")
     told = asyncio.run(beside(canary, command, 1, settle=0.3))
     assert canary.refused == []
     assert len(canary.seconds) > 5
@@ -64,6 +65,23 @@ def test_a_canary_beside(server: Any, attack: str) -> None:
     )
     server.wait(lambda: front.now() < before + GROWTH_MB, 30)
     assert server.http.get("/ready").status_code == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", IMAGE_ATTACKS)
+def test_a_canary_beside_images(servers: Servers, attack: str) -> None:
+    """Text and images of another key are answered while one key's images fill the decoders."""
+    keys = ("--api-key", "attacker", "--api-key", "canary")
+    name = "spool-vision"
+    with servers.scope():
+        server = servers.weft("--model", name, "--threads", "1", *keys)
+        command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", name]
+        command += ["--seconds", "3", "--scale", "0.2", "--key", "attacker"]
+        canary = Canary(server.url, name, ["text", "image"], "canary")
+        told = asyncio.run(beside(canary, command, 3, settle=0.3))
+    assert canary.refused == []
+    assert all(canary.by_kind.values())
+    assert {int(status) for status in json.loads(told)} <= {200, 400, 429}
 
 
 def test_large_bodies_are_read_in_another_process(server: Any) -> None:

@@ -243,7 +243,7 @@ def test_a_worker_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_answer_that_is_none_is_the_servers_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import socket, sys; link = socket.socket(fileno=int(sys.argv[1])); link.recv(4096);"
+        "import socket, sys; link = socket.socket(fileno=int(sys.argv[-1])); link.recv(4096);"
         "link.sendall(b'\\x03\\0\\0\\0abc'); link.recv(1 << 20); link.recv(1 << 20)"
     )
     monkeypatch.setattr(service, "COMMAND", (sys.executable, "-c", program))

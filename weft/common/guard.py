@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from weft.common import signals
 from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
-from weft.common.workers import HEADER, WorkerDied
+from weft.common.workers import HEADER, CpuSpent, WorkerDied
 
 START_S = 30.0
 """Seconds that a new process may take until it is ready."""
@@ -30,10 +30,6 @@ IDLE_S = 60.0
 """Seconds without work after which the last process ends."""
 SPARE_S = 5.0
 """Seconds without work after which the others end."""
-
-
-class CpuSpent(DeadlineExceeded):
-    """A payload took more CPU time than it may: it would again."""
 
 
 class Guard:

@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import IO, NamedTuple, TypeAlias
 
 from weft.common import signals
@@ -44,25 +44,39 @@ class WorkerDied(WeftError):
     """A process died of its payload, or gave no answer that can be read."""
 
 
+class CpuSpent(DeadlineExceeded):
+    """A payload took more CPU time than it may: it would again."""
+
+
 class _Waiting(NamedTuple):
     turn: float
     number: int
+    client: int
     cost: float
     payload: tuple[bytes | memoryview, ...]
     answer: asyncio.Future[bytes | bytearray]
 
 
+def most_of_client(most: int) -> int:
+    """Processes of a pool of ``most`` that one client may have: where there are two, others have one."""
+    return max(most - 1, 1)
+
+
 class WorkerPool:
     """Worker processes, and the tasks that wait for them. Used from one event loop. ``close`` ends it."""
 
-    def __init__(self, command: Sequence[str], greeting: bytes, most: int, seconds: float) -> None:
+    def __init__(
+        self, command: Sequence[str], greeting: bytes, most: int, seconds: float, each: int = 0
+    ) -> None:
         """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and
         ends with its socket; the number of that descriptor is appended. ``greeting``: its first payload,
-        which has no answer. ``most``: processes. ``seconds``: for one payload.
+        which has no answer. ``most``: processes. ``seconds``: for one payload. ``each``: processes that one
+        client (from 0 on) may have at a time, however few others ask; 0 stands for all of them.
         """
         self._command = tuple(command)
         self._greeting = greeting
         self._most = most
+        self._each = each or most
         self._seconds = seconds
         self._waiting: dict[int, list[_Waiting]] = {}
         """By client, each a heap. No list is empty."""
@@ -74,7 +88,8 @@ class WorkerPool:
         """Virtual times at which the work of clients ends, of those that are ahead of ``_now``."""
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
-        self._busy: dict[asyncio.Task[None], None] = {}
+        self._busy: dict[asyncio.Task[None], int] = {}
+        """Tasks with a process, and the client of each."""
         self._closed = False
 
     async def call(
@@ -86,7 +101,8 @@ class WorkerPool:
         the same for all payloads). Client -1 stands for callers that are not told apart.
 
         A caller that is cancelled leaves the process at its work, within the deadline. Raises Overloaded when
-        too many wait, DeadlineExceeded when it takes too long, and WorkerDied when the process died of it.
+        too many wait, DeadlineExceeded when it takes too long, its subclass CpuSpent when it takes more CPU
+        time than ``serve`` allows, and WorkerDied when the process died of it.
         """
         if self._closed:
             raise Unavailable("the server is shutting down")
@@ -98,26 +114,35 @@ class WorkerPool:
         answer: asyncio.Future[bytes | bytearray] = loop.create_future()
         turn = loop.time() + sum(map(len, payload)) / BYTES_A_SECOND
         waiting = self._waiting.setdefault(client, [])
-        heapq.heappush(waiting, _Waiting(turn, next(self._numbers), cost, payload, answer))
+        heapq.heappush(waiting, _Waiting(turn, next(self._numbers), client, cost, payload, answer))
         self._count += 1
         self._dispatch()
         return await answer
 
     def _dispatch(self) -> None:
-        while self._waiting and (self._idle or len(self._busy) < self._most):
-            item = self._next()
+        while len(self._busy) < self._most and (clients := self._clients()):
+            item = self._next(clients)
             if item.answer.done():  # its request has ended
                 continue
             task = asyncio.create_task(self._work(self._take_idle(), item))
-            self._busy[task] = None
+            self._busy[task] = item.client
 
-    def _next(self) -> _Waiting:
-        """Take the next payload: of the client whose work ends first in virtual time.
+    def _clients(self) -> list[int]:
+        """Clients that wait and may have one more process.
+
+        A payload that has begun is not interrupted. So the places that a client can never have are what keeps
+        its long payloads from delaying a client that comes later.
+        """
+        held = list(self._busy.values())
+        return [one for one in self._waiting if one < 0 or held.count(one) < self._each]
+
+    def _next(self, clients: Iterable[int]) -> _Waiting:
+        """Take the next payload: of the client, among ``clients``, whose work ends first in virtual time.
 
         Start-time fair queueing. A client that was away begins at ``_now``, so that nobody saves up turns.
         A payload that nobody waits for any more costs its client nothing.
         """
-        client = min(self._waiting, key=lambda one: max(self._now, self._ends.get(one, 0.0)))
+        client = min(clients, key=lambda one: max(self._now, self._ends.get(one, 0.0)))
         waiting = self._waiting[client]
         item = heapq.heappop(waiting)
         self._count -= 1
@@ -187,6 +212,8 @@ class WorkerPool:
 
 
 def _failure(error: BaseException) -> WeftError:
+    if isinstance(error, CpuSpent):
+        return error
     if isinstance(error, TimeoutError):
         return DeadlineExceeded("reading the request took longer than this server allows")
     if isinstance(error, asyncio.CancelledError):
@@ -199,13 +226,15 @@ Answer: TypeAlias = Callable[[bytes], Sequence[bytes | bytearray | memoryview]]
 """What a worker does: the answer to one payload, in pieces."""
 
 
-def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float = 0.0) -> None:
+def serve(
+    prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float = 0.0, *, tells: bool = False
+) -> None:
     """The whole of a worker's process: answers payloads until the pool closes the socket that it inherited.
 
     ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
     are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0: no limit.
-    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer. A
-    process with this limit sends an empty answer when it is ready.
+    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer.
+    ``tells``: the process sends an empty answer when it is ready, as a ``Guard`` expects.
     """
     signals.ignore()  # the pool ends its workers: they live as long as its socket
     with contextlib.suppress(OSError):
@@ -217,7 +246,7 @@ def serve(prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float 
     ):
         keep_heap_small()
         answer_to = prepare(_receive(stream))
-        if cpu_seconds:
+        if tells:
             stream.write(HEADER.pack(0))
             stream.flush()
         while payload := _receive(stream):
@@ -275,8 +304,24 @@ class _Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    async def _ended(self) -> int | None:
+        """The status of a process that has closed its socket; None where the process lives on."""
+        for _ in range(20):
+            if (code := self._process.poll()) is not None:
+                return code
+            await asyncio.sleep(0.01)  # the kernel closes sockets a moment before the status is known
+        return None
+
     async def exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
-        """Raises an EOFError or OSError when the process dies."""
+        """Raises CpuSpent when the limit ends the process, an EOFError or OSError when it dies otherwise."""
+        try:
+            return await self._exchange(*payload)
+        except (EOFError, OSError):
+            if await self._ended() == -signal.SIGPROF:
+                raise CpuSpent("reading the request took more CPU time than this server allows") from None
+            raise
+
+    async def _exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
         await self._send(*payload)
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size <= PIECE:

@@ -18,7 +18,7 @@ from starlette.types import Scope
 from weft.common.allocator import trim_heap
 from weft.common.errors import ErrorInfo, Overloaded, ReportedError, Unavailable, WeftError
 from weft.common.log import get_logger
-from weft.common.workers import WorkerPool
+from weft.common.workers import WorkerPool, most_of_client
 from weft.config.about import about
 from weft.config.front_section import FrontSection
 from weft.config.resolved import EngineConfig
@@ -124,7 +124,8 @@ class Front:
         self._workers: WorkerPool | None = None
         self._grammars: GrammarCheck | None = None
         self._reports: asyncio.Task[None] | None = None
-        self.media = MediaService(config.media)
+        self._keys_share = len(section.api_key) > 1
+        self.media = MediaService(config.media, apart=self._keys_share)
         limits = (section.rate_limit_requests, section.rate_limit_tokens)
         each_front = [-(-limit // section.fronts) for limit in limits]
         self.access = AccessControl(
@@ -172,7 +173,9 @@ class Front:
             media=self.config.media,
         )
         command = (sys.executable, "-m", "weft.front.read_worker")
-        self._workers = WorkerPool(command, msgspec.msgpack.encode(setup), READ_PROCESSES, READ_SECONDS)
+        each = most_of_client(READ_PROCESSES) if self._keys_share else 0
+        greeting = msgspec.msgpack.encode(setup)
+        self._workers = WorkerPool(command, greeting, READ_PROCESSES, READ_SECONDS, each)
         self._grammars = GrammarCheck(setup)
         # Each front sees the load of all engines: one of them logs it.
         if self._siblings is None or self._siblings.name == "0":
@@ -295,9 +298,9 @@ class Front:
                 await _ended(under_way.task)
         raise Overloaded("grammars wait too long to be compiled; try again later")
 
-    async def made(self, kind: str, body: list[bytes]) -> bytes:
+    async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
         """Reads a body that needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
-        return (await self._read(kind, body, lambda answer: answer.made, None))[0]
+        return (await self._read(kind, body, lambda answer: answer.made, None, client))[0]
 
     async def _read(
         self,
@@ -320,15 +323,16 @@ class Front:
                 answer = _decoded(data)
             return answer.wanted or answer.unproved or use(answer)
 
-        with self.media.memory.lease() as own:
+        with self.media.memory.lease(client) as own:
             while len(verdicts) < MAX_READS:
-                data = await self._read_large(kind, body, Known(files=headers, verdicts=verdicts))
+                known = Known(files=headers, verdicts=verdicts)
+                data = await self._read_large(kind, body, known, client)
                 found = await self._read_again(functools.partial(take, data))
                 if isinstance(found, Unproved):
                     verdicts[digest_of(found.grammar)] = await self._verdict(found.grammar, client)
                 elif isinstance(found, tuple):
                     assert not files  # they were all asked for at once
-                    files = await self.media.fetch(found, lease or own)
+                    files = await self.media.fetch(found, lease or own, client)
                     headers = await self.in_thread(headers_of, found, files)
                 else:
                     return found, files
@@ -345,15 +349,18 @@ class Front:
             return error.info()
         return None
 
-    async def _read_large(self, kind: str, body: list[bytes], known: Known) -> bytes | bytearray | None:
+    async def _read_large(
+        self, kind: str, body: list[bytes], known: Known, client: int
+    ) -> bytes | bytearray | None:
         """What a process read; None for a body that is small enough to be read in a thread."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
-        if sum(map(len, body)) <= SMALL_BODY:
+        size = sum(map(len, body))
+        if size <= SMALL_BODY:
             return None
         assert self._workers is not None
         self._trim_later()
-        return await self._workers.call(*payload_of(kind, body, known))
+        return await self._workers.call(*payload_of(kind, body, known), client=client, cost=size)
 
     def _trim_later(self) -> None:
         """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""

@@ -108,7 +108,7 @@ async def handle(
             held.callback(generation.close)
             held.callback(lambda: front.access.spend(request.scope, generation.spent()))
             times.mark("body is here")
-            images = held.enter_context(front.media.memory.lease())
+            images = held.enter_context(front.media.memory.lease(generation.client))
             async with within(deadline):
                 made = await prepare(body, upload)
                 await front.read(kind, made, generation.build, images, generation.client)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from weft.common.errors import InvalidRequest, NotFound
 from weft.common.log import get_logger
 from weft.front import openapi
+from weft.front.access import key_of
 from weft.front.answers import to_json
 from weft.front.body import read_json
 from weft.front.context import Front
@@ -130,5 +131,5 @@ async def _made(front: Front, request: Request, kind: str) -> Response:
         body = await read_json(request, upload)
         with front.lifecycle.request():
             async with within(deadline):
-                made = await front.made(kind, body)
+                made = await front.made(kind, body, key_of(request.scope))
     return Response(made, media_type=JSON)

@@ -17,11 +17,12 @@ from weft.common.allocator import heap_bytes
 from weft.common.confine import confine
 from weft.common.errors import InvalidRequest
 from weft.common.log import get_logger
+from weft.common.priority import LONG_S, step_back
 from weft.common.workers import Answer, serve
 from weft.grammar.base import GrammarCompiler
 from weft.grammar.guarded import MAX_BYTES, Backend, Verdict
 from weft.grammar.registry import make_compiler
-from weft.grammar.stack import LONG_S, STACK_BYTES, step_back, with_stack
+from weft.grammar.stack import STACK_BYTES, with_stack
 from weft.types.grammar import Grammar
 
 log = get_logger(__name__)
@@ -52,7 +53,7 @@ def main() -> None:
 
         return answer
 
-    serve(prepare, 0, float(sys.argv[1]))
+    serve(prepare, 0, float(sys.argv[1]), tells=True)
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:

@@ -19,11 +19,11 @@ from collections.abc import Callable
 import msgspec
 
 from weft.common.errors import DeadlineExceeded, InvalidRequest, WeftError
-from weft.common.guard import CpuSpent, Guard
-from weft.common.workers import WorkerDied
+from weft.common.guard import Guard
+from weft.common.priority import LONG_S, step_back
+from weft.common.workers import CpuSpent, WorkerDied
 from weft.grammar.base import CompiledGrammar, GrammarCompiler, Matcher
 from weft.grammar.registry import resolved
-from weft.grammar.stack import LONG_S, step_back
 from weft.types.grammar import Grammar
 
 CPU_SECONDS = {"llguidance": 2.0}

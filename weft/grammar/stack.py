@@ -1,18 +1,12 @@
-"""Threads that compile: their stacks, which libraries need to recurse over rules, and their priority."""
+"""The stacks of threads that compile, which libraries need to recurse over rules."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from typing import Final
 
 STACK_BYTES: Final = 256 << 20
 """An overflow would end the process. Only the used part takes memory."""
-LONG_S = 0.05
-"""Seconds after which a compile is a long one."""
-NICENESS = 10
-"""Of threads with long compiles: steps, and the compiles of others, go first where cores are short."""
 _lock = threading.Lock()
 
 
@@ -24,10 +18,3 @@ def with_stack(thread: threading.Thread) -> None:
             thread.start()
         finally:
             threading.stack_size(before)
-
-
-def step_back(thread: threading.Thread) -> None:
-    """Lower the priority of ``thread``, for the rest of its life: Linux counts niceness by thread."""
-    if thread.native_id is not None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread.native_id, NICENESS)

@@ -6,7 +6,6 @@ Every number comes from outside: reads are bounds-checked, and loops advance wit
 
 from __future__ import annotations
 
-import itertools
 import re
 import struct
 from collections.abc import Iterator
@@ -113,21 +112,39 @@ def _jpeg(view: memoryview) -> ImageHeader:
     raise _too_many_parts()
 
 
-_SCAN = re.compile(rb"\xff\xda")
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
+"""Not 0xFF of pixels, behind which encoders write a zero, and no mark between rows of pixels."""
 
 
 def _scans(view: memoryview, at: int) -> int:
     """Number of scans of a JPEG from ``at`` on. Raises BadMedia for too many.
 
-    Pixels hold no such mark: encoders write a zero behind 0xFF there. A mark inside of a comment counts, too:
-    files of cameras have a preview with a few scans before ``at``, and few other marks.
+    Steps over parts as decoders do: bytes that are no marker are skipped, and a comment or the preview of a
+    camera counts nothing. Marks below 0xC0 have no length: a decoder steps over them alone, or fails.
     """
-    found = sum(1 for _ in itertools.islice(_SCAN.finditer(view, at), MOST_SCANS + 1))
-    if found > MOST_SCANS:
-        raise BadMedia(
-            f"is a JPEG of more than {MOST_SCANS} scans; save it again, not progressive or with fewer scans"
-        )
-    return max(found, 1)
+    found = 0
+    for _ in range(_MOST_TURNS):
+        at = _behind_marker(view, at)
+        if at < 0 or view[at - 1] == 0xD9:
+            return max(found, 1)
+        marker = view[at - 1]
+        if marker < 0xC0 or marker == 0xD8:
+            continue
+        if marker == 0xDA:
+            found += 1
+            if found > MOST_SCANS:
+                raise BadMedia(
+                    f"is a JPEG of more than {MOST_SCANS} scans; save it again, not progressive or with "
+                    "fewer scans"
+                )
+        at += int.from_bytes(view[at : at + 2], "big")
+    raise _too_many_parts()
+
+
+def _behind_marker(view: memoryview, at: int) -> int:
+    """Position behind the next marker from ``at`` on; -1 where there is none."""
+    match = _MARKER.search(view, at)
+    return match.end() if match is not None else -1
 
 
 def _orientation_in(part: memoryview) -> int:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from weft.common.errors import DeadlineExceeded, WeftError
-from weft.common.workers import WorkerDied, WorkerPool
+from weft.common.workers import CpuSpent, WorkerDied, WorkerPool, most_of_client
 from weft.config.media_section import MediaSection
 from weft.media.decode import can_decode, missing
-from weft.media.errors import UNREACHABLE, BadMedia
+from weft.media.errors import TOO_LARGE, UNREACHABLE, BadMedia
 from weft.media.memory import Lease, MediaMemory
 from weft.media.messages import Decode, DecodeFile, Fetch, WorkerRules, packed, result_of
 from weft.media.pictures import Picture, Wanted
@@ -30,6 +30,10 @@ BYTES_A_PIXEL = 24
 """Of a transparent image: decoded, turned, on white, without its transparency; and the file."""
 MOST_FRAMES = 2
 """That are decoded together: what models with videos take as a group."""
+CPU_S = 10.0
+"""Seconds of CPU time of one task, for images of up to ``CPU_PIXELS``; more in proportion. The dearest file
+of that size took 2.1 s on a core of a Xeon."""
+CPU_PIXELS = 64 << 20
 LATE_S = 5.0
 """Seconds after a worker's own deadline in which it must say so; then it is ended."""
 
@@ -39,9 +43,11 @@ class MediaService:
     start when there is work for them.
     """
 
-    def __init__(self, section: MediaSection) -> None:
+    def __init__(self, section: MediaSection, *, apart: bool = False) -> None:
+        """``apart``: clients are told apart. No client gets all processes, nor all memory."""
         self._section = section
-        self.memory = MediaMemory(section.media_memory)
+        self._apart = apart
+        self.memory = MediaMemory(section.media_memory, apart=apart)
         files = MOST_FRAMES * section.max_image_bytes
         pixels = SLACK + BYTES_A_PIXEL * section.max_image_pixels + 2 * files
         self._decoders = self._pool(section.media_workers, pixels)
@@ -55,19 +61,29 @@ class MediaService:
             seconds=section.media_timeout,
             allowed=section.allowed_media_domains,
         )
-        return WorkerPool(COMMAND, msgspec.msgpack.encode(rules), most, section.media_timeout + LATE_S)
+        command = (*COMMAND, str(self._cpu_seconds))
+        seconds = section.media_timeout + LATE_S
+        each = most_of_client(most) if self._apart else 0
+        return WorkerPool(command, msgspec.msgpack.encode(rules), most, seconds, each)
 
-    async def fetch(self, wanted: Sequence[Wanted], lease: Lease) -> dict[str, memoryview]:
+    @property
+    def _cpu_seconds(self) -> float:
+        """CPU time of one task."""
+        return max(CPU_S * self._section.max_image_pixels / CPU_PIXELS, CPU_S)
+
+    async def fetch(self, wanted: Sequence[Wanted], lease: Lease, client: int = 0) -> dict[str, memoryview]:
         """Files by their URLs, which count as ``lease``, each as the largest one until it is here: so there
-        are no more at a time than processes. Raises WeftError, naming the part."""
+        are no more at a time than processes. Raises WeftError, naming the part. ``client``: who asks; clients
+        share the processes equally, counted in files."""
         few = asyncio.Semaphore(FETCHERS)
-        files = await _all(self._fetch(one, lease, few) for one in wanted)
+        files = await _all(self._fetch(one, lease, few, client) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
-    async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore) -> memoryview:
+    async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore, client: int) -> memoryview:
         async with few:
             lease.take(self._section.max_image_bytes)
-            _, file = await self._call(self._fetchers, [wanted.where], packed(Fetch(url=wanted.url)))
+            task = packed(Fetch(url=wanted.url))
+            _, file = await self._call(self._fetchers, [wanted.where], task, client=client)
             lease.give(self._section.max_image_bytes - len(file))
         return file
 
@@ -81,7 +97,7 @@ class MediaService:
         """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
         No more images wait for a process than there are processes: so what the pool may have waiting is a
         bound of requests, whatever images each has. ``client``: whose images these are; clients share the
-        processes equally, counted in pixels and scans. Raises WeftError, naming the part."""
+        processes equally, counted in pixels, scans and bytes. Raises WeftError, naming the part."""
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
@@ -103,7 +119,7 @@ class MediaService:
         sizes = tuple(DecodeFile(header=frame.header, size=len(file)) for frame, file in each)
         task = packed(Decode(files=sizes, target=picture.target, into=into))
         places = [frame.where for frame in picture.frames]
-        cost = float(sum(frame.header.work for frame in picture.frames))
+        cost = float(sum(frame.header.work for frame in picture.frames) + sum(map(len, data)))
         key, pixels = await self._call(self._decoders, places, task, *data, client=client, cost=cost)
         if shared is not None and not len(pixels):
             try:
@@ -136,6 +152,13 @@ class MediaService:
             return result_of(await pool.call(*payload, client=client, cost=cost))
         except BadMedia as error:
             raise error.at(places[error.frame if error.frame < len(places) else 0]) from None
+        except CpuSpent:
+            spent = BadMedia(
+                f"takes more than {self._cpu_seconds:g} seconds of CPU time to read; send a smaller one, or "
+                "save it as a plain PNG or JPEG",
+                TOO_LARGE,
+            )
+            raise spent.at(places[0]) from None
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
             raise late.at(places[0]) from None

@@ -1,8 +1,10 @@
-"""A process that fetches or decodes images for a front: ``python -m weft.media.worker DESCRIPTOR``.
+"""A process that fetches or decodes images for a front.
+
+    python -m weft.media.worker CPU_SECONDS DESCRIPTOR
 
 Like other workers it takes payloads from the socket that it inherits and answers each, until the socket's
-other end is closed. It trusts no byte of them: its memory is bounded, and when it dies it
-fails the one image that it had.
+other end is closed. It trusts no byte of them: its memory and the CPU time of a task are bounded, and when it
+dies it fails the one image that it had.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 
 from weft.common.confine import confine
 from weft.common.errors import PixelsLost
 from weft.common.log import get_logger
+from weft.common.priority import LONG_S, step_back
 from weft.common.shared_bytes import SharedName, write_shared
 from weft.common.workers import Answer, serve
 from weft.media.decode import can_decode, group_pixels, key_of, load
@@ -27,8 +33,12 @@ from weft.media.messages import Decode, Done, WorkerRules, packed, task_of
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 NICENESS = 10
 """More than that of workers that read requests."""
+LONG_NICENESS = 19
+"""Of a decode that takes long."""
 GRACE_S = 1.0
 """Seconds after a fetch's own deadline in which it is interrupted, wherever it waits."""
 
@@ -44,7 +54,7 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
         fetcher = make(rules.allowed, rules.most_bytes, rules.seconds)
         return lambda payload: answer_to(payload, fetcher, rules)
 
-    serve(prepare, NICENESS)
+    serve(prepare, NICENESS, float(sys.argv[1]))
 
 
 def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
@@ -52,8 +62,8 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
-            pixels = group_pixels(_files(task, data), task.target)
-            done = packed(Done(key=key_of(pixels, task.target)))
+            pixels, key = _stepping_back(lambda: _decoded(task, data))
+            done = packed(Done(key=key))
             return (done,) if _written(pixels, task.into) else (done, pixels)
         with _interrupted(rules.seconds + GRACE_S):
             return packed(Done()), fetcher.fetch(task.url)
@@ -63,6 +73,36 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
         return (packed(Done(reason="takes more memory than this server allows", code="image_too_large")),)
     except TimeoutError:
         return (packed(Done(reason="took too long to fetch", code=UNREACHABLE)),)
+
+
+def _stepping_back(work: Callable[[], T]) -> T:
+    """What ``work`` returns. Its thread is of the lowest priority when it takes long: each has its own."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise MemoryError from None  # there is none left for its stack
+    thread.join(LONG_S)
+    if thread.is_alive():
+        step_back(thread, LONG_NICENESS)
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
+
+
+def _decoded(task: Decode, data: memoryview) -> tuple[bytes, bytes]:
+    pixels = group_pixels(_files(task, data), task.target)
+    return pixels, key_of(pixels, task.target)
 
 
 def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:

@@ -34,7 +34,7 @@ def main() -> None:
         compiled = functools.lru_cache(TEMPLATES)(CompiledTemplate)
         return lambda payload: (_answer(compiled, json.loads(payload)),)
 
-    serve(prepare, 0, CPU_SECONDS)
+    serve(prepare, 0, CPU_SECONDS, tells=True)
 
 
 def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:

@@ -1,0 +1,19 @@
+"""The priority of threads with long work: steps of engines, and the short work of others, go first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+LONG_S = 0.05
+"""Seconds after which work is long."""
+NICENESS = 10
+"""Of threads with long work in a process of normal priority."""
+
+
+def step_back(thread: threading.Thread, niceness: int = NICENESS) -> None:
+    """Lower the priority of ``thread``, for the rest of its life: Linux counts niceness by thread."""
+    if thread.native_id is not None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
