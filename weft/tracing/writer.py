@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, IO
+from typing import IO, Any
 
 import msgspec
 
