@@ -169,16 +169,33 @@ def test_a_switch_waits_until_all_are_idle_and_replaces_all_at_once() -> None:
     assert not any(entry.draining for entry in table.entries.values())
 
 
-def test_a_switch_cuts_nothing_that_came_before_fronts_knew() -> None:
-    _, rolling = made(["0"])
+def test_work_that_came_before_fronts_knew_keeps_the_old_operations() -> None:
+    """Work that outlasts the drain is not cut into the new operations, and the switch waits for later."""
+    table, rolling = made(["0", "1"])
+    rolling.begin_switch()
+    answer(table, rolling)
+    rolling.tick(1.0)
+    rolling.seen("0", 1, True)
+    rolling.seen("1", 1, False)
+    assert rolling.tick(30.9) == []
+    old = [Kill("head", "0", 1), Start("head", "0", 2), Kill("head", "1", 1), Start("head", "1", 2)]
+    assert rolling.tick(31.0) == old
+    assert not any(entry.draining for entry in table.entries.values())
+    answer(table, rolling)
+    rolling.tick(40.0)
+    answer(table, rolling)
+    assert rolling.tick(42.0) == [Switch(), Quit("0", 2), Quit("1", 2)]
+
+
+def test_no_switch_while_a_process_waits_to_be_started_again() -> None:
+    table, rolling = made(["0", "1"])
+    for number in range(1, 4):
+        table.lose("1", number, GONE, 0.1 * number)
+    assert table.entries["1"].state is ProcessState.WAITING
     rolling.begin_switch()
     rolling.seen("0", 1, True)
-    rolling.tick(1.0)
-    rolling.seen("0", 1, False)
-    for now in (10.0, 1000.0, 100_000.0):
-        assert rolling.tick(now) == []
-    rolling.seen("0", 1, True)
-    assert rolling.tick(100_001.0) == [Switch(), Quit("0", 1)]
+    assert rolling.tick(0.5) == []
+    assert not table.entries["0"].draining
 
 
 def test_a_death_before_a_switch_leaves_nobody_draining_and_the_switch_for_later() -> None:

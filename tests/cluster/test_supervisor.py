@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from weft.cluster import supervisor as s
-from weft.cluster.rolling import Quit
+from weft.cluster.rolling import Quit, Switch
 from weft.cluster.supervisor import ServerPhase, Supervisor
 from weft.cluster.table import SHORT_S, WINDOW, Kill, Member, ProcessState, ProcessTable, Start, to_revive
 from weft.common.errors import EngineDead, InvalidRequest, NotFound
@@ -285,6 +285,22 @@ def test_a_supervisor_revives_while_it_serves() -> None:
     made.on(s.ProcessEnded("head", "0", 2, 1), 4.0)
     made.on(s.Signalled(signal.SIGTERM), 5.0)
     assert made.on(s.ReviveAsked("0"), 6.0) == []
+
+
+def test_a_switch_waits_until_the_server_is_ready() -> None:
+    """Before, the end of any process ends the server."""
+    made = started()
+    made.on(s.SwitchAsked(), 0.5)
+    for now in (1.0, 3.0, 5.0):
+        made.on(s.HeadSeen("0", 1, True), now)
+        assert made.on(s.Tick(), now) == []
+    assert not made.heads.entries["0"].draining
+    for number in ("0", "1"):
+        made.on(s.FrontIsReady(number, 1), 6.0)
+    for now in (6.1, 7.0, 7.2):
+        made.on(s.HeadSeen("0", 1, True), now)
+        actions = made.on(s.Tick(), now)
+    assert actions == [Switch(), Quit("0", 1)]
 
 
 def test_a_rolling_restart_is_the_supervisors() -> None:

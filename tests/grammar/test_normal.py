@@ -224,3 +224,13 @@ NAMES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.parametrize(("fields", "right", "wrong"), NAMES)
 def test_names_of_properties(fields: dict[str, Any], right: list[str], wrong: list[str]) -> None:
     Rig("llguidance", "bundled").check(schema({"type": "object", **fields}), right, wrong)
+
+
+def test_shared_parts_are_counted_as_often_as_they_stand() -> None:
+    """A schema of 900 characters that would be written out as 34 MB."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(6):
+        names = {"enum": [f"n{number}" for number in range(10)]}
+        schema = {"type": "object", "propertyNames": names, "additionalProperties": schema}
+    with pytest.raises(InvalidRequest, match="parts"):
+        loosened({"type": "object", "not": {"required": ["a"]}, "$defs": {"x": schema}}, LLGUIDANCE)

@@ -11,8 +11,9 @@ A *switch* replaces all processes at once, because the new processes compute wit
     all answer, all idle ─► drain all ─all idle─► Switch, quit all ─ended─► all load ─all answer─► done
 
 The bits of the operations differ. No process of the old operations works beside a process of the new ones,
-and no sequence is cut. So no stream and no cached block holds bits of both. A server that is never idle never
-switches.
+and no sequence goes from old to new. So no stream and no cached block holds bits of both. Where work outlasts
+the drain, the processes start again with the old operations, and the switch waits for the next idle moment. A
+server that is never idle never switches.
 """
 
 from __future__ import annotations
@@ -127,11 +128,11 @@ class RollingRestart:
             self._drain_for_switch(now)
         if not self._unit:
             return self._next(now)
-        if self._switching and any(not self._table.running(name, old) for name, old in self._unit.items()):
-            # A process died first, and its successor has the old operations. The others leave the drain by a
+        if self._switching and self._incarnations() != self._unit:
+            # A process died or came first, and has the old operations. The others leave the drain by a
             # restart of their own; the switch waits for the next idle moment.
             self._switching = False
-            return self._abandon(EngineDead("another process died before the switch"), now)
+            return self._abandon(EngineDead("another process began before the switch"), now)
         entries = [self._table.entries[name] for name in self._unit]
         ended = [one.incarnation != self._unit[name] for name, one in zip(self._unit, entries, strict=True)]
         again = [one.incarnation > old + 1 for one, old in zip(entries, self._unit.values(), strict=True)]
@@ -151,6 +152,11 @@ class RollingRestart:
             if now < self._settled:  # what was said before fronts knew proves nothing
                 self._idle.clear()
             done = now >= self._settled and self._idle.items() >= present.items()
+            if self._switching and not done and now >= self._deadline:
+                # Work came before fronts knew, and lasts. The work goes on with the old operations, since a
+                # longer drain would keep all other requests waiting.
+                self._switching = False
+                return self._abandon(EngineDead("requests came before the switch"), now)
             return self._quit(present, now) if done or now >= self._deadline else []
         if now < self._deadline:
             return []
@@ -158,16 +164,13 @@ class RollingRestart:
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
 
     def _drain_for_switch(self, now: float) -> None:
-        """Drains all processes if all are idle.
-
-        No deadline cuts work that comes before fronts know: a sequence's own limits bound the wait.
-        """
-        running = {name: entry.incarnation for name, entry in self._running().items()}
-        if running and self._idle.items() >= running.items():
+        """Drains all processes if all are idle, and none waits to be started again."""
+        running = self._incarnations()
+        waits = any(one.state is t.ProcessState.WAITING for one in self._table.entries.values())
+        if running and not waits and self._idle.items() >= running.items():
             self._switching = True
             self._left.append(running)
             self._next(now)
-            self._deadline = math.inf
 
     def _present(self) -> dict[str, int]:
         """Return name -> incarnation of the unit's old processes that still run."""
@@ -177,6 +180,10 @@ class RollingRestart:
         """Ends the unit's restart: its old processes would drain for ever, so the table replaces them."""
         present, self._unit = self._present(), {}
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]
+
+    def _incarnations(self) -> dict[str, int]:
+        """Return name -> incarnation of all processes that run."""
+        return {name: entry.incarnation for name, entry in self._running().items()}
 
     def _running(self) -> dict[str, t.ProcessEntry]:
         entries = self._table.entries

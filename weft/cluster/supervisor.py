@@ -297,7 +297,9 @@ class Supervisor:
         if self._now >= self._deadline:
             log.error("fronts did not end in time")
             return self._exit(FORCED if self._forced else 1)
-        actions: list[Action] = [*self.heads.tick(self._now), *self.rolling.tick(self._now)]
+        actions: list[Action] = [*self.heads.tick(self._now)]
+        if self.phase is ServerPhase.SERVING:  # before, the end of any process ends the server
+            actions += self.rolling.tick(self._now)
         if self.phase is ServerPhase.DRAINING:
             return actions
         actions += self.fronts.tick(self._now)

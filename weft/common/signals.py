@@ -36,8 +36,9 @@ def end(number: int, frame: object) -> None:
 def ending() -> Iterator[None]:
     """In this block they end the process in order, so what it began is undone. From the main thread.
 
-    SIGINT is left as it is: Python raises KeyboardInterrupt.
+    SIGINT is left as it is: Python raises KeyboardInterrupt. A parent may have blocked the signals.
     """
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     before = {number: signal.signal(number, end) for number in heeded() if number != signal.SIGINT}
     try:
         yield

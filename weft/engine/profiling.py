@@ -5,11 +5,11 @@ A profile slows the steps down that it sees, and takes memory with every operati
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from weft.common.folder import open_private
 from weft.common.log import get_logger
 
 log = get_logger(__name__)
@@ -49,10 +49,12 @@ class Profiler:
         try:
             profile.__exit__(None, None, None)
             file.parent.mkdir(mode=0o700, exist_ok=True)
-            part = file.with_suffix(".part")
-            open_private(part, "w").close()  # the export keeps the mode of a file that is there
-            profile.export_chrome_trace(str(part))
-            part.rename(file)  # whoever sees it sees all of it
+            # The export makes the file anew, with the mode of the umask: in a folder that nobody else enters.
+            with tempfile.TemporaryDirectory(dir=file.parent) as private:
+                part = Path(private) / file.name
+                profile.export_chrome_trace(str(part))
+                part.chmod(0o600)
+                part.rename(file)  # whoever sees it sees all of it
         except (OSError, RuntimeError) as error:
             log.error("a profile could not be written: %s", error)
         else:

@@ -16,7 +16,15 @@ from msgspec import UNSET
 from starlette.types import Scope
 
 from weft.common.allocator import trim_heap
-from weft.common.errors import ErrorInfo, Overloaded, ReportedError, Unavailable, WeftError
+from weft.common.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InvalidRequest,
+    Overloaded,
+    ReportedError,
+    Unavailable,
+    WeftError,
+)
 from weft.common.log import get_logger
 from weft.common.workers import WorkerPool, most_of_client
 from weft.config.about import about
@@ -34,7 +42,7 @@ from weft.front.monitoring.vllm_metrics import as_vllm
 from weft.front.proofs import Compiling, Unproved, digest_of
 from weft.front.rate_limit import RateLimits
 from weft.front.read_worker import Known, ReadAnswer, decode_answer, payload_of, read_with
-from weft.front.reading import Job, Reader, check_model
+from weft.front.reading import Job, Reader, check_model, takes_too_long
 from weft.front.request_trace import RequestTrace
 from weft.front.retry_after import RetryAfter
 from weft.front.setup import GrammarCheck, Setup, TextSetup
@@ -296,6 +304,12 @@ class Front:
                 return await self.in_thread(read)
             except Compiling as under_way:
                 await _ended(under_way.task)
+                try:
+                    under_way.task.result()
+                except InvalidRequest:
+                    pass  # kept by the service: reading again finds it, and may ask for a looser grammar
+                except DeadlineExceeded:  # not kept: reading again would begin anew
+                    raise takes_too_long(under_way.param) from None
         raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def made(self, kind: str, body: list[bytes], client: int) -> bytes:

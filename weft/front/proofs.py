@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from weft.common.errors import ErrorInfo, InvalidRequest, ReportedError
+from weft.common.errors import DeadlineExceeded, ErrorInfo, InvalidRequest, ReportedError
 from weft.grammar.service import Compile
 from weft.types.grammar import Grammar
 
@@ -20,9 +20,11 @@ from weft.types.grammar import Grammar
 class Compiling(Exception):
     """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
 
-    def __init__(self, task: Compile) -> None:
+    def __init__(self, task: Compile, param: str) -> None:
+        """``param``: the request's field that asks for the grammar."""
         super().__init__("a grammar is being compiled")
         self.task = task
+        self.param = param
 
 
 class Proof(Protocol):
@@ -83,6 +85,8 @@ class _Verdict:
             return
         if self._error.http_status == InvalidRequest.http_status:
             raise InvalidRequest(self._error.message, param=self._error.param, code=self._error.code)
+        if self._error.http_status == DeadlineExceeded.http_status:
+            raise DeadlineExceeded(self._error.message)
         raise ReportedError(self._error)
 
 

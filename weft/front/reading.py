@@ -365,17 +365,13 @@ class Reader:
         task = self._grammars.submit(grammar, self._client)
         if not (self._waits or task.done()):
             assert isinstance(task, Compile)
-            raise Compiling(task)
+            raise Compiling(task, param)
         try:
             task.wait()
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         except DeadlineExceeded:
-            raise InvalidRequest(
-                f"{param} takes too long to compile; ask for something simpler",
-                param=param,
-                code="grammar_timeout",
-            ) from None
+            raise takes_too_long(param) from None
 
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
@@ -405,6 +401,13 @@ class Reader:
                 param=next((name for name, asks in wanted.items() if asks), "echo"),
                 code="response_too_large",
             )
+
+
+def takes_too_long(param: str) -> InvalidRequest:
+    """The error of a grammar that was not compiled in time."""
+    return InvalidRequest(
+        f"{param} takes too long to compile; ask for something simpler", param=param, code="grammar_timeout"
+    )
 
 
 def check_model(name: str, names: Sequence[str]) -> None:

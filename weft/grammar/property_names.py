@@ -29,7 +29,8 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
     if (names := _names(rule)) is not None:
         if schema.get("patternProperties"):
             return None
-        allowed = {key: value if key in names else False for key, value in properties.items()}
+        listed = frozenset(names)
+        allowed = {key: value if key in listed else False for key, value in properties.items()}
         allowed |= {name: further for name in names if name not in properties and further is not False}
         return {**rest, "properties": allowed, "additionalProperties": False}
     pattern = _pattern(rule)

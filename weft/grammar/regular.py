@@ -116,7 +116,7 @@ class _Writer:
 
     def _either(self, items: list[tuple[str, str]]) -> str:
         """Alternatives, up to a closing bracket. ``items``: last one first; those that are read are taken."""
-        options = [""]
+        options, total = [""], 0
         while items and items[-1] not in (("mark", ")"), ("mark", "]")):
             kind, text = items.pop()
             if (kind, text) == ("mark", "|"):
@@ -126,7 +126,8 @@ class _Writer:
             while items and items[-1][0] == "times":
                 one = _group(one) + _times(items.pop()[1])
             options[-1] += one
-            if len(options[-1]) > MAX_PATTERN:
+            total += len(one)
+            if total > MAX_PATTERN:
                 raise _NotRegularError
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 

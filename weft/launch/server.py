@@ -126,7 +126,10 @@ class Operations:
         """Compiles beside the server, if it is to. ``switch`` asks for the change of all engines."""
         if self._compiles:
             _log.info("compiling the C++ operations; until then torch's serve, about half as fast")
-            self._build = OperationsBuild(switch)
+            try:
+                self._build = OperationsBuild(switch)
+            except OSError as error:
+                _log.warning("the C++ operations cannot be compiled (%s)", error.strerror)
 
     def switched(self) -> None:
         """All engines have ended, or will take no work: those that start from now on find what was built."""

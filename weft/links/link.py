@@ -207,7 +207,8 @@ class Link:
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._timeout * 800), 1))
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
+        if self._linked:  # a head that loads answers its first handshake late
+            socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
             self._address.keys.guard_rank(socket)
         self._monitor = monitor = socket.get_monitor_socket(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import msgspec
 
@@ -47,7 +47,7 @@ class StepTrace:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file: TextIO | None = open_private(Path(path), "w")
+            self._file: IO[str] | None = open_private(Path(path), "w")
         except OSError as error:
             raise ConfigError(f"--trace: cannot write that file ({error.strerror})", param="trace") from None
         self._file.write("[")

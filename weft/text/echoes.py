@@ -29,12 +29,14 @@ def without_thoughts(content: list[Any]) -> tuple[list[Any], str]:
 
 
 def _is_thought(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _PARTS | _HIDDEN
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind in _PARTS | _HIDDEN
 
 
 def _text(part: Mapping[str, Any]) -> str:
     """Mistral's thoughts are lists of parts again."""
-    if part.get("type") in _HIDDEN:
+    kind = part.get("type")
+    if isinstance(kind, str) and kind in _HIDDEN:
         return ""
     for name in _TEXTS:
         value = part.get(name)
