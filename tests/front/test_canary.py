@@ -76,7 +76,7 @@ def test_a_canary_beside_images(servers: Servers, attack: str) -> None:
     with servers.scope():
         server = servers.weft("--model", name, "--threads", "1", *keys)
         command = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", name]
-        command += ["--seconds", "3", "--scale", "0.2", "--key", "attacker"]
+        command += ["--seconds", "1", "--scale", "0.04", "--key", "attacker"]
         canary = Canary(server.url, name, ["text", "image"], "canary")
         told = asyncio.run(beside(canary, command, 3, settle=0.3))
     assert canary.refused == []
