@@ -72,18 +72,17 @@ def test_connections_of_front_heads_transfers_and_board(cluster: Cluster, alone:
 
 
 def test_connections_of_a_head_and_its_rank(cluster: Cluster, alone: Alone) -> None:
-    """The group is formed anew. After a reset its processes are the same; after seconds without a connection
-    the rank may be another one."""
+    """The group is formed anew with the same processes. Seconds without a connection are not played: the rank
+    may end then, and come back too late (docs/failures.md)."""
     server = cluster.start(tensor_parallel_size=2)
     there = processes(server)
-    for deed in ("reset", "refused", "half open"):
+    for _ in range(2):
         server.ask()
         time.sleep(0.4)
-        disturb(cluster.hosts, deed)
-        assert server.told() == alone.texts, deed
+        disturb(cluster.hosts, "reset")
+        assert server.told() == alone.texts
         cluster.hosts.pass_again()
-        if deed == "reset":
-            assert processes(server) == there
+        assert processes(server) == there
     assert server.metrics()["engine_restarts_total"] == 0
     server.stop()
 

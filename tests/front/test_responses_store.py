@@ -15,7 +15,7 @@ from weft.front.responses.store import ResponseStore, Stored
 
 
 def stored(id: str, key: int, size: int = 1000) -> Stored:
-    return Stored(id=id, key=key, answer=b"x" * size, input=b"[]", output_ids=())
+    return Stored(id=id, key=key, answer=b"x" * size, output=b"[]", input=b"[]", output_ids=())
 
 
 def test_a_key_that_floods_evicts_its_own_responses() -> None:

@@ -134,6 +134,8 @@ class Link:
         status = self.process.poll()
         if status is not None:
             self._lose(EngineDead(f"the engine's process ended with status {status}"))
+        elif not self._linked:  # it loads: the fleet knows how long a process may take to listen
+            return
         elif self._broken_at is None or now - self._broken_at < STATUS_S:
             return
         elif now >= self._until:
