@@ -134,10 +134,8 @@ class Link:
         status = self.process.poll()
         if status is not None:
             self._lose(EngineDead(f"the engine's process ended with status {status}"))
-        elif not self._linked:  # it loads: the fleet knows how long a process may take to listen
-            return
-        elif self._broken_at is None or now - self._broken_at < STATUS_S:
-            return
+        elif not self._linked or self._broken_at is None or now - self._broken_at < STATUS_S:
+            return  # before the first handshake it loads: the fleet bounds that
         elif now >= self._until:
             self._lose(EngineDead("the engine's process does not answer"))
         elif not self._unreachable:
