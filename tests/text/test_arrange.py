@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.text_folders import write_tokenizer
+from tests.text.published.files import VARIABLE, source, template_names
 from weft.common.errors import InvalidRequest
 from weft.text.chat import ChatFormat
 from weft.text.tokenizer import Tokenizer
 
-REAL = os.environ.get("WEFT_REAL_FILES")
+REAL = os.environ.get(VARIABLE)
 ANY = "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content -}}{%- endfor -%}"
 FIRST = """
 {%- for m in messages -%}
@@ -135,17 +135,17 @@ NEED_MORE = ("command-r-plus-tool_use", "firefunction-v2", "hermes2_pro_tool_use
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REAL is None, reason="WEFT_REAL_FILES names no folder with real chat templates")
+@pytest.mark.skipif(REAL is None, reason=f"{VARIABLE} names no folder with real chat templates")
 def test_published_templates_show_every_message(tokenizer: Tokenizer) -> None:
-    paths = sorted((Path(str(REAL)) / "templates").glob("*.jinja"))
-    assert paths, "WEFT_REAL_FILES names a folder without templates"
+    names = template_names()
+    assert names, f"{VARIABLE} names a folder without templates"
     lost = []
-    for path in paths:
-        if any(name in path.name for name in NEED_MORE):
+    for name in names:
+        if any(other in name for other in NEED_MORE):
             continue
-        chat = ChatFormat(tokenizer, path.read_text())
+        chat = ChatFormat(tokenizer, source(name))
         for roles in ORDERS:
             text = rendered(chat, roles)
             if any(f"m{number}" not in text for number in range(len(roles))):
-                lost.append((path.name, roles))
+                lost.append((name, roles))
     assert not lost

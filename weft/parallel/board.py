@@ -31,7 +31,6 @@ RENEW_S = 3.0
 """Seconds without an answer after which a client connects anew."""
 _TURN_MS = 100
 _QUEUE = 1000
-_REFUSED = "a connection of %s was refused: it does not know the --group-secret"
 
 
 class Board:
