@@ -7,7 +7,7 @@ out=$PWD/dist
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/source"
-cp -r pyproject.toml README.md weft "$work/source"
+cp -r pyproject.toml README.md LICENSE weft "$work/source"
 log=$work/build.log
 echo "compiling the C++ operations for all levels of CPUs; minutes of CPU time, unless they are compiled already"
 PYTHONPATH=$work/source "$python" -m weft build-ops --wheel "$work/source/weft/ops/cpu/prebuilt" >"$log" 2>&1 || { tail -n 30 "$log"; exit 1; }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from weft.api.outputs import RequestOutput
     from weft.types.sampling import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOME = {
