@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -14,7 +15,6 @@ import pytest
 
 from tests.launch.test_serve import Server, start, until
 from tests.support.processes import with_role
-from tests.support.servers import events
 from tests.support.slowness import deadline
 from weft.common.measurements import cache_folder
 from weft.ops.cpu import build
@@ -22,6 +22,8 @@ from weft.ops.cpu import build
 __all__ = ["start"]
 
 COMPILED, CHANGE = "the C++ operations are compiled", "engines change to the C++ operations"
+TOKENS = 600
+"""Tokens of the stream: half a second of torch's operations."""
 BODY = {"model": "spool-text", "prompt": "Tom has 12 apples.", "temperature": 0, "ignore_eos": True}
 
 
@@ -60,10 +62,10 @@ def stream(base: str, tokens: int, begun: threading.Event) -> str:
     text = ""
     body = {**BODY, "max_tokens": tokens, "stream": True}
     with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=deadline(120)) as answer:
-        for event in events(answer.iter_lines()):
-            begun.set()
-            if event != "[DONE]":
-                text += event["choices"][0]["text"]
+        for line in answer.iter_lines():  # as the lines come: ``events`` waits for the last one
+            if line.startswith("data: {"):
+                begun.set()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
     return text
 
 
@@ -82,7 +84,7 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
 
     texts: list[str] = []
     begun = threading.Event()
-    streaming = threading.Thread(target=lambda: texts.append(stream(base, 600, begun)))
+    streaming = threading.Thread(target=lambda: texts.append(stream(base, TOKENS, begun)))
     streaming.start()
     assert begun.wait(deadline(60))
     # The stream is still under way when the compiler ends: the engine stands still, except for a moment
@@ -92,7 +94,7 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
         os.kill(head, signal.SIGSTOP)
         time.sleep(1)
         os.kill(head, signal.SIGCONT)
-        time.sleep(0.02)
+        time.sleep(0.01)
     os.kill(head, signal.SIGSTOP)
     assert not texts, "the stream ended before the compiler"
     assert CHANGE not in server.log.read_text()
@@ -105,7 +107,7 @@ def test_it_answers_before_the_operations_are_compiled_and_no_stream_mixes_bits(
     assert len(ask(base, max_tokens=20)) == len(short)
     assert "linear (torch)" not in server.log.read_text().partition(CHANGE)[2]
     alone: Server = start("spool-text", "--port", "0", WEFT_DISABLE_CPU_OPS="1")
-    assert texts == [stream(alone.url(), 600, threading.Event())]
+    assert texts == [stream(alone.url(), TOKENS, threading.Event())]
 
 
 @pytest.mark.real_processes

@@ -147,7 +147,7 @@ def test_a_decode_that_takes_too_much_cpu_time_is_that_images_error(monkeypatch:
 def test_a_flood_of_one_client_leaves_a_decoder_to_others() -> None:
     async def work(media: MediaService) -> None:
         with media.memory.lease(0) as first, media.memory.lease(1) as second:
-            large = [picture(png(4000)) for _ in range(6)]
+            large = [picture(png(2500)) for _ in range(6)]
             flood = asyncio.ensure_future(media.decode(large, {}, first, 0))
             await asyncio.sleep(0)
             await media.decode([picture(image_file())], {}, second, 1)

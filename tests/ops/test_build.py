@@ -85,6 +85,21 @@ def test_another_compiler_torch_or_cpu_is_another_library(
     assert build.find() is None
 
 
+def test_objects_are_shared_by_environments_with_the_same_torch(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second virtual environment links anew and compiles nothing."""
+    library = build.build()
+    assert count(calls) == 3
+    library.unlink()
+    other = tmp_path / "other" / "torch"
+    other.parent.mkdir()
+    other.symlink_to(build._torch_folder())
+    monkeypatch.setattr(build, "_torch_folder", lambda: other)
+    build.build()
+    assert count(calls) == 4
+
+
 def test_a_failing_compile_shows_the_last_lines_and_leaves_nothing(calls: Path, sources: Path) -> None:
     (sources / "two.cpp").write_text("DOES_NOT_COMPILE\n")
     with pytest.raises(build.BuildError, match=r"two\.cpp does not compile") as raised:

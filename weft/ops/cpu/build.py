@@ -266,17 +266,18 @@ def _compile_all(
     not compile."""
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"
-    flags = [*FLAGS, *target, "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
+    headers = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
+    flags = [*FLAGS, *target]
     machine = _machine(target)
     sources = sorted(SOURCES.glob("*.cpp"), key=_seconds, reverse=True)
-    objects = [
-        folder / f"{_hash(compiler.version, machine, *flags, *_with_headers(source))}.o" for source in sources
-    ]
+    # The key has torch's version and not the path of torch's headers, so that environments share objects.
+    keys = [_hash(compiler.version, machine, *flags, *_with_headers(source)) for source in sources]
+    objects = [folder / f"{key}.o" for key in keys]
     missing = [pair for pair in zip(sources, objects, strict=True) if force or not pair[1].exists()]
     if missing:
         processes = processes_for(len(missing))
         report.say(_announcement([source for source, _ in missing], processes, compiler))
-        compile_files([compiler.path, *flags], missing, processes, verbose, report)
+        compile_files([compiler.path, *flags, *headers], missing, processes, verbose, report)
     for made in objects:
         os.utime(made)
     return objects
