@@ -665,14 +665,18 @@ def test_a_group_can_be_closed_while_it_is_formed(tmp_path: Path) -> None:
 # ---- liveness
 
 
-def test_a_rank_notices_that_another_head_answers() -> None:
-    """The next head listens where the one before it did, so there need be no silence."""
-    incarnation, gone = ["a"], threading.Event()
+@pytest.mark.parametrize(
+    "change", [{"incarnation": "b"}, {"given_up": True}], ids=lambda one: next(iter(one))
+)
+def test_a_rank_notices_that_it_must_join_again(change: dict[str, Any]) -> None:
+    """Another head answers, or the head has given this rank up. Nobody is silent."""
+    answers, gone = f.RankHeartbeat(rank=0, epoch=3, step=0, incarnation="a"), threading.Event()
+    changed = threading.Event()
     heard: list[f.RankHeartbeat] = []
 
     def answer(heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         heard.append(heartbeat)
-        return f.RankHeartbeat(rank=0, epoch=3, step=0, incarnation=incarnation[0])
+        return replace(answers, **change) if changed.is_set() else answers
 
     folder = private_folder()
     heads = ZmqHead(f"ipc://{folder}/heartbeats")
@@ -688,7 +692,7 @@ def test_a_rank_notices_that_another_head_answers() -> None:
         head.start()
         rank.start()
         assert not gone.wait(0.7)
-        incarnation[0] = "b"
+        changed.set()
         assert gone.wait(deadline(8.0))
         assert {heartbeat.rank for heartbeat in heard} == {1}
     finally:

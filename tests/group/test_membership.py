@@ -405,3 +405,20 @@ def test_what_is_told_of_an_epoch_that_is_over_costs_no_try() -> None:
         rig.feed(rig.says(rank, f.Failed(rank=rank, epoch=0, step=0, error=failed, comm=False)))
     rig.feed(t.OwnFailure(0, "an error of the device", False))
     assert (rig.group.phase, rig.group.tries._left) == ("gathering", left)
+
+
+def test_a_process_on_another_host_learns_from_heartbeats_that_the_head_gave_it_up() -> None:
+    """``Refused`` was lost with the connection. The process joins again over a new connection."""
+    rig = Rig(local=False)
+    rig.run()
+    assert not rig.group.heartbeat(rig.peers[1]).given_up
+    rig.feed(t.Gone(1, "its connection broke"))
+    rig.feed(t.Resume(GroupLost(1, "the engine")))
+    assert rig.group.phase == "gathering"
+    assert rig.group.heartbeat(rig.peers[1]).given_up
+    assert not rig.group.heartbeat(rig.peers[2]).given_up
+    rig.peers[1] = b"1.1"
+    rig.load(1, epoch=rig.group.epoch)
+    assert not rig.group.heartbeat(rig.peers[1]).given_up
+    assert rig.group.phase == "forming"
+    rig.form()

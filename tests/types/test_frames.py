@@ -174,7 +174,7 @@ def test_unknown_fields_and_tags_are_named(frame: Any, decode: Callable[[bytes],
         decode(msgspec.msgpack.encode({**fields, "surprise": 1}))
     with pytest.raises(f.FrameError, match="Sneaky"):
         decode(msgspec.msgpack.encode({**fields, "type": "Sneaky"}))
-    optional = {"type", "comm", "aborted", "version", "endpoint", "embeddings", "cache"}
+    optional = {"type", "comm", "aborted", "peer", "given_up", "version", "endpoint", "embeddings", "cache"}
     for name in fields:
         if name not in optional | ({"error"} if isinstance(frame, f.RoomReport) else set()):
             with pytest.raises(f.FrameError):

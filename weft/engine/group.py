@@ -407,7 +407,7 @@ class GroupExecutor:
 
     def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         self._feed(t.Received(b"", heartbeat))
-        return self.membership.heartbeat()
+        return self.membership.heartbeat(heartbeat.peer)
 
     def _looked(self) -> None:
         processes = self._links.processes

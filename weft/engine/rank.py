@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from weft.common.errors import EngineDead, known_error
 from weft.common.log import get_logger
 from weft.config.resolved import EngineConfig, KVConfig
@@ -132,6 +134,8 @@ class _Liveness:
         self._rank = rank
         self._head = head
         self._timeout = rank_timeout
+        self._peer = b""
+        """Name of the control connection to the present head."""
         self._stuck_since: float | None = None
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
@@ -142,6 +146,7 @@ class _Liveness:
         """Shows the head of ``link`` from now on that this process runs."""
         self.orphan = False
         self._stuck_since = None
+        self._peer = link.channel.peer
         if link.heartbeats is not None:
             self._watch = RankWatch(link.heartbeats, self._timeout, self.heartbeat, self.ended, self.orphaned)
             self._watch.start()
@@ -160,9 +165,10 @@ class _Liveness:
     # ---- from the watch's thread
 
     def heartbeat(self) -> f.RankHeartbeat:
-        if self._worker is not None:
-            return self._worker.heartbeat()
-        return f.RankHeartbeat(rank=self._rank, epoch=-1, step=-1, incarnation=self._head)
+        own = f.RankHeartbeat(rank=self._rank, epoch=-1, step=-1, incarnation=self._head)
+        return msgspec.structs.replace(
+            own if self._worker is None else self._worker.heartbeat(), peer=self._peer
+        )
 
     def ended(self, epoch: int) -> None:
         if self._worker is None or not self._worker.ended(epoch):

@@ -116,8 +116,8 @@ class RankWatch(_Thread):
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
-        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, or
-        another one answers in its place; called again and again.
+        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, has
+        given this rank up, or another head answers in its place; called again and again.
         """
         super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
@@ -147,9 +147,11 @@ class RankWatch(_Thread):
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
             return True
-        if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
+        if not isinstance(heartbeat, RankHeartbeat):
+            return True
+        if heartbeat.given_up or heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
-        elif isinstance(heartbeat, RankHeartbeat):
+        else:
             self._liveness.heard(0, time.monotonic())
             self._ended(heartbeat.aborted)
         return True

@@ -128,11 +128,15 @@ class Membership:
         """Whether all ranks have said hello."""
         return all(member.peer is not None for member in self.members.values())
 
-    def heartbeat(self) -> f.RankHeartbeat:
-        """What ranks hear of this head."""
-        step, incarnation = self.steps.own, self._roster.welcome.incarnation
+    def heartbeat(self, peer: bytes) -> f.RankHeartbeat:
+        """Return the answer to a heartbeat of the rank process with the control connection ``peer``."""
         return f.RankHeartbeat(
-            rank=self.rank, epoch=self.epoch, step=step, incarnation=incarnation, aborted=self.aborted
+            rank=self.rank,
+            epoch=self.epoch,
+            step=self.steps.own,
+            incarnation=self._roster.welcome.incarnation,
+            aborted=self.aborted,
+            given_up=self._roster.has_given_up(peer),
         )
 
     def leases_due(self, now: float) -> bool:

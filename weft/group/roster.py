@@ -75,6 +75,10 @@ class Roster:
         member = self.members.get(rank)
         return None if member is None or member.peer != peer else member
 
+    def has_given_up(self, peer: bytes) -> bool:
+        """Return True if the rank process with the control connection ``peer`` was replaced."""
+        return peer in self._given_up
+
     def hello(self, peer: bytes, hello: f.RankHello, now: float) -> bool:
         """Whether it is a new process, and welcome; else it is refused, or known. Raises ConfigError."""
         rank, member = hello.rank, self.members.get(hello.rank)

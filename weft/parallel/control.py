@@ -74,6 +74,9 @@ class NoRanks(HeadChannel):
 class RankChannel(ABC):
     """A rank's end of the control channel."""
 
+    peer: bytes = b""
+    """Name of this connection at the head."""
+
     @abstractmethod
     def send(self, data: bytes) -> None:
         """Queues a frame for the head; does not wait. Raises PeerGone."""
@@ -162,7 +165,8 @@ class ZmqRank(RankChannel):
     def __init__(self, address: str, rank: int, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
         socket = _configured(self._context.socket(zmq.DEALER))
-        socket.setsockopt(zmq.IDENTITY, b"%d." % rank + secrets.token_hex(8).encode())
+        self.peer = b"%d." % rank + secrets.token_hex(8).encode()
+        socket.setsockopt(zmq.IDENTITY, self.peer)
         if keys is not None:
             keys.guard_rank(socket)
         socket.connect(address)

@@ -32,7 +32,7 @@ from weft.types.plan import Segment, StepPlan, TokenMasks
 from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
-VERSION = 9
+VERSION = 10
 """Version of these frames. A rank with another version is refused, with an error that names both."""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
@@ -233,6 +233,12 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     """Incarnation of the head: of the sender if it is a head, else of the head that the rank works for."""
     aborted: int = -1
     """Set by a head: the last epoch that has ended. A rank that waits in a collective of it stops waiting."""
+    peer: bytes = b""
+    """Set by a rank: the name of its control connection, which names the process in the head's books."""
+    given_up: bool = False
+    """Set by a head: the head has replaced the rank process that sent ``peer``. The process must say hello
+    again, over a new control connection. The frame ``Refused`` says the same, but is lost with a connection.
+    """
 
 
 RoomToRank = PushRoom | ExpectRoom | StopRoom
