@@ -99,8 +99,8 @@ CANARIES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
 
 @dataclass
 class Row:
-    """One attack and kind of canary: milliseconds of the canary, its refusals, and MB of the front and of all
-    processes of the server."""
+    """One attack and kind of canary: milliseconds and refusals of the canary, and resident MB of the API
+    server, of the engine and of all processes of the server, guard processes included."""
 
     attack: str
     canary: str
@@ -114,6 +114,8 @@ class Row:
     front_mb: float
     peak_mb: float
     after_mb: float
+    engine_mb: float
+    engine_after_mb: float
     all_mb: float
     all_peak_mb: float
     all_after_mb: float
@@ -200,6 +202,13 @@ class Memory:
             thread.join()
 
 
+def is_engine(pid: int) -> bool:
+    """Return True if the title of process ``pid`` is that of an engine."""
+    with contextlib.suppress(OSError):  # the process has just ended
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"weft: head")
+    return False
+
+
 def _resident(pid: int) -> float:
     with contextlib.suppress(OSError):  # it has just ended
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
@@ -246,7 +255,9 @@ def measure(attack: str, args: argparse.Namespace) -> list[Row]:
         assert server.pid is not None
         asyncio.run(beside(Canary(server.url, args.model, args.canaries, KEYS[0]), None, 3.0))  # warm
         front, whole = Memory(tree(server.pid)[0].pid), Memory(server.pid, whole=True)
-        before, whole_before = front.now(), whole.now()
+        (head,) = (one.pid for one in tree(server.pid) if is_engine(one.pid))
+        engine = Memory(head)
+        before, engine_before, whole_before = front.now(), engine.now(), whole.now()
         canary = Canary(server.url, args.model, args.canaries, KEYS[0])
         hostile = [sys.executable, "-m", "bench.hostile", attack, server.url, "--model", args.model]
         hostile += [
@@ -262,7 +273,7 @@ def measure(attack: str, args: argparse.Namespace) -> list[Row]:
         with front.watched(), whole.watched():
             told = asyncio.run(beside(canary, None if attack == NONE else hostile, args.seconds))
         time.sleep(SETTLE)
-        after, whole_after = front.now(), whole.now()
+        after, engine_after, whole_after = front.now(), engine.now(), whole.now()
         return [
             Row(
                 attack=attack,
@@ -276,6 +287,8 @@ def measure(attack: str, args: argparse.Namespace) -> list[Row]:
                 front_mb=round(before),
                 peak_mb=round(front.peak),
                 after_mb=round(after),
+                engine_mb=round(engine_before),
+                engine_after_mb=round(engine_after),
                 all_mb=round(whole_before),
                 all_peak_mb=round(whole.peak),
                 all_after_mb=round(whole_after),
