@@ -2,7 +2,7 @@
 
     write of an expected transfer      checked against the expected spans, copied, digested
     write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
-    write of a stopped transfer        dropped: no byte of it is written any more
+    write of a stopped transfer        dropped: no byte is written any more
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Incoming(_Word, frozen=True):
     number: int
     """Number of the write, counted from 0 for each sender's rank and transfer."""
     parts: tuple[tuple[int, np.ndarray], ...]
-    """(region of this rank, int64 [n, 2]: offsets and lengths)."""
+    """(region of the receiving rank, int64 [n, 2]: offsets and lengths)."""
     held_bytes: int
-    """Bytes of memory that the write occupies while parked."""
+    """Memory of the write while parked, in bytes."""
     content: Any = None
     """Data of the transport; opaque here."""
 
@@ -42,7 +42,7 @@ class Incoming(_Word, frozen=True):
 
 
 class Expected(_Word, frozen=True):
-    """The engine process announces a transfer and the expected spans of this rank."""
+    """The engine process announces a transfer and the expected spans of the rank."""
 
     key: RoomKey
     coverage: Coverage
@@ -72,7 +72,7 @@ Event = Incoming | Expected | Copied | Stopped | Tick
 
 
 class Copy(_Word, frozen=True):
-    """Copy the bytes and check their digests. Answered with ``Copied`` before any other event."""
+    """Copy the bytes and check the digests. Answered with ``Copied`` before any other event."""
 
     write: Incoming
 
@@ -85,7 +85,7 @@ class Answer(_Word, frozen=True):
 
 
 class Report(_Word, frozen=True):
-    """Report this rank's outcome of a transfer to the engine process."""
+    """Report the rank's outcome of a transfer to the engine process."""
 
     key: RoomKey
     outcome: Outcome
@@ -117,7 +117,7 @@ class Arrivals:
         self._early: Parking[Incoming] = Parking(parked_bytes, parked_s)
         self._ended: Tombstones[None] = Tombstones(remember_s)
         self.dropped = 0
-        """Number of writes that were dropped."""
+        """Number of dropped writes."""
 
     def __len__(self) -> int:
         return len(self._rooms)

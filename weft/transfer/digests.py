@@ -15,7 +15,7 @@ have a wrong digest. Over random keys, a change within a block (a flipped bit, t
 probability of at most about 2^-32 (NH: Black et al. 1999, "UMAC"). The keys here are fixed and public, so
 the bound holds for accidental changes. Digests find faults; digests do not stop forgery.
 
-``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory; this module is the
+``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory. The Python code is the
 definition.
 """
 
@@ -31,7 +31,7 @@ WORDS = 128
 _MASK = (1 << 64) - 1
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_AT_ONCE = 64 * WORDS  # words per pass, so that the terms stay in a core's cache
+_AT_ONCE = 64 * WORDS  # words per pass: the terms stay in a core's cache
 _GOLDEN = 0x9E3779B97F4A7C15
 
 

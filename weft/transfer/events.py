@@ -22,7 +22,7 @@ class Open(_Record, frozen=True):
     key: RoomKey
     peer: Peer
     seconds: float
-    """Maximum seconds of the transfer, counted from its first offer."""
+    """Maximum seconds of the transfer, counted from the first offer."""
 
 
 class Heard(_Record, frozen=True):
@@ -33,10 +33,10 @@ class Heard(_Record, frozen=True):
 
 
 class PeerLost(_Record, frozen=True):
-    """A process has ended: its owner reports the exit, or a new incarnation has answered and the old
+    """A process has ended: the owner reports the exit, or a new incarnation has answered and the old
     connections are closed.
 
-    Never send this event for less: silence is no proof.
+    Never sent for less: silence is no proof.
     """
 
     peer: Peer
@@ -49,7 +49,7 @@ class Revoked(_Record, frozen=True):
 
 
 class RankReport(_Record, frozen=True):
-    """A rank of this group reports the outcome of its part. ``pending``: the first bytes have moved."""
+    """A local rank reports the outcome of the rank's part. ``pending``: the first bytes have moved."""
 
     key: RoomKey
     rank: int
@@ -58,14 +58,14 @@ class RankReport(_Record, frozen=True):
 
 
 class RankStopped(_Record, frozen=True):
-    """A rank of this group carried out ``Stop``: the rank touches no memory of the transfer any more."""
+    """A local rank carried out ``Stop``: the rank touches no memory of the transfer any more."""
 
     key: RoomKey
     rank: int
 
 
 class RankGone(_Record, frozen=True):
-    """The process of a rank of this group has ended, and with the process all its copies."""
+    """The process of a local rank has ended, and with the process all copies."""
 
     rank: int
 
@@ -160,7 +160,8 @@ class Expect(_Record, frozen=True):
 
 
 class Stop(_Record, frozen=True):
-    """Each rank drops the transfer and touches none of its memory any more. Answered with ``RankStopped``."""
+    """Each rank drops the transfer and touches no memory of the transfer any more. Answered with
+    ``RankStopped``."""
 
     key: RoomKey
 
@@ -172,9 +173,9 @@ class Tell(_Record, frozen=True):
 
 
 class Revoke(_Record, frozen=True):
-    """The peer does not answer a fence. End the peer's process, or its access to this side's memory.
+    """The peer does not answer a fence. End the peer's process, or the peer's access to the local memory.
 
-    Answered with ``PeerLost`` or ``Revoked``, once either is proven. Only the memory of this transfer waits
+    Answered with ``PeerLost`` or ``Revoked``, once either is proven. Only the memory of the transfer waits
     for the answer.
     """
 

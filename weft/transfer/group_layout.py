@@ -101,12 +101,12 @@ def embedding_dims(
 
 
 def tensor_of(dims: TensorDims) -> Tensor:
-    """Return the strides and sizes of a tensor, from its dims as sent by a peer. Raises RoomMessageError
-    for dims that no cache of this version has."""
+    """Return the strides and sizes of a tensor, from the dims sent by a peer. Raises RoomMessageError
+    for dims unknown to every cache."""
     names = [name for name, _ in dims.dims]
     sizes = dict(dims.dims)
     item = ITEM_BYTES.get(dims.dtype)
-    # The dims come from another process: check all of them before any arithmetic with the sizes.
+    # The dims come from another process: check all before any arithmetic with the sizes.
     if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
         raise RoomMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
     if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
@@ -136,7 +136,7 @@ def tensor_of(dims: TensorDims) -> Tensor:
 
 
 def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
-    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts its group.
+    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts the group.
     """
     found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
     for kind, tensors in zip(dims.kinds, found, strict=True):
@@ -166,7 +166,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(kind: KindDims, tensor: Tensor, rank: int, ranks: int) -> Heads:
-    """Return the heads of a tensor that ``rank`` has. The tensor must be made of heads."""
+    """Return the heads of a tensor on ``rank``. The tensor must be made of heads."""
     if kind.kind == "state":
         return Heads(*share(tensor.heads * ranks, rank, ranks))
     return Heads(*share_of_kv(kind.kv_heads, rank, ranks))
@@ -197,7 +197,7 @@ def placed(
     """Return the checked location of a sequence in each pool of a group. Raises RoomMessageError.
 
     The checks: all blocks exist, no block occurs twice, and the blocks cover ``num_positions`` positions.
-    Positions before ``start`` need no blocks, because these positions do not move.
+    Positions before ``start`` need no blocks: the positions do not move.
 
     ``grows``: the block table is not complete yet. Then ``num_positions`` counts the positions that must
     have blocks now, and states may have no place yet. For an addition to another table, ``num_positions``
@@ -214,7 +214,7 @@ def placed(
         if len(ids) and (ids.min() < 0 or ids.max() >= pool):
             raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {pool}")
         if kind.kind == "state":
-            # A state occupies exactly one place. A table that grows may not have the place yet.
+            # A state occupies exactly one place. A growing table may not have the place yet.
             if len(ids) > 1 or (not len(ids) and num_positions and not grows):
                 raise RoomMessageError("a state is in one place")
         # Block 0 is the null block (evicted window blocks), so only 0 may repeat.
@@ -252,7 +252,7 @@ def _dims(tensor: TensorLayout) -> TensorDims:
 
 
 def _fixed(kind: KindDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
-    """Return the sizes of a tensor that must be equal in both groups, whatever the number of ranks."""
+    """Return the sizes of a tensor, which must be equal in both groups, whatever the number of ranks."""
     tensor = tensor_of(dims)
     heads = tensor.heads * ranks if kind.kind == "state" else min(tensor.heads, 1)
     return tensor.kv, heads, tensor.entry_bytes

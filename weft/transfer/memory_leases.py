@@ -50,7 +50,7 @@ class Ring:
         return len(self._leases)
 
     def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
-        """Return a lease, or None while there is no space. Raises EngineDead for a size that can never fit.
+        """Return a lease, or None while there is no space. Raises EngineDead for a size beyond the ring.
         """
         if not 0 < size <= self.size:
             raise EngineDead(f"a lease of {size} bytes of a ring of {self.size}")
@@ -69,7 +69,7 @@ class Ring:
         return lease
 
     def give_back(self, lease: MemoryLease) -> None:
-        """End a lease. Raises EngineDead for a lease that is not active."""
+        """End a lease. Raises EngineDead for an inactive lease."""
         if self._leases.pop(lease.number, None) != lease:
             raise EngineDead("a lease was given back that does not run")
         while self._order and self._order[0][0] not in self._leases:

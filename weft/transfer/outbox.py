@@ -1,4 +1,4 @@
-"""Writes of a rank whose peers cannot read its caches: the bytes leave through a ring of host memory. Pure.
+"""Writes of a rank with caches out of the peers' reach: bytes leave through a ring of host memory. Pure.
 
     put ── waits ──► a slot ── copied there ──► sent ── answered ──► the slot is free
              of its peer, in order
@@ -20,7 +20,7 @@ from weft.types.rooms import RoomKey
 
 
 class Slotted(NamedTuple):
-    """A write with a slot: its bytes are to be copied to the slot, or are there already."""
+    """A write with a slot. The bytes are to be copied to the slot, or are in the slot already."""
 
     slot: int
     write: Write
@@ -41,7 +41,7 @@ class Outbox:
         self._free = list(range(slots))[::-1]
         self._taken: dict[int, _Taken] = {}
         self._waiting: dict[str, deque[Write]] = {}
-        """Peer -> writes without a slot. Peers are in round-robin order: after its turn a peer goes to the
+        """Peer -> writes without a slot. Peers are in round-robin order: after a turn a peer goes to the
         end."""
 
     @property
@@ -60,11 +60,11 @@ class Outbox:
         return sum(len(queue) for queue in self._waiting.values())
 
     def put(self, write: Write) -> None:
-        """Append a write to the queue of its peer."""
+        """Append a write to the queue of the peer."""
         self._waiting.setdefault(write.peer, deque()).append(write)
 
     def begin(self) -> list[Slotted]:
-        """Give slots to waiting writes and return these writes. The caller copies the bytes, then calls
+        """Give slots to waiting writes and return the writes. The caller copies the bytes, then calls
         ``copied``."""
         begun, turns = list[Slotted](), deque(self._waiting)
         while turns and self._free:
@@ -81,8 +81,8 @@ class Outbox:
         return begun
 
     def copied(self, slot: int) -> Write | None:
-        """Record the end of a slot's copy: the caches are no longer read for this write. Return the write
-        to send now; None if its transfer was cancelled. Raises EngineDead for a second call."""
+        """Record the end of a slot's copy: the caches are no longer read for the write. Return the write
+        to send now; None for a cancelled transfer. Raises EngineDead for a second call."""
         taken = self._taken[slot]
         if taken.sent:
             raise EngineDead(f"slot {slot} of a ring was copied to twice")
@@ -93,7 +93,7 @@ class Outbox:
         return taken.write
 
     def ended(self, peer: str, key: RoomKey, number: int) -> None:
-        """Free the slot of a sent write after its answer, or of a write that never left: the receiver does
+        """Free the slot of a sent write after the answer, or of an unsent write: the receiver does
         not read the slot any more."""
         for slot, taken in list(self._taken.items()):
             write = taken.write

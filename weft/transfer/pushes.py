@@ -27,11 +27,11 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 class Begin(_Word, frozen=True):
-    """The receiver is bound: each of its ranks gets the spans of its plan."""
+    """The receiver is bound: each receiving rank gets the spans of one plan."""
 
     key: RoomKey
     plans: Mapping[str, SpanPlan]
-    """Peer -> spans that the peer gets from this rank."""
+    """Peer -> spans from this rank to the peer."""
     end: int
     """Positions of the sequence."""
     start: int = 0
@@ -40,7 +40,7 @@ class Begin(_Word, frozen=True):
 
 class Computed(_Word, frozen=True):
     """Positions ``begin`` .. end - 1 are in the caches of the model's ``layers``, computed here or found
-    there. For a recurrent layer: the state after these positions is at the place from which the transfer
+    there. For a recurrent layer: the state after the positions is at the place from which the transfer
     sends. Positions reported before are not pushed again."""
 
     key: RoomKey
@@ -60,7 +60,7 @@ class Grown(_Word, frozen=True):
 
 
 class Spoiled(_Word, frozen=True):
-    """This rank cannot compute the bytes of the transfer, because of ``error``. No further push."""
+    """The rank cannot compute the bytes of the transfer, because of ``error``. No further push."""
 
     key: RoomKey
     error: ErrorInfo
@@ -99,13 +99,13 @@ class Write(_Word, frozen=True):
     parts: tuple[Part, ...]
     digests: np.ndarray
     """uint64, one per span, in order: digests of the bytes at the time of queueing. Empty for staged
-    caches, because their bytes are not on the host yet."""
+    caches, because the bytes are not on the host yet."""
     ready: Any = None
     """Mark of the transport: the bytes are valid once the mark is reached."""
 
 
 class Report(_Word, frozen=True):
-    """Report this rank's outcome of a transfer to the engine process."""
+    """Report the rank's outcome of a transfer to the engine process."""
 
     key: RoomKey
     outcome: Outcome
@@ -115,17 +115,17 @@ class Report(_Word, frozen=True):
 Action = Write | Report
 
 WRITE_BYTES = 1 << 20
-"""Maximum bytes of one write. Other writes wait for this long, and the bytes stay in a core's cache between
+"""Maximum bytes of one write. Other writes wait so long, and the bytes stay in a core's cache between
 the digest and the copy."""
 WINDOW_BYTES = 16 << 20
 """Maximum bytes under way to one peer."""
 MOST_STOPPED = 4096
-"""Number of stopped transfers that are remembered."""
+"""Maximum number of remembered stopped transfers."""
 _MOST_SPANS = 4096
 """Maximum spans of one write."""
 
 Digest = Callable[[RoomKey, str, tuple[Part, ...]], np.ndarray]
-"""Function that returns the digests of parts sent to a peer: see ``base.Transport.digest``."""
+"""Function from parts sent to a peer to their digests: see ``base.Transport.digest``."""
 
 
 class Queued(NamedTuple):
@@ -140,7 +140,7 @@ class _Room:
     def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]], states: Collection[int]) -> None:
         self.plans, self.start, self.end = begin.plans, begin.start, begin.end
         self.computed = {layer: Positions() for layer in layers}
-        """(KV cache group, layer number within the group) -> positions that were queued."""
+        """(KV cache group, layer number within the group) -> queued positions."""
         self.missing = {layer for layer in layers if self.start < self.end or layer[0] in states}
         """(KV cache group, layer number within the group) of layers with positions, or a state, not queued
         yet."""
@@ -148,7 +148,7 @@ class _Room:
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
         self.behind: deque[Computed | Grown | Spoiled] = deque()
-        """Events that arrived before ``Begin``, or while such events were still waiting here."""
+        """Events from before ``Begin``, and later events queued behind such events."""
         self.started = self.over = False
 
     @property
@@ -168,8 +168,8 @@ class Pushes:
         window: int = WINDOW_BYTES,
         states: Collection[int] = (),
     ) -> None:
-        """``digest``: called when a part is queued, while its bytes are still in the core's cache.
-        ``states``: the recurrent KV cache groups. A receiver gets their state at the end, whatever the
+        """``digest``: called when a part is queued, while the bytes are still in the core's cache.
+        ``states``: the recurrent KV cache groups. A receiver gets the state at the end, whatever the
         receiver has already."""
         self._digest = digest
         self._states = frozenset(states)
@@ -181,7 +181,7 @@ class Pushes:
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
         self._early: dict[RoomKey, list[Computed | Grown | Spoiled]] = {}
         self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
-        """The last stopped transfers: later events of these transfers are ignored."""
+        """The last stopped transfers: later events are ignored."""
         self._rings: dict[str, Ring] = {}
         self._catching = False
         """True if a transfer may have waiting events (see ``behind``)."""
@@ -190,7 +190,7 @@ class Pushes:
         return len(self._rooms) + len(self._early)
 
     def rooms(self) -> list[RoomKey]:
-        """Return the keys of transfers that have begun."""
+        """Return the keys of begun transfers."""
         return list(self._rooms)
 
     def waiting(self) -> list[RoomKey]:
@@ -199,7 +199,7 @@ class Pushes:
 
     def behind(self) -> RoomKey | None:
         """Return a transfer with events from before its ``Begin``; None if there is none. Each ``More``
-        handles one such event, so that other transfers do not wait for all digests of this transfer.
+        handles one such event, so other transfers do not wait for all digests of one transfer.
         Transfers take turns."""
         return (
             next((key for key, room in self._rooms.items() if room.behind), None) if self._catching else None
@@ -212,7 +212,7 @@ class Pushes:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait for space in a window."""
+        """Bytes waiting for space in a window."""
         queues = (queue for room in self._rooms.values() for queue in room.queued.values())
         return sum(part.nbytes for queue in queues for queued in queue for part in queued.parts)
 
@@ -318,8 +318,8 @@ class Pushes:
         return self._turn({peer for peer, _ in room.under_way})
 
     def _turn(self, peers: Sequence[str] | set[str] | Mapping[str, object]) -> list[Action]:
-        """Send to each of ``peers`` as many writes as fit in its window. Transfers take turns, one write
-        each."""
+        """Send to each of ``peers`` as many writes as fit in the peer's window. Transfers take turns, one
+        write each."""
         actions = list[Action]()
         for peer in sorted(peers):
             ring = self._rings.setdefault(peer, Ring(self._window))
@@ -355,7 +355,7 @@ def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
     groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
     for part in parts:
         spans = split(part.spans, most)
-        # Number of whole spans that still fit in this group.
+        # Number of whole spans with space in the group.
         while len(spans):
             ends = np.cumsum(spans[:, 2])
             count = min(int(np.searchsorted(ends, room, side="right")), left)

@@ -1,4 +1,4 @@
-"""Transfers of an engine process whose group decodes: reserve blocks for an offer, receive the bytes. Pure.
+"""Transfers of the engine process of a decode group: reserve blocks for an offer, receive the bytes. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.types.rooms import GroupDims, Outcome, Peer, RoomKey, State
 PARKED_BYTES = 64 << 20
 """Maximum bytes of offers without a Submit yet."""
 LATER_S = 1.0
-"""Seconds that a sender is asked to wait while the parking space is full, or while the scheduler has not
+"""Seconds of requested wait for a sender, while the parking space is full, or while the scheduler has not
 answered the offer."""
 
 
@@ -29,7 +29,7 @@ class ReceivingRooms(Rooms):
         patience: Patience = Patience(),
         parked_bytes: int = PARKED_BYTES,
     ) -> None:
-        """``dims``: layout of this group's caches."""
+        """``dims``: layout of the local group's caches."""
         super().__init__(dims.ranks, fence, patience)
         self._dims = dims
         self._early: Parking[tuple[Peer, r.Admitted]] = Parking(parked_bytes, patience.bind)
@@ -61,7 +61,7 @@ class ReceivingRooms(Rooms):
         return len(self._early)
 
     def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence != "copy"  # without "copy", senders write to this side's memory
+        return room.was_bound and self._fence != "copy"  # without "copy", senders write to local memory
 
     def _opened(self, room: Room, now: float) -> list[ev.Action]:
         actions: list[ev.Action] = []
@@ -108,7 +108,7 @@ class ReceivingRooms(Rooms):
         key = message.key
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
-            # the transfer has ended meanwhile, and no peer knows this memory
+            # the transfer has ended meanwhile, and no peer knows the memory
             return [ev.Tell(r.RoomFreed(key))]
         self._asked.discard(key)
         try:

@@ -3,9 +3,9 @@
     new ──► bound ──► active ──► done            RoomLanded, once
       ╰──────┴─────────┴──► failing ──► fenced   RoomFailed at once, RoomFreed when it is fenced
 
-A failing transfer stops this group's ranks and notifies the peer at once. Memory of the transfer is given
-back only after every process with access to the memory has confirmed a stop, or can no longer touch it: the
-ranks of this group (``RankStopped``, or process exit), and the peer, if the peer has access (``Fenced``,
+A failing transfer stops the local ranks and notifies the peer at once. Memory of the transfer is given
+back only after every process with access to the memory has confirmed a stop, or can no longer do so: the
+local ranks (``RankStopped``, or process exit), and the peer, if the peer has access (``Fenced``,
 death of the peer, or revoked access). No time-out gives memory back. Messages may be lost: each message is
 repeated until an answer arrives. Messages may be repeated: a second answer changes nothing.
 """
@@ -27,7 +27,7 @@ the end. "connection": closed connections. "rekey": revoked registrations."""
 
 
 _TOMBSTONE_BYTES = 512
-"""Estimated bytes of one tombstone, without its message."""
+"""Estimated bytes of one tombstone, without the message."""
 
 
 class Patience(NamedTuple):
@@ -61,7 +61,7 @@ class Room:
         self.was_bound = False
         self.outcomes = Outcomes(ranks)
         self.running = set(range(ranks))
-        """Ranks of this group without a ``RankStopped``."""
+        """Local ranks without a ``RankStopped``."""
         self.stop_at = 0.0
         """Time of the next ``Stop`` to the ranks in ``running``; used while the transfer is failing."""
         self.stop_after = 0.0
@@ -91,7 +91,7 @@ class Room:
             self.deadline = now + self.seconds
 
     def peer_is_quiet(self) -> None:
-        """Record proof, or a statement of the peer, that the peer touches no memory of the transfer.
+        """Record a proof, or the peer's statement: the peer touches no memory of the transfer.
         Cancels a pending revocation."""
         self.peer_stopped, self.revoke_at = True, None
 
@@ -118,7 +118,7 @@ class _Notice(NamedTuple):
     after: float
     """Seconds between the last repetition and the next."""
     until: float
-    """Time of the last repetition. Ignored while memory of this side depends on the answer."""
+    """Time of the last repetition. Ignored while local memory depends on the answer."""
 
 
 class Rooms:
@@ -130,13 +130,13 @@ class Rooms:
         self._ended: Tombstones[Ended] = Tombstones(patience.remember)
         self._notices: dict[RoomKey, _Notice] = {}
         self._gone: set[int] = set()
-        """Ranks of this group with an ended process and no replacement yet."""
+        """Local ranks with an ended process and no replacement yet."""
         self.strays = 0
-        """Number of dropped messages: from a process that is not the peer of the transfer, or impossible in
+        """Number of dropped messages: from a process other than the transfer's peer, or impossible in
         the present state."""
 
     def __len__(self) -> int:
-        """Return the number of transfers that have not ended."""
+        """Return the number of live transfers."""
         return len(self._rooms)
 
     def state(self, key: RoomKey) -> State | None:
@@ -167,7 +167,7 @@ class Rooms:
     # ---- what the two sides add
 
     def _needs_peer(self, room: Room) -> bool:
-        """Return True if the peer may touch this side's memory of the transfer."""
+        """Return True if the peer may touch local memory of the transfer."""
         raise NotImplementedError
 
     def _opened(self, room: Room, now: float) -> list[ev.Action]:
@@ -244,7 +244,7 @@ class Rooms:
         return self._opened(room, now)
 
     def _tick(self, now: float) -> list[ev.Action]:
-        # A failing transfer has no deadline: only a proof of the fence gives its memory back.
+        # A failing transfer has no deadline: only a proof of the fence gives memory back.
         actions: list[ev.Action] = []
         for room in list(self._rooms.values()):
             if room.revoke_at is not None and room.revoke_at <= now:
@@ -304,7 +304,7 @@ class Rooms:
         return self._settle(room, now)
 
     def _all_there(self, room: Room, now: float) -> list[ev.Action]:
-        """Fail a newly bound transfer if a rank of this group is gone: the rank's part would never move."""
+        """Fail a newly bound transfer if a local rank is gone: the rank's part would never move."""
         lost = Unavailable("a process that would have a part in the transfer was lost")
         return self._fail(room, lost.info(), now) if self._gone else []
 
@@ -342,7 +342,7 @@ class Rooms:
         if room is not None:
             room.peer_asked = True
             return self._fail(room, fence.error, now)
-        # Remember a fence for an unknown transfer: a later Submit for this transfer must fail.
+        # Remember a fence for an unknown transfer: a later Submit for the transfer must fail.
         size = len(r.encode(fence)) + _TOMBSTONE_BYTES
         self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
         return [ev.Send(peer, r.Fenced(key=fence.key))]
@@ -405,7 +405,7 @@ class Rooms:
         return actions
 
     def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
-        """Remove the transfer and remember its end. ``answer``: answer to late messages."""
+        """Remove the transfer and remember the end. ``answer``: answer to late messages."""
         del self._rooms[room.key]
         self._ended.add(room.key, Ended(room.state, answer), now)
 

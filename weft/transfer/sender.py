@@ -1,4 +1,4 @@
-"""Transfers of an engine process whose group prefills: offer, push, pin blocks until the receiver has them.
+"""Transfers of the engine process of a prefill group: offer, push, pin blocks until the receiver is done.
 Pure."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.types.rooms import State
 
 
 class TransferRefused(WeftError):
-    """The peer cannot take part in the transfer, by its own statement or as its answer shows."""
+    """The peer cannot take part in the transfer, by the peer's own statement or answer."""
 
     code, blame = "transfer_refused", "peer"
 
@@ -31,7 +31,7 @@ class SendingRooms(Rooms):
         patience: Patience = Patience(),
         incarnation: int | None = None,
     ) -> None:
-        """``incarnation``: of this process. Transfers made for another incarnation fail at once."""
+        """``incarnation``: of the local process. Transfers made for another incarnation fail at once."""
         super().__init__(ranks, fence, patience)
         self._incarnation = incarnation
 
@@ -49,7 +49,7 @@ class SendingRooms(Rooms):
                 return self._common(event, now)
 
     def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence == "copy"  # with "copy", receivers read this side's memory
+        return room.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
 
     def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
         room = self._rooms.get(message.key)
@@ -116,7 +116,7 @@ def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
 
 
 def sealed(message: r.Metadata) -> r.Metadata:
-    """Return ``message`` with its digest set."""
+    """Return ``message`` with the digest set."""
     return msgspec.structs.replace(message, digest=_digest(message))
 
 
@@ -126,7 +126,7 @@ def intact(message: r.Metadata) -> bool:
 
 
 def not_needed() -> ErrorInfo:
-    """Return the error that cancels a transfer whose sequence has ended. Not a failure of the client
+    """Return the error for cancelling a transfer of an ended sequence. Not a failure of the client
     request."""
     return EndedElsewhere("the sequence has ended at the other end of the transfer").info()
 

@@ -11,7 +11,7 @@ of different layers are equal except for an offset. A plan depends only on the l
 the layout of both groups.
 
 The embedding of an image moves like a sequence with one position per row. If the receiver sets
-``KindDims.shards``, each of its ranks gets its share of the rows, at the rows' own places. The shares of
+``KindDims.shards``, each receiving rank gets a share of the rows, at the rows' own places. The shares of
 all ranks are adjacent, and together cover all rows.
 """
 
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
     """Return the first position to send for a KV cache group, for a sequence of ``end`` positions.
 
-    ``start``: end of the receiver's prefix hit. For a sliding window: the positions that the next token
+    ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next token
     reads, rounded down to the start of a block on both sides.
     """
     if not sender.window:
@@ -65,7 +65,7 @@ def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -
 
 
 def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: int) -> tuple[int, int]:
-    """Return the part [begin, end) of positions ``begin`` .. end - 1 that a rank of the receiver gets.
+    """Return a receiving rank's part [begin, end) of positions ``begin`` .. end - 1.
     ``total``: length of the sequence. The part is the whole range, or with ``shards`` the rank's share. An
     empty part has begin == end."""
     if not kind.shards:
@@ -76,12 +76,12 @@ def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: 
 
 
 class SpanPlan:
-    """Spans that one rank of a sender pushes to one rank of a receiver."""
+    """Spans from one rank of a sender to one rank of a receiver."""
 
     def __init__(
         self, sender: Side, sender_rank: int, receiver: Side, receiver_rank: int, start: int, end: int
     ) -> None:
-        """``end``: positions of the sequence. ``start``: number of leading positions that the receiver has
+        """``end``: positions of the sequence. ``start``: number of leading positions at the receiver
         already."""
         self._sender, self._receiver = sender, receiver
         self._ranks = sender_rank, receiver_rank
@@ -157,8 +157,8 @@ class SpanPlan:
     def _shared(
         self, sender: KindDims, receiver: KindDims, source: Tensor, target: Tensor
     ) -> tuple[int, int, int] | None:
-        """Return (first head at the source, first head at the target, number of heads) that this pair of
-        ranks exchanges; None if the pair exchanges nothing of the tensor."""
+        """Return (first head at the source, first head at the target, number of heads) exchanged by the
+        pair of ranks exchanges; None if the pair exchanges nothing of the tensor."""
         rank, to = self._ranks
         ranks, ranks_to = self._sender.dims.ranks, self._receiver.dims.ranks
         # No heads: every rank has the whole tensor, so one rank of the sender serves each rank of the
@@ -174,7 +174,7 @@ class SpanPlan:
 
 
 def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int) -> dict[int, np.ndarray]:
-    """Return all spans that a rank of the receiver gets: region -> int64 [n, 2], offsets and lengths, in
+    """Return all spans to one rank of the receiver: region -> int64 [n, 2], offsets and lengths, in
     ascending order."""
     expected = dict[int, np.ndarray]()
     region = 0
@@ -262,7 +262,7 @@ def _spans(
 
 
 def merged(spans: np.ndarray) -> np.ndarray:
-    """Return the spans in the same order. A span that adjoins its predecessor on both sides is merged into
+    """Return the spans in the same order. A span adjacent to the predecessor on both sides is merged into
     the predecessor."""
     if len(spans) < 2:
         return spans
@@ -290,7 +290,7 @@ def split(spans: np.ndarray, most: int) -> np.ndarray:
 
 
 def _owner(kind: KindDims, tensor: Tensor, heads: Heads, rank: int, ranks: int, to: int) -> int:
-    """Return the sender's rank that serves these heads to rank ``to`` of the receiver."""
+    """Return the sender's rank for sending the heads to rank ``to`` of the receiver."""
     if kind.kind == "state" or kind.kv_heads >= ranks:
         return rank
     same = [r for r in range(ranks) if heads_of(kind, tensor, r, ranks) == heads]

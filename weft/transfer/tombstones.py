@@ -23,7 +23,7 @@ class Tombstones(Generic[T]):
         self._seconds, self._most = seconds, most
         self._ended: OrderedDict[RoomKey, tuple[float, T]] = OrderedDict()
         self._of: dict[Hashable, OrderedDict[RoomKey, int]] = {}
-        """Stranger -> bytes of each of its entries, oldest first."""
+        """Stranger -> bytes of each entry, oldest first."""
         self._by: dict[RoomKey, Hashable] = {}
         self._bytes: dict[Hashable, int] = {}
 
@@ -71,7 +71,7 @@ class Tombstones(Generic[T]):
 
 
 class Parking(Generic[T]):
-    """Messages or writes of transfers that are not known yet. Each entry stays for ``seconds``; all entries
+    """Messages or writes of unknown transfers. Each entry stays for ``seconds``; all entries
     together have at most ``most`` bytes."""
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -100,7 +100,7 @@ class Parking(Generic[T]):
     def expire(self, now: float) -> list[tuple[RoomKey, T]]:
         """Remove and return all expired entries."""
         late = list[tuple[RoomKey, T]]()
-        # The time of a key starts at its first entry, so the dict is ordered by expiry.
+        # The time of a key starts at the first entry, so the dict is ordered by expiry.
         while self._parked and next(iter(self._parked.values()))[0] <= now:
             key = next(iter(self._parked))
             late += [(key, what) for what in self.flush(key)]

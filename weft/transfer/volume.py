@@ -1,4 +1,4 @@
-"""Number of bytes that a transfer moves, computed from lengths and layouts."""
+"""Number of bytes moved by a transfer, computed from lengths and layouts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from weft.types.rooms import GroupDims, KindDims
 
 
 def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
-    """Return the bytes that all ranks of ``receiver`` get together: positions ``start`` .. end - 1, and one
-    recurrent state of each state group."""
+    """Return the number of bytes for all ranks of ``receiver`` together: positions ``start`` .. end - 1,
+    and one recurrent state of each state group."""
     total = 0
     for source, target, tensors in zip(sender.kinds, receiver.kinds, tensors_of(receiver), strict=True):
         entries = _entries(source, target, start, end)
