@@ -2,8 +2,7 @@
 numpy.
 
 Words of 64 bits are summed up in blocks of 128, each with a key of its place in the block; sums are words
-of the next level, until a single word is left.
-The two sums in ``term`` have 32 bits, all else has 64 bits:
+of the next level, until a single word is left. The two sums in ``term`` have 32 bits, all else has 64 bits:
 
     term(word, key) = (low(word) + low(key)) * (high(word) + high(key)) + word
     level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
