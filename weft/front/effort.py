@@ -57,9 +57,9 @@ def switch_variables(on: bool, source: str, thinks: bool = True) -> dict[str, An
 def _known_effort(effort: str, source: str) -> str:
     """Return the template's level for ``effort``.
 
-    A template with a list of levels gets the lowest level at or above the effort, else its highest level.
-    Other templates get the effort itself, except xhigh and max: only a template that names such a level
-    gets one. High is the maximum known to every model.
+    A template with a list of levels gets the lowest level at or above the effort, or the highest level.
+    Other templates get the effort itself, except xhigh and max: a template gets such a level only if the
+    level occurs in the template. High is the maximum known to every model.
     """
     if effort not in LEVELS:
         return effort

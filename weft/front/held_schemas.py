@@ -54,7 +54,7 @@ def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema
 
 
 def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
-    """Return ``error`` with the tool and the place in its schema, if one schema alone is the reason.
+    """Return ``error`` with the tool and the place in the schema, if one schema alone is the reason.
 
     The grammar of a family that writes one parameter at a time knows neither.
     """

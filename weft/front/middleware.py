@@ -36,7 +36,7 @@ _CLOSE = frozenset({408, 413, 431})
 def error_answer(
     error: ErrorInfo, path: str, allow: str | None = None, retry_after: float | None = None
 ) -> Response:
-    """Return the HTTP answer for a request that failed before the first byte of its answer, in the error
+    """Return the HTTP answer for a request that failed before the first byte of the answer, in the error
     shape of ``path``. ``allow``: methods of the route. ``retry_after``: seconds, if more precise than the
     default."""
     headers = {} if allow is None else {"allow": allow}
@@ -135,8 +135,7 @@ def _check_size(scope: Scope) -> None:
 
 
 def _as_routed(scope: Scope, root_path: str) -> Scope:
-    """Return ``scope`` with the route's path and method, so that access checks and routes see the same
-    path.
+    """Return ``scope`` with the route's path and method, so access checks and routes see the same path.
 
     The server drops the body of an answer to HEAD, by its own scope.
     """

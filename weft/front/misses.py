@@ -16,7 +16,7 @@ SHOWN = 32
 
 
 def explains(mode: str, headers: Mapping[str, str]) -> bool:
-    """Return True if a request with these headers gets the reason in its answer. ``mode``: value of
+    """Return True if the answer to a request with ``headers`` includes the reason. ``mode``: value of
     ``--explain-cache``."""
     asked = headers.get(HEADER, "").strip().lower() in ("1", "true", "yes")
     return mode == "all" or (mode == "asked" and asked)

@@ -74,7 +74,7 @@ class ChoiceOutput:
 
     @property
     def calls_whole(self) -> bool:
-        """True if there are calls and all are complete, so that a client may run all of them."""
+        """True if there are calls and all calls are complete, so a client may run all calls."""
         return bool(self.calls) and all(call.whole for call in self.calls)
 
     @property

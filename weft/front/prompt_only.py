@@ -18,9 +18,9 @@ from weft.text.logprobs import Logprobs
 
 
 class PromptOnly:
-    """Answer shape that shows prompts only; each choice ends with "length".
+    """Answer shape for prompts only; each choice ends with "length".
 
-    The output is removed from a generation's choices at their end, so that no count includes the output.
+    The output is removed from a generation's choices at their end, so no count includes the output.
     """
 
     def __init__(self, shape: AnswerShape, generation: Generation) -> None:

@@ -92,7 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarCheck:
-    """Compiles grammars to check them, in processes that start with the first grammar. Thread-safe."""
+    """Checks grammars by compiling, in processes that start with the first grammar. Thread-safe."""
 
     def __init__(self, setup: Setup) -> None:
         limits = setup.limits

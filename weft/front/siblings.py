@@ -1,5 +1,5 @@
-"""Messages between the API servers of one server: metrics pages, so that any of them can answer a scrape
-for all, and aborts, so that any of them can abort a request.
+"""Messages between the API servers of one server: metrics pages, so each API server can answer a scrape
+for all, and aborts, so each API server can abort any request.
 
 Each API server listens on a socket in the server's private folder. A client sends one line, and gets one
 answer.
@@ -48,7 +48,7 @@ class Siblings:
         self._server = await asyncio.start_unix_server(answer, path)
 
     async def pages(self) -> dict[str, bytes]:
-        """Return the pages of the other API servers by name, without those that do not answer."""
+        """Return the pages of the other API servers by name, without API servers that do not answer."""
         return await self._ask_all("metrics")
 
     async def abort(self, rid: str) -> bool:

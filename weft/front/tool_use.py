@@ -63,12 +63,12 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> tuple[Tool, ...]:
-        """Tools that the template shows."""
+        """Tools shown by the chat template."""
         return () if self.mode == "none" else self.tools
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Tools that may be called."""
+        """Tools that the model may call."""
         if self.names is None:
             return self.told
         return tuple(tool for tool in self.told if tool.name in self.names)
