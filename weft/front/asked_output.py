@@ -38,8 +38,8 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
     win over a format, because then the output is no answer. Raises InvalidRequest for a constraint that
     cannot be enforced.
     """
-    # Without a format, or with required calls: the grammar of calls alone.
     calling = bool(spec.tools) and asked.tools.mode == "required"
+    # Without a format, or with required calls: the grammar of calls alone.
     if calling or asked.constraint is None:
         if not calling and not any(tool.strict for tool in spec.tools):
             return None
@@ -53,11 +53,11 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
 
     form = asked.constraint.grammar
     try:
-        # A loose schema gets a second attempt, without the keywords that the grammar cannot enforce.
         answer = answered(form)
     except InvalidRequest as error:
         if asked.constraint.strict or not isinstance(form, JsonSchema):
             raise advised(error, form) from None
+        # A loose schema gets a second attempt, without the keywords that a grammar cannot enforce.
         answer = answered(form_held(form, param, error))
     if not spec.tools:
         return answer

@@ -64,8 +64,7 @@ class ChatShape:
         if not deltas:
             return []
         choices = [r.ChatChunkChoice(index=delta.index, delta=made) for made in deltas]
-        # One text delta may become several chunks: the finish reason goes into the last, token ids into the
-        # first.
+        # A delta may become several chunks: the finish reason goes into the last, token ids into the first.
         choices[-1].finish_reason = output.finish_reason(delta)
         if self._asked.return_token_ids:
             for choice in choices:

@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        # the next request, or the received part of the next request
+        # No further complete request was received, so the connection waits for its client.
         if not self.pipeline or self.pipeline[-1][0].more_body:
             self._all.waits(self)
         super().on_response_complete()

@@ -219,8 +219,7 @@ class Front:
         return None if self._spans is None else RequestTrace(self._spans, kind, header)
 
     def facts(self, kind: str, scope: Scope) -> RequestFacts | None:
-        """Return the facts for the log line of a request arriving now. None if requests are not logged.
-        """
+        """Return the facts for the log line of a request arriving now. None if requests are not logged."""
         if not self.section.log_requests:
             return None
         client = key_of(scope) if self.section.api_key else None
@@ -316,8 +315,8 @@ class Front:
                     # The service caches the failure: the next read finds the failure, and may try a looser
                     # grammar.
                     pass
-                # a time-out is not cached: another read would start the compile again
                 except DeadlineExceeded:
+                    # A time-out is not cached: another read would start the compile again.
                     raise takes_too_long(under_way.param) from None
         raise Overloaded("grammars wait too long to be compiled; try again later")
 

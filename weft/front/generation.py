@@ -65,8 +65,8 @@ class Generation:
         self._flow: Flow | None = None
         self._open = True
         self._lock = threading.Lock()
-        """Guards ``build`` against ``close``: a request may be given up while the thread is still building.
-        """
+        """Guards ``build`` against ``close``: a request may be given up while the thread is still
+        building."""
         self.id = ""
         """Id of the answer; "" before ``named``."""
         self._aborted = False
@@ -236,7 +236,7 @@ class Generation:
         if choice is None:  # replaced by a continuation sequence
             return []
         if choice.index in self._ended_thoughts:
-            # the first sequence has counted the cached prompt already
+            # The first sequence has counted the cached prompt already.
             event = msgspec.structs.replace(event, num_cached=0)
         delta = choice.on_event(event)
         if delta is None:

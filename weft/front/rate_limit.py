@@ -95,8 +95,7 @@ class RateLimits:
             if tokens is not None:
                 tokens.take(event.tokens, now)
             return []
-        # A request needs one request and one token; the longest wait decides. A refused request costs
-        # nothing.
+        # Admission needs one request and one token; the longest wait decides. A refusal costs nothing.
         waits = {
             "requests": 0.0 if requests is None else requests.wait(1.0, now),
             "tokens": 0.0 if tokens is None else tokens.wait(1.0, now),

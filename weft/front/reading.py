@@ -160,8 +160,8 @@ class Reader:
         check_model(name, self._names)
 
     def named(self, asked: R) -> R:
-        """Return ``asked`` with a model: by default the server's own. Raises NotFound for an unknown model.
-        """
+        """Return ``asked`` with a model: by default the server's own. Raises NotFound for an unknown
+        model."""
         if asked.model is None:
             return msgspec.structs.replace(asked, model=self._names[0])
         check_model(asked.model, self._names)

@@ -90,7 +90,7 @@ def serve(
     the process follows. Raises ConfigError for an unusable port or tokenizer.
     """
     caught: list[int] = []
-    # an exception of a signal handler during the start of the event loop would leave the loop half started
+    # Only record signals for now: an exception in a handler would leave the event loop half started.
     if supervisor is None:
         for number in signals.heeded():
             signal.signal(number, lambda number, _: caught.append(number))
@@ -203,7 +203,7 @@ class FrontServer:
             if self._waits_to_listen:
                 serving.cancel()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
-            # the loop restores the default handlers, so block the signals first
+            # The loop restores the default handlers, so block the signals first.
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)

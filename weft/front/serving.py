@@ -37,8 +37,8 @@ SEND_GRACE = 5.0
 
 
 HEAVY = 512
-"""Number of logprob candidates from which JSON is made in a thread, not between the steps of other streams.
-"""
+"""Number of logprob candidates from which JSON is made in a thread, not between the steps of other
+streams."""
 LONG_ANSWER = 4096
 """Number of tokens, prompt included, from which an answer's JSON is made in a thread."""
 PIECE = 256 << 10

@@ -67,8 +67,7 @@ class Positions:
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Add positions ``begin`` .. end - 1. Return the ranges that are new to the set.
-        """
+        """Add positions ``begin`` .. end - 1. Return the ranges that are new to the set."""
         new, at = list[tuple[int, int]](), begin
         for known, until in [*self._ranges, (end, end)]:
             if at < min(known, end):

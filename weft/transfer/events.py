@@ -43,7 +43,7 @@ class PeerLost(_Record, frozen=True):
 
 
 class Revoked(_Record, frozen=True):
-    """``Revoke`` was carried out: the peer can no longer reach this side's memory of the transfer."""
+    """``Revoke`` was carried out: the peer can no longer reach the local memory of the transfer."""
 
     key: RoomKey
 
@@ -141,8 +141,8 @@ class Push(_Record, frozen=True):
     """Sender: each rank may push computed contents of the transfer, now and later, to the places in
     ``bound``.
 
-    Positions before ``num_cached`` are in the sender's caches already, and no step reports them as
-    computed.
+    Positions before ``num_cached`` are in the sender's caches already. The first step with the sequence
+    reports these positions as computed.
     """
 
     key: RoomKey

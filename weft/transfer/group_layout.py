@@ -136,8 +136,8 @@ def tensor_of(dims: TensorDims) -> Tensor:
 
 
 def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
-    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts the group.
-    """
+    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts the
+    group."""
     found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
     for kind, tensors in zip(dims.kinds, found, strict=True):
         if kind.block_size % kind.ratio:

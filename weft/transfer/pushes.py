@@ -52,8 +52,8 @@ class Computed(_Word, frozen=True):
 
 
 class Grown(_Word, frozen=True):
-    """The sequence has more blocks: the new blocks of each KV cache group. Must precede their ``Computed``.
-    """
+    """The sequence has more blocks: the new blocks of each KV cache group. Must precede their
+    ``Computed``."""
 
     key: RoomKey
     places: tuple[Place, ...]
@@ -142,8 +142,8 @@ class _Room:
         self.computed = {layer: Positions() for layer in layers}
         """(KV cache group, layer number within the group) -> queued positions."""
         self.missing = {layer for layer in layers if self.start < self.end or layer[0] in states}
-        """(KV cache group, layer number within the group) of layers with positions, or a state, not queued
-        yet."""
+        """(KV cache group, layer number within the group) of layers with unqueued positions or an unqueued
+        state."""
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
@@ -355,9 +355,9 @@ def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
     groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
     for part in parts:
         spans = split(part.spans, most)
-        # Number of whole spans with space in the group.
         while len(spans):
             ends = np.cumsum(spans[:, 2])
+            # Number of whole spans that still fit in the group.
             count = min(int(np.searchsorted(ends, room, side="right")), left)
             if count:
                 group.append(part._replace(spans=spans[:count]))

@@ -1,5 +1,4 @@
-"""Transfers of the engine process of a decode group: reserve blocks for an offer, receive the bytes. Pure.
-"""
+"""Transfers of the engine process of a decode group: reserve blocks for an offer, receive the bytes. Pure."""
 
 from __future__ import annotations
 
@@ -108,7 +107,7 @@ class ReceivingRooms(Rooms):
         key = message.key
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
-            # the transfer has ended meanwhile, and no peer knows the memory
+            # The transfer has ended meanwhile, and no peer knows the memory.
             return [ev.Tell(r.RoomFreed(key))]
         self._asked.discard(key)
         try:

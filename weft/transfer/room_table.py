@@ -1,4 +1,4 @@
-"""Common part of both sides of a KV transfer: failure, fencing and memory of ended transfers. Pure.
+"""Common part of both sides of a KV transfer: failure, fencing, and the record of ended transfers. Pure.
 
     new ──► bound ──► active ──► done            RoomLanded, once
       ╰──────┴─────────┴──► failing ──► fenced   RoomFailed at once, RoomFreed when it is fenced
@@ -55,8 +55,8 @@ class Room:
     def __init__(self, key: RoomKey, peer: Peer, seconds: float, ranks: int) -> None:
         self.key, self.peer, self.seconds = key, peer, seconds
         self.deadline: float | None = None
-        """Time-out of the transfer; None before the first offer. Time in the sender's queue does not count.
-        """
+        """Deadline of the transfer; None before the first offer. Time in the sender's queue does not
+        count."""
         self.state = State.new
         self.was_bound = False
         self.outcomes = Outcomes(ranks)
@@ -118,7 +118,7 @@ class _Notice(NamedTuple):
     after: float
     """Seconds between the last repetition and the next."""
     until: float
-    """Time of the last repetition. Ignored while local memory depends on the answer."""
+    """Time after which the notice is dropped. Ignored while local memory depends on the answer."""
 
 
 class Rooms:
@@ -149,7 +149,7 @@ class Rooms:
 
     @property
     def remembered(self) -> int:
-        """Number of ended transfers in memory."""
+        """Number of remembered ended transfers."""
         return len(self._ended)
 
     def next_due(self) -> float | None:
@@ -164,7 +164,7 @@ class Rooms:
         due.append(self._ended.next_due())
         return min([at for at in due if at is not None], default=None)
 
-    # ---- what the two sides add
+    # ---- extension points of the two sides
 
     def _needs_peer(self, room: Room) -> bool:
         """Return True if the peer may touch local memory of the transfer."""
@@ -179,7 +179,7 @@ class Rooms:
         return []
 
     def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
-        """Handle a message of the peer of a live transfer. Fences do not come here."""
+        """Handle a message of the peer about a live transfer, except fences."""
         raise NotImplementedError
 
     def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
@@ -199,7 +199,6 @@ class Rooms:
             case ev.RankStopped(key, rank):
                 return self._rank_stopped(key, rank, now)
             case ev.RankGone(rank):
-                # A `Fenced` or a revocation also ends a live transfer: see `_peer_stopped`.
                 return self._rank_gone(rank, now)
             case ev.RankBack(rank):
                 self._gone.discard(rank)
@@ -207,6 +206,7 @@ class Rooms:
             case ev.PeerLost(peer):
                 return self._peer_lost(peer, now)
             case ev.Revoked(key):
+                # A revocation proves the same as a `Fenced`: the peer is quiet.
                 return self._peer_stopped(key, now)
             case ev.Cancel(key, error):
                 room = self._rooms.get(key)
@@ -347,7 +347,7 @@ class Rooms:
         self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
         return [ev.Send(peer, r.Fenced(key=fence.key))]
 
-    # ---- how a room ends
+    # ---- end of a transfer
 
     def _fail(
         self, room: Room, error: ErrorInfo, now: float, answer: r.RoomMessage | None = None

@@ -73,7 +73,7 @@ class SendingRooms(Rooms):
                 return self._bind(room, room.offer, message, now)
             case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
                 room.say_at = now + max(seconds, self._patience.retry)
-                # the receiver is alive: only the deadline ends the wait
+                # The receiver is alive: only the deadline ends the wait.
                 room.bind_by = room.say_at + self._patience.bind
                 return []
             case r.Refused(error=error) if room.state is State.new:

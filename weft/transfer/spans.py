@@ -54,8 +54,8 @@ class Part(NamedTuple):
 def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
     """Return the first position to send for a KV cache group, for a sequence of ``end`` positions.
 
-    ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next token
-    reads, rounded down to the start of a block on both sides.
+    ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next
+    token, rounded down to the start of a block on both sides.
     """
     if not sender.window:
         return start
@@ -91,7 +91,7 @@ class SpanPlan:
         self._made: dict[tuple[int, int, int], list[tuple[Part, int, int]]] = {}
 
     def grow(self, places: tuple[Place, ...]) -> None:
-        """Append ``places`` to the sender's block tables."""
+        """Add ``places`` to the sender's block tables, see ``joined``."""
         pairs = zip(self._sender.places, places, strict=True)
         self._sender = self._sender._replace(places=tuple(joined(*pair) for pair in pairs))
         self._made.clear()
@@ -125,14 +125,14 @@ class SpanPlan:
         made = self._made.get((kind, begin, end))
         if made is None:
             made = self._made[kind, begin, end] = list(self._plan(kind, begin, end))
-            # chunks go forward, so old ranges are not asked for again
+            # Chunks go forward, so drop the oldest range.
             if len(self._made) > 4 * len(self._sender.dims.kinds):
                 del self._made[next(iter(self._made))]
         moved = []
         for part, source_stride, target_stride in made:
             strides = np.array([source_stride, target_stride, 0], np.int64)
-            # [layers, 1, 3] + [n, 3] -> [layers * n, 3]
             shifts = np.array(numbers, np.int64)[:, None] * strides
+            # [layers, 1, 3] + [n, 3] -> [layers * n, 3]
             moved.append(part._replace(spans=(shifts[:, None] + part.spans).reshape(-1, 3)))
         return moved
 
@@ -158,7 +158,7 @@ class SpanPlan:
         self, sender: KindDims, receiver: KindDims, source: Tensor, target: Tensor
     ) -> tuple[int, int, int] | None:
         """Return (first head at the source, first head at the target, number of heads) exchanged by the
-        pair of ranks exchanges; None if the pair exchanges nothing of the tensor."""
+        pair of ranks; None if the pair exchanges nothing of the tensor."""
         rank, to = self._ranks
         ranks, ranks_to = self._sender.dims.ranks, self._receiver.dims.ranks
         # No heads: every rank has the whole tensor, so one rank of the sender serves each rank of the
@@ -280,7 +280,7 @@ def split(spans: np.ndarray, most: int) -> np.ndarray:
     if not len(spans) or pieces.max() <= 1:
         return spans
     rows = np.repeat(np.arange(len(spans)), pieces)
-    # bytes of the span before each piece
+    # [pieces]: bytes of the span before each piece.
     done = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
     cut: np.ndarray = spans[rows]
     cut[:, 0] += done

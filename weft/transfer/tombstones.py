@@ -1,4 +1,4 @@
-"""Memory of ended transfers: late messages about an ended transfer are recognised as late."""
+"""Record of ended transfers, so that late messages about an ended transfer are recognised as late."""
 
 from __future__ import annotations
 

@@ -207,9 +207,9 @@ class Connection:
             del self._in[: f.HEADER.size]
             self._header = body, payload, mac
         body, payload, mac = self._header
-        # The payload buffer starts with the bytes already read after the body.
         if len(self._in) < body:
             return None
+        # The payload buffer starts with the bytes already read after the body.
         if payload and self._payload is None:
             self._begin_payload(body, payload)
         if self._filled < payload:

@@ -6,7 +6,7 @@
               the caches
 
 Peers see no difference: spans of the regions shown by a sender. A rank with staged caches shows one region,
-the ring; the place of the caches is a private matter of the rank.
+the ring; peers never learn where the caches are.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Memory(Protocol):
     """``shown``, if peers can map the memory."""
 
     def put(self, write: Write) -> Write | None:
-        """Accept a write. Return the write if ready to send; None if ``ready`` will return the write later.
-        """
+        """Accept a write. Return the write if ready to send; None if ``ready`` will return the write
+        later."""
 
     def ready(self) -> list[Write]:
         """Return writes ready to send, with spans in terms of ``shown`` and without digests."""

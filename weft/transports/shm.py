@@ -25,8 +25,8 @@ from weft.transports.sockets import SocketTransport
 
 
 class ShmTransport(SocketTransport):
-    """Shared memory transport. Listens on a Unix socket in ``folder``. Only this user may enter ``folder``.
-    """
+    """Shared memory transport. Listens on a Unix socket in ``folder``. Only this user may enter
+    ``folder``."""
 
     name = "shm"
     write_bytes = 16 << 20

@@ -222,10 +222,10 @@ class SocketTransport:
             dropped = link.connection.cancel(key)
             unsent = [frame.number for frame in dropped if isinstance(frame, f.WriteFrame)]
             unsent += [write.number for write in link.waiting if write.key == key]
-            # A frame under way goes on with zeros, but no answer is due: forget the write.
             for number in unsent:
                 self._memory.ended(link.name, key, number)
             link.waiting = [write for write in link.waiting if write.key != key]
+            # A partly sent frame goes on with zeros. No answer is due any more: forget the write.
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
 
@@ -445,9 +445,9 @@ class SocketTransport:
         parts = [(part, f.spans_of(part)) for part in frame.parts]
         spans = sum(len(each) for _, each in parts)
         for part, each in parts:
+            # Numbers from a peer are not trusted: check each target before the event leaves this class.
             if part.target >= len(self._memory.regions):
                 raise f.BadFrame("a write names a region that there is not")
-            # The peer's numbers are not trusted: check each target before the event leaves this class.
             check_inside(each[:, 1], each[:, 2], self._memory.regions[part.target].numel())
         digests = f.digests_of(frame, spans)
         source = self._sources(link, parts, got)._replace(digests=digests, rank=link.rank, peer=link.peer)

@@ -34,7 +34,7 @@ _COUNT = struct.Struct("<QII")
 
 
 class BadFrame(WeftError):
-    """Bytes of no frame of the version, or come from a peer without the secret."""
+    """Bytes that form no valid frame, or a frame from a peer without the secret."""
 
     code, blame = "bad_transfer_frame", "peer"
 

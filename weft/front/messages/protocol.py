@@ -127,9 +127,9 @@ class CountRequest(Body, frozen=True, kw_only=True):
                 short(label, text)
         if not self.messages:
             raise InvalidRequest("messages must hold at least one message", param="messages")
-        # The old and the new name of the format may both be set only if the new one has no format.
         if isinstance(self.thinking, Enabled):
             between("thinking.budget_tokens", self.thinking.budget_tokens, 1, 1 << 31)
+        # `output_format` is the old name of `output_config.format`: only one of both may be set.
         if self.output_format is not None and self.form is not self.output_format:
             raise InvalidRequest("output_format is output_config.format; send one", param="output_format")
         for edit in self._edits():

@@ -98,9 +98,8 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         one setting."""
         options = self.thinking if isinstance(self.thinking, ThinkingOptions) else None
         routed = self.reasoning or ReasoningOptions()
+        # Each setting has several aliases: collect (name, value) pairs, and let `one_of` find conflicts.
         _, effort = one_of([("reasoning_effort", self.reasoning_effort), ("reasoning", routed.effort)])
-        # Each setting has several aliases: collect (name, value) pairs and let `one_of` check for
-        # conflicts.
         switch_name, switch = one_of(
             [
                 ("enable_thinking", self.enable_thinking),

@@ -113,8 +113,8 @@ def missing(name: str) -> InvalidRequest:
 
 
 def printable(text: str, limit: int) -> str:
-    """Return ``text`` cut to ``limit`` characters and without control characters, for quotes from a client.
-    """
+    """Return ``text`` cut to ``limit`` characters and without control characters, for quotes from a
+    client."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 

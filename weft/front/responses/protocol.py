@@ -140,7 +140,7 @@ class TokensRequest(Body, frozen=True, kw_only=True):
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         "tools": is_one_of([]),
         "background": is_one_of(False),
-        # a prompt beyond the context is refused with "auto", too
+        # With "auto", too, a prompt beyond the context is refused.
         "truncation": is_one_of("disabled", "auto"),
         "context_management": is_one_of([]),
         "service_tier": is_one_of("auto", "default"),

@@ -99,8 +99,8 @@ class ResponseStore:
             self._forget(self._find(id, key, "response_id", "response_not_found"))
 
     def chain(self, id: str, key: int) -> list[Stored]:
-        """Return the response and all previous responses, oldest first. Raises NotFound if one was dropped.
-        """
+        """Return the response and all previous responses, oldest first. Raises NotFound if one was
+        dropped."""
         links: list[Stored] = []
         at: str | None = id
         with self._lock:
