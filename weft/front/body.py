@@ -25,7 +25,7 @@ LEAST_RATE = 16 << 10
 STALL_TIMEOUT = 10.0
 """Maximum seconds without a byte of the body."""
 MEMORY = 256 << 20
-"""Minimum memory for all bodies, in bytes. A limit of four times the largest body applies if larger."""
+"""Memory for all bodies, in bytes; or four times the size limit of one body, if larger."""
 SMALL = 256 << 10
 PIECE = 32 << 10
 """Minimum bytes of a body's pieces, except the last."""

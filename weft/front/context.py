@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
-"""Maximum text work waiting for a thread. Beyond the maximum, new requests get 429."""
+"""Maximum number of text work items waiting for a thread. Beyond the maximum, new requests get 429."""
 SMALL_BODY = 64 << 10
 """Maximum bytes of a body read in a thread. Parsing a larger body could hold Python's lock for long, so
 larger bodies are read in a separate process."""

@@ -58,8 +58,8 @@ def _known_effort(effort: str, source: str) -> str:
     """Return the template's level for ``effort``.
 
     A template with a list of levels gets the lowest level at or above the effort, or the highest level.
-    Other templates get the effort itself, except xhigh and max: a template gets such a level only if the
-    level occurs in the template. High is the maximum known to every model.
+    Other templates get the effort itself, except xhigh and max. For these two, the template gets the nearest
+    of the two levels in its text, otherwise high, the maximum known to every model.
     """
     if effort not in LEVELS:
         return effort

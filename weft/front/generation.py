@@ -82,7 +82,7 @@ class Generation:
         """Bytes of the logprobs collected for an answer that is not streamed."""
 
     def build(self, job: Job) -> None:
-        """Create the submissions. Raises InvalidRequest for too many or too large sequences; then nothing
+        """Create the submissions. Raises WeftError for too many or too large sequences; then nothing
         is created. No effect after ``close``."""
         most = self._front.config.scheduler.max_queued_requests
         # All sequences reach the queue before the next step takes any, so a larger request would always get

@@ -25,7 +25,7 @@ def conversation_of(asked: ChatRequest, thoughts: Thoughts, *, thinks: bool) -> 
         constraint=asked.constraint(),
         effort=thoughts.effort,
         thinks=thoughts.switch,
-        # Clients send some budgets to any model. A model without reasoning keeps to such a budget anyway.
+        # Clients send some budgets to any model. A model without reasoning needs no budget.
         thinking_budget=None if thoughts.wish and not thinks else thoughts.budget,
         template=asked.chat_template_kwargs,
         opens=not continues if asked.add_generation_prompt is None else asked.add_generation_prompt,

@@ -63,7 +63,7 @@ def generates(
 
 
 def answers_of(request: type, answer: type, *, error: type = answers.ErrorResponse) -> dict[str, Any]:
-    """Return the same for a route that reads a body and generates nothing."""
+    """Return body and answers of a route that reads a body and generates nothing."""
     return {
         "requestBody": {"required": True, "content": _json(request)},
         "responses": {
@@ -74,13 +74,13 @@ def answers_of(request: type, answer: type, *, error: type = answers.ErrorRespon
 
 
 def returns(answer: type, *refusals: int) -> dict[str, Any]:
-    """Return the same for a route that only answers. ``refusals``: extra error statuses."""
+    """Return the answers of a route without a body. ``refusals``: extra error statuses."""
     errors = _errors(*refusals, 401, 403, 404)
     return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **errors}}
 
 
 def probes() -> dict[str, Any]:
-    """Return the same for a route that reports the server's state."""
+    """Return the answers of a route that reports the server's state."""
     kinds = {"200": "Yes", "503": "No"}
     schema = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
     content = {"application/json": {"schema": schema}}

@@ -2,7 +2,7 @@
 
 This module does all work whose size a client controls: parsing, templates, tokenization, limits. Reading is
 a pure function of the body. So the same code runs in a thread of the API server (small bodies) and in a
-separate process (large bodies, see ``readers``). The module uses no sockets, no event loop and nothing of
+separate process (large bodies, see ``read_worker``). The module uses no sockets, no event loop and nothing of
 the engine.
 """
 

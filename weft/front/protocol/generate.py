@@ -73,7 +73,8 @@ class Generate(Constrained, frozen=True, kw_only=True):
     best_of: int | None = None
     """Only the value of ``n`` is accepted, which has no effect."""
     user: str | None = None
-    """Label of the caller's user, without effect, like the three fields below."""
+    """Label of the caller's user, without effect, like the labels below; but ``prompt_cache_key`` names the
+    session."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

@@ -192,7 +192,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    """Label without effect, like the other labels."""
+    """Label without effect, like the labels below; but ``prompt_cache_key`` names the session."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -203,7 +203,7 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        # Labels have no effect; only the length is bounded.
+        # Only the length of labels is bounded.
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
             if len(getattr(self, label) or "") > MAX_LABEL:
                 raise InvalidRequest(f"{label} must have at most {MAX_LABEL} characters", param=label)
