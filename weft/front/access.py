@@ -55,6 +55,7 @@ class ApiKeys:
             scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         found = None
+        # Compare with every key, so that the time does not depend on the matching key.
         for number, digest in enumerate(self._digests):
             if hmac.compare_digest(digest, given):
                 found = number

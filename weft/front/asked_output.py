@@ -81,6 +81,7 @@ def _calls(
             check(grammar, "tools")
         return grammar
 
+    # Three attempts: full schemas, schemas without unsupported keywords, any object as arguments.
     for relaxed in (tuple, tools_held, tools_open):
         try:
             return made(relaxed(spec.tools))

@@ -41,6 +41,7 @@ class Connections:
             if not self._waiting:
                 return False
             longest = next(iter(self._waiting))
+            # Remove the connection first: `give_way` may call `closed` again.
             self.closed(longest)
             longest.give_way()
         self._open.add(connection)

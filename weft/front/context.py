@@ -98,8 +98,7 @@ class Front:
         siblings: Siblings | None = None,
         joining: bool = False,
     ) -> None:
-        """``siblings``: the other API servers, if any are possible. ``joining``: True if the others serve
-        already."""
+        """``siblings``: other API servers, if possible. ``joining``: True if the others serve already."""
         self.config = config
         self.section = section
         self.names = config.served_names
@@ -291,6 +290,7 @@ class Front:
 
         def use(answer: ReadAnswer) -> T | Job:
             assert answer.job is not None
+            # Without images to decode, `then` runs in the same thread.
             return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
         found, files = await self._read(kind, body, use, lease, client)
@@ -384,6 +384,7 @@ class Front:
         if size <= SMALL_BODY:
             return None
         assert self._workers is not None
+        # A large body leaves a large free heap behind.
         self._trim_later()
         return await self._workers.call(*payload_of(kind, body, known), client=client, cost=size)
 

@@ -170,6 +170,8 @@ class Generation:
             budget = ThoughtBudget(tokens, reader)
             self._budgets[choice.index] = budget
             self._submitted[choice.index] = self._submits[number]
+            # Budget 0: the end marker is output before the engine starts, so the submission includes the
+            # marker.
             if budget.spent and (forced := self._force_end(choice)) is not None:
                 self._early.append(forced)
                 emitted = ids_to_bytes(choice.token_ids)
@@ -180,6 +182,7 @@ class Generation:
         links = self._front.links
         submits = self._submits
         self._submits = []
+        # The engines would refuse these sequences, too.
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
@@ -221,6 +224,7 @@ class Generation:
         events = await self.flow.next()
         deltas = self._early + [delta for event in events for delta in self._take(event)]
         self._early = []
+        # Deltas received before the abort still count.
         if self._aborted:
             deltas += self._cut()
         return deltas
@@ -261,6 +265,7 @@ class Generation:
         if forced is None:
             return []
         links, old = self._front.links, self._submitted[choice.index]
+        # The old sequence ends. A new sequence of the same choice continues from all tokens so far.
         links.finish(self.flow, choice.sequence)
         self._ended_thoughts.add(choice.index)
         ids = self._front.ids
@@ -269,6 +274,7 @@ class Generation:
         del self._by_sequence[choice.sequence]
         choice.sequence = made.sequence
         self._by_sequence[made.sequence] = choice
+        # The end marker may have completed a stop string.
         if not choice.finished:
             known = self._hashes.get(old.request)
             links.extend(self.flow, made, {} if known is None else {made.request: known})
@@ -348,6 +354,7 @@ class Generation:
             self._open = False
         if self._timer is not None:
             self._timer.cancel()
+        # The rate of ended requests gives the retry times of refused requests.
         if self._flow is not None:
             self._front.links.release(self._flow)
             self._front.retry_after.ended(asyncio.get_running_loop().time())

@@ -28,6 +28,7 @@ class Hosts:
         have."""
         named = frozenset(_plain(name) for name in allowed)
         self._names = named | {_plain(bound), _plain(address)}
+        # Without configured names, only a local server without keys needs the check.
         self._checks = ALL not in named and (bool(named) or (_is_local(_plain(address)) and not keys))
 
     def check(self, host: bytes | None) -> None:

@@ -78,6 +78,7 @@ class AccessGate:
             return
         method = scope["method"]
         scope = _as_routed(scope, self._root_path)
+        # Reversed, so that the first of several equal headers wins.
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
         scope[REQUEST_ID] = request_id.decode()

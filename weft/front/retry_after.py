@@ -32,6 +32,7 @@ class RetryAfter:
         rate = self.rate(now)
         if rate is None:
             return LEAST
+        # The next position is one expected end later.
         self._turn = min(max(self._turn, now) + 1.0 / rate, now + MOST)
         return max(self._turn - now, LEAST)
 

@@ -195,6 +195,7 @@ class FrontServer:
         try:
             return await self._live(serving)
         finally:
+            # Order: fail the open requests, give the answers time to leave, end HTTP, then ignore signals.
             front.lifecycle.move(Phase.DEAD)
             await front.close(shutdown=self._supervisor is None)
             await self._until_idle(GRACE)
@@ -279,6 +280,7 @@ class FrontServer:
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        # Also if a signal arrived at the same time: finished work counts.
         if task.done():
             task.result()
             return True

@@ -18,5 +18,6 @@ def session_of(headers: Mapping[str, str], label: str = "") -> str:
     if not name:
         return ""
     key = headers.get("authorization") or headers.get("x-api-key") or ""
+    # The length separates key and name: different pairs never give the same bytes.
     data = f"{len(key)}:{key}{name[:LONGEST]}".encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=16).hexdigest()

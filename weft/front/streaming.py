@@ -89,6 +89,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             async with contextlib.aclosing(self._events) as events:
+                # The generator must be closed before the request's resources are released.
                 try:
                     async with asyncio.timeout_at(self._deadline):
                         await self._send(events, send)
@@ -99,6 +100,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
         async for data in events:
+            # `send` blocks only while the client does not read: then the timer pauses the flow.
             timer = loop.call_later(PAUSE_AFTER, self._pause)
             try:
                 await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -53,6 +53,7 @@ def single(event: TokenEvent) -> Iterable[TokenEvent]:
         yield event
         return
     *others, last = event.token_ids
+    # The accepted drafts of an event are its first tokens.
     left = event.accepted
     for number, token in enumerate(others):
         draft = min(left, 1)

@@ -46,6 +46,7 @@ class Turns:
 
     def system(self, text: str) -> None:
         """Add an instruction of the application."""
+        # Still at the start: at most one message exists, the system message.
         if all(message["role"] == "system" for message in self._messages):
             if self._messages:
                 self._messages[0]["content"] += ("\n\n", text)

@@ -37,6 +37,7 @@ class Coverage:
         offsets, lengths = spans[:, 0], spans[:, 1]
         if len(spans) and (lengths.min() < 1 or lengths.max() > self.nbytes or offsets.min() < 0):
             raise BadSpans("a span of a length or an offset that cannot be")
+        # [n]: the last expected span that starts at or before each offset.
         at = np.searchsorted(expected[:, 0], offsets, side="right") - 1
         if (at < 0).any() or (offsets > expected[at].sum(axis=1) - lengths).any():
             raise BadSpans(f"a span lies outside what this room has in region {region}")
@@ -52,6 +53,7 @@ class Coverage:
         if self.landed_bytes < self.nbytes:
             return False
         for region, expected in self._expected.items():
+            # The number of bytes is right. If spans overlap, some bytes came twice and others are missing.
             landed = np.concatenate(self._landed[region]) if self._landed[region] else expected[:0]
             order = np.argsort(landed[:, 0], kind="stable")
             begins, ends = landed[order, 0], landed[order].sum(axis=1)
@@ -69,6 +71,7 @@ class Positions:
     def add(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Add positions ``begin`` .. end - 1. Return the ranges that are new to the set."""
         new, at = list[tuple[int, int]](), begin
+        # The sentinel (end, end) closes the gap after the last known range.
         for known, until in [*self._ranges, (end, end)]:
             if at < min(known, end):
                 new.append((at, min(known, end)))

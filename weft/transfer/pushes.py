@@ -225,6 +225,7 @@ class Pushes:
                 room = self._rooms.get(event.key)
                 if room is not None and not room.behind:
                     return self._take(room, event)
+                # Keep the order: an event behind a waiting event waits, too.
                 if room is not None:
                     room.behind.append(event)
                 elif event.key not in self._stopped:
@@ -247,6 +248,7 @@ class Pushes:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
         room = self._rooms[event.key] = _Room(event, everything, self._states)
+        # Early events need digests of all their bytes, so `More` handles them one at a time.
         room.behind.extend(self._early.pop(event.key, []))
         self._catching |= bool(room.behind)
         return self._report(event.key, room)
@@ -313,6 +315,7 @@ class Pushes:
         return [Report(key, Outcome.failed, error)]
 
     def _release(self, room: _Room) -> list[Action]:
+        # Late answers find no transfer any more, so give the leases back now.
         for (peer, _), lease in room.under_way.items():
             self._rings[peer].give_back(lease)
         return self._turn({peer for peer, _ in room.under_way})
@@ -329,6 +332,7 @@ class Pushes:
                 room = self._rooms[key]
                 parts, digests, ready = room.queued[peer][0]
                 lease = ring.take(sum(part.nbytes for part in parts), key)
+                # No space for the first write: the other writes to the peer wait, too.
                 if lease is None:
                     break
                 room.queued[peer].popleft()

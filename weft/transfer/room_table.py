@@ -220,6 +220,7 @@ class Rooms:
         if room is not None and room.peer != event.peer:
             self.strays += 1
             return []
+        # Fences and their answers are valid in every state, even for unknown transfers.
         if isinstance(message, r.Fence):
             return self._fenced_by_peer(event.peer, message, now)
         if isinstance(message, r.Fenced):
@@ -235,6 +236,8 @@ class Rooms:
         if event.key in self._rooms:
             return []
         if (ended := self._ended.get(event.key)) is not None:
+            # A fence may arrive before the Submit: then the transfer has failed already, and has no memory
+            # here.
             if ended.state is not State.fenced:
                 return []
             answer = ended.answer
@@ -315,6 +318,7 @@ class Rooms:
             if room.was_bound and room.state is not State.failing:
                 lost = Unavailable("a process that had a part in the transfer was lost")
                 actions += self._fail(room, lost.info(), now)
+            # `_fail` may have ended the transfer.
             if room.key in self._rooms:
                 actions += self._rank_stopped(room.key, rank, now)
         return actions
@@ -323,6 +327,7 @@ class Rooms:
         actions: list[ev.Action] = []
         for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
             del self._notices[key]
+        # A dead peer touches no memory, so the transfers need no fence.
         for room in [room for room in self._rooms.values() if room.peer == peer]:
             room.peer_is_quiet()
             actions += self._fail(room, PeerEnded("the other end of the transfer was lost").info(), now)
@@ -362,6 +367,7 @@ class Rooms:
             room.say, room.answer = None, answer or fence
             actions.append(ev.Tell(r.RoomFailed(room.key, error)))
             actions.append(ev.Stop(room.key))
+            # A lost rank cannot answer `Stop`; the end of its process is the proof.
             room.running -= self._gone
             # Before the bind, ranks have no peer addresses: no rank can touch the peer.
             if not room.was_bound:

@@ -266,6 +266,7 @@ def merged(spans: np.ndarray) -> np.ndarray:
     the predecessor."""
     if len(spans) < 2:
         return spans
+    # A span starts a new run unless both its offsets continue the previous span.
     ends = spans[:-1, :2] + spans[:-1, 2:]
     begins = np.concatenate([[True], (spans[1:, :2] != ends).any(axis=1)])
     at = np.flatnonzero(begins)
@@ -293,5 +294,7 @@ def _owner(kind: KindDims, tensor: Tensor, heads: Heads, rank: int, ranks: int, 
     """Return the sender's rank for sending the heads to rank ``to`` of the receiver."""
     if kind.kind == "state" or kind.kv_heads >= ranks:
         return rank
+    # Fewer heads than ranks: several ranks have the same heads. Spread the receiving ranks over these
+    # ranks.
     same = [r for r in range(ranks) if heads_of(kind, tensor, r, ranks) == heads]
     return same[to % len(same)]

@@ -194,6 +194,7 @@ class CudaCopies:
         ``at``: offset of the same bytes in other memory, which must be divisible into the same rows.
         """
         unit = unit_of(region.numel(), spans)
+        # Words of 8 bytes, if the alignment allows: fewer elements per row.
         dtype = torch.int64 if (unit | at) % 8 == 0 else torch.uint8
         rows = region.view(dtype).view(-1, unit // dtype.itemsize)
         numbers = torch.from_numpy(rows_of(spans, unit))
@@ -206,6 +207,7 @@ class CudaCopies:
 
     def _wait(self, event: torch.cuda.Event) -> None:
         until = time.monotonic() + _SETTLE_S
+        # A blocking wait would hold the thread without a time-out.
         while not event.query():
             if time.monotonic() > until:
                 raise EngineDead("a GPU did not end a copy between groups in time")

@@ -271,6 +271,7 @@ class Staged:
         size = int(spans[:, 2].sum())
         if size > self._inbox.nbytes:
             raise EngineDead(f"{size} bytes of a cache came at once; {self._inbox.nbytes} can be taken in")
+        # The inbox is full: wait for the copies to the caches, then start at its beginning.
         if self._filled + size > self._inbox.nbytes:
             self.settle()
         begin = self._filled

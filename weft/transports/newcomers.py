@@ -34,6 +34,8 @@ class Newcomers:
         if len(self._waiting.get(address, ())) >= self._each:
             victim = self._oldest(address)
         elif len(self) >= self._most:
+            # Proven addresses, and the address of the new connection, lose places only if no other address
+            # is left.
             strangers = [one for one in self._waiting if one not in self._known and one != address]
             victim = self._oldest(max(strangers or self._waiting, key=lambda one: len(self._waiting[one])))
         self._waiting.setdefault(address, {})[connection] = None

@@ -181,6 +181,7 @@ class SocketTransport:
             self._send_write(link, write)
         except Exception as error:
             self._lost(link, error)
+            # Without a link, `_lost` knows nothing of the write.
             if link is None:
                 self._ended(write.peer, write.key, write.number, info_of(error))
 
@@ -190,6 +191,7 @@ class SocketTransport:
         self._answered.clear()
         self._try_again()
         self._send_staged()
+        # Pending events must not wait for the sockets.
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -338,6 +340,7 @@ class SocketTransport:
             if mask & selectors.EVENT_READ:
                 for got in link.connection.receive(_AT_ONCE):
                     self._got(link, got)
+                    # A frame may have closed its own link.
                     if not self._lives(link):
                         return
             self._watch(link)
@@ -358,6 +361,7 @@ class SocketTransport:
 
     def _watch(self, link: Link) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
+        # A link that waits for another connect is not registered with the selector.
         if not self._lives(link) or link.address is not None:
             return
         if self._selector.get_key(link.connection.sock).events != mask:

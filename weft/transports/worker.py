@@ -225,6 +225,7 @@ class RankTransfer:
         if late is not None:
             self._guard(late, lambda: self._push(self.pushes.on(p.More(late))))
             seconds = 0.0
+        # Wake up in time to drop parked writes.
         due = self.arrivals.next_due()
         if due is not None:
             seconds = max(0.0, min(seconds, due - self._clock()))
@@ -285,6 +286,7 @@ class RankTransfer:
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
+        # The sender plans with `bound.dims`, so both must agree on shares of rows.
         if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
             what = "shares of rows" if any(kind.shards for kind in bound.dims.kinds) else "whole rows"
             raise RoomMessageError(f"a transfer of {what} came to a rank that does not take these")
@@ -323,6 +325,7 @@ class RankTransfer:
         for action in self.arrivals.on(event, self._clock()):
             match action:
                 case a.Copy(write):
+                    # `Arrivals` requires `Copied` before any other event.
                     self._arrive(a.Copied(write, self._take(write)))
                 case a.Answer(write, error):
                     self._transport.answer(write, error)

@@ -62,7 +62,7 @@ class Blocks:
         return [*last, e.BlockStop(index=index)]
 
     def _enter(self, block: e.ContentBlock) -> list[Any]:
-        """Return the events that open a block of this kind; none for an open block of the kind."""
+        """Return the events that open ``block``; none if a block of the same type is open already."""
         if type(self._open) is type(block):
             return []
         ended = self.close()

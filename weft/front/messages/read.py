@@ -35,10 +35,10 @@ def _read(reader: Reader, asked: CountRequest) -> Job:
         made = msgspec.structs.replace(
             made,
             effort=effort_shown(made.effort, reader.text.chat),
-            # Agents send a budget to every model. A model without reasoning keeps to any budget.
+            # Agents send a budget to every model. A model without reasoning needs no budget.
             thinking_budget=made.thinking_budget if reader.text.output.thought_end else None,
         )
-        # A cut at the end of the context is reported in stop_reason, so max_tokens may be too large.
+        # A cut at the end of the context is reported in stop_reason, so max_tokens may exceed the context.
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None

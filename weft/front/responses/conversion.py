@@ -58,7 +58,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 def packed(facts: Facts) -> bytes:
     """Return ``facts`` in the form carried by a job. Items, possibly megabytes of images, are on a line
-    after the rest, so that a reader of the items need not parse the rest."""
+    after the rest, so ``unpacked`` need not parse the items."""
     return msgspec.json.encode(msgspec.structs.replace(facts, items=b"")) + b"\n" + facts.items
 
 

@@ -78,6 +78,7 @@ class ResponsesShape:
 
     def failed(self, error: ErrorInfo) -> list[e.Event]:
         before = [] if self._opened else self.opening()
+        # The last event repeats the incomplete output, so no events of the open item are needed.
         self._items.close(whole=False)
         answer = self._answer
         answer.output = self._items.done
@@ -137,6 +138,7 @@ class ResponsesShape:
         """Return the pending logprobs, as items of a JSON array, and clear the list."""
         pending, self._pending = self._pending, []
         top = self._generation.job.asked.top or 0
+        # A JSON array without brackets per delta, joined below.
         made = [
             to_json(chat_logprobs(self._generation.tokenizer, ids, found, top).content)[1:-1]
             for ids, found in pending
