@@ -52,7 +52,7 @@ FORCED = 130
 
 
 class FrontSupervisor(Protocol):
-    """Process around this API server, and owner of the engine processes."""
+    """The process that runs this API server and owns the engine processes."""
 
     serving: bool
     """True if other API servers answer requests already. Then this process accepts no connection before it
@@ -65,7 +65,7 @@ class FrontSupervisor(Protocol):
         """
 
     def ready(self) -> None:
-        """Receive a report: this API server answers requests now."""
+        """Note that this API server answers requests now."""
 
     def drain(self) -> None:
         """Drain and end the whole server."""
@@ -135,7 +135,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn server without signal handling, which ``FrontServer`` does."""
+    """uvicorn server without signal handling: ``FrontServer`` handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(Connection):
-    """Connection with a report to the gate, which counts refusals before any request."""
+    """Connection with reports to the gate, which counts refused connections that never became a request."""
 
     def _refuse(self, error: WeftError) -> None:
         super()._refuse(error)

@@ -1,5 +1,5 @@
-"""Messages between the API servers of one server: metrics pages, so each API server can answer a scrape
-for all, and aborts, so each API server can abort any request.
+"""Messages between the API servers of one server. Each API server can answer a scrape of the metrics for all
+API servers, and can abort any request.
 
 Each API server listens on a socket in the server's private folder. A client sends one line, and gets one
 answer.

@@ -1,8 +1,8 @@
 """Receiving side of one rank: accept, park or drop writes, and find the end of a transfer. Pure.
 
-    write of an expected transfer      checked against the expected spans, copied, digested
-    write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
-    write of a stopped transfer        dropped: no byte is written any more
+write of an expected transfer      checked against the expected spans, copied, digested
+write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
+write of a stopped transfer        dropped: no byte is written any more
 """
 
 from __future__ import annotations
