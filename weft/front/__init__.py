@@ -1,1 +1,1 @@
-"""The front process: HTTP in OpenAI's protocol towards clients, typed messages towards a head. No torch."""
+"""API server: HTTP in OpenAI's protocol for clients, typed messages to the engine processes. No torch."""

@@ -1,4 +1,4 @@
-"""Who may ask a server for what, and how often: API keys, the admin key, other origins, limits of a key."""
+"""Access control: API keys, the admin key, other origins, and limits per key."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from weft.front.cors import Origins
 from weft.front.rate_limit import Asked, RateLimits, Refused, Spent, duration, headers_of
 
 PROBES = frozenset({"/health", "/ping", "/live", "/ready"})
-"""Machinery asks these, which holds no key and knows the server by an address. They tell only a state."""
+"""Paths for probes, which have no key and know the server by address. The answers contain only a state."""
 OPEN_PATHS = PROBES | {"/"}
-"""Paths that need no key. The page at "/" holds nothing of the server, and asks its reader for a key."""
+"""Paths without a key. The page at "/" holds no data of the server, and asks the user for a key."""
 ADMIN_PATHS = frozenset({"/abort_request", "/admin/drain", "/admin/profile", "/admin/revive"})
-"""What changes the server or other clients' requests: with the admin key alone, and never for a browser."""
+"""Paths that change the server or requests of other clients. Only with the admin key, and never from a
+browser."""
 KEY = "weft.key"
-"""Under which a request's scope has the number of its API key."""
+"""Key of the request's scope for the number of the API key."""
 
 
 REQUEST_ID = "weft.request_id"
-"""Under which a request's scope has the id of its answer's header ``x-request-id``."""
+"""Key of the request's scope for the id in the answer's header ``x-request-id``."""
 
 
 def key_of(scope: Scope) -> int:
-    """The number of the API key that a request came with; 0 where none is needed."""
+    """Return the number of the request's API key; 0 for a server without keys."""
     return int(scope.get(KEY, 0))
 
 
 class ApiKeys:
-    """The keys that open the API. Comparing takes the same time for every wrong key."""
+    """API keys. A comparison takes the same time for every wrong key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
@@ -41,10 +42,10 @@ class ApiKeys:
         return bool(self._digests)
 
     def find(self, authorization: bytes | None, x_api_key: bytes | None = None) -> int | None:
-        """The number of the key that came (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); None for a
-        wrong one. 0 where none is needed.
+        """Return the number of the given key (``Authorization: Bearer KEY`` or ``x-api-key: KEY``); None
+        for a wrong or missing key; 0 for a server without keys.
 
-        Where both headers came, Authorization alone counts.
+        With both headers, only Authorization counts.
         """
         if not self._digests:
             return 0
@@ -54,15 +55,15 @@ class ApiKeys:
             scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         found = None
+        # Compare with every key, so that the time does not depend on the matching key.
         for number, digest in enumerate(self._digests):
             if hmac.compare_digest(digest, given):
                 found = number
         return found if scheme.lower() == b"bearer" else None
 
     def salt_of(self, number: int, salt: str) -> str:
-        """``salt`` as requests of the key with this number have it: nobody without the key can derive it, and
-        equal names of two keys differ. All processes with the same keys derive the same one.
-        """
+        """Return ``salt`` bound to the key of this number. The result cannot be derived without the key,
+        and equal salts of two keys differ. All processes with the same keys return the same value."""
         if not self._digests:
             return salt
         return hmac.new(self._digests[number], b"cache salt" + salt.encode(), hashlib.sha256).hexdigest()
@@ -73,7 +74,7 @@ def _digest(key: bytes) -> bytes:
 
 
 class AccessControl:
-    """Who may ask for what, and how often. Used from one event loop."""
+    """Decides on each request: key, origin and rate limits. Used from one event loop."""
 
     def __init__(
         self,
@@ -86,10 +87,9 @@ class AccessControl:
         open_metrics: bool = False,
     ) -> None:
         """``origins``: see ``Origins``. ``now``: the clock of ``limits``. ``open_metrics``: no key for
-        ``/metrics``.
-        """
+        ``/metrics``."""
         self.open_paths = OPEN_PATHS | {"/metrics"} if open_metrics else OPEN_PATHS
-        """Paths that need no key."""
+        """Paths without a key."""
         self.origins = Origins(origins)
         self._keys = ApiKeys(keys)
         self._admin_keys = ApiKeys(admin_keys)
@@ -97,7 +97,7 @@ class AccessControl:
         self._now = now
 
     def admit(self, scope: Scope, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Lets a request in, or raises WeftError; what the answer's head has more for it."""
+        """Admit a request and return extra headers for the answer. Raises WeftError for a refused request."""
         path = scope["path"]
         if path in self.open_paths:
             return []
@@ -114,11 +114,11 @@ class AccessControl:
         return [] if self._limits is None or scope["method"] != "POST" else self._limited(key)
 
     def salt_of(self, key: int, salt: str) -> str:
-        """See ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
+        """Return ``salt`` bound to a key, see ``ApiKeys.salt_of``. ``key``: see ``key_of``."""
         return self._keys.salt_of(key, salt)
 
     def spend(self, scope: Scope, tokens: int) -> None:
-        """Counts the tokens of a request that was let in."""
+        """Count the tokens of an admitted request."""
         if self._limits is not None and tokens:
             self._limits.on(Spent(key_of(scope), tokens), self._now())
 
@@ -140,7 +140,7 @@ class AccessControl:
 
 
 class RateLimited(Overloaded):
-    """A key has used what it may a minute."""
+    """A key has used up a limit per minute."""
 
     code = "rate_limit_exceeded"
 

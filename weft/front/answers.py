@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes. UNSET fields are left out of the JSON, None becomes null."""
+"""Answers in the shapes of OpenAI's API. UNSET fields are left out of the JSON, None becomes null."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from weft.common.errors import ErrorInfo
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON can't write."""
+"""Replacement for minus infinity, which JSON cannot represent."""
 
 
 class ShownMiss(msgspec.Struct, kw_only=True):
-    """Why the cached part of a prompt ends where it does."""
+    """Reason for the end of a prompt's cached part."""
 
     reason: str
-    """"none": nothing more could be cached. "differs": an earlier sequence goes on with other tokens.
+    """"none": nothing more could be cached. "differs": an earlier sequence continues with other tokens.
     "evicted", "state" (no snapshot of a recurrent state), "salt", "computing" (right now), "new",
     "disabled"."""
     position: int
-    """Tokens of the prompt that were found; with "differs", that are alike."""
+    """Number of prompt tokens found; with "differs", the number of equal tokens."""
     ours: str | UnsetType = UNSET
-    """With "differs": how the prompt goes on from there."""
+    """With "differs": the prompt's text after the equal part."""
     theirs: str | UnsetType = UNSET
-    """How the earlier sequence does."""
+    """With "differs": the earlier sequence's text after the equal part."""
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     cached_tokens: int
     cache_miss: ShownMiss | None = None
-    """Of the first prompt, where it was asked for."""
+    """Explanation for the first prompt, if requested."""
 
 
 class CompletionTokensDetails(msgspec.Struct, kw_only=True):
     accepted_prediction_tokens: int
-    """Tokens that a drafter had proposed."""
+    """Drafted tokens in the output."""
     rejected_prediction_tokens: int
-    """Drafts that did not become tokens; ``completion_tokens`` does not count them."""
+    """Drafted tokens not in the output; ``completion_tokens`` does not include these tokens."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -49,7 +49,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-    """Where the server speculates."""
+    """Set if the server speculates."""
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -71,22 +71,22 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, kw_only=True):
-    """One candidate at one prompt position, under its token id."""
+    """One candidate at one prompt position; the key is the token id."""
 
     logprob: float
     rank: int | None
-    """Counted from 1; null where it was not computed."""
+    """Rank, counted from 1; null if not computed."""
     decoded_token: str
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""One entry a prompt token; the first, which nothing predicts, is null."""
+"""One entry per prompt token. The first entry is null, because no earlier token predicts the first token."""
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
     name: str
     arguments: str
-    """JSON text, if the call is whole."""
+    """JSON text, if the call is complete."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -98,11 +98,11 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | None
-    """Null where there is nothing but calls."""
+    """Null if the message has only calls."""
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same; clients read one or the other."""
+    """Copy of ``reasoning_content``; clients read either field."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -131,7 +131,8 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The first of a call has everything but its arguments, later ones have a piece of these."""
+    """Part of a call. The first part has all fields except the arguments; later parts have pieces of the
+    arguments."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -166,7 +167,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Parallel lists, one entry a token; ``text_offset`` counts characters from the start of ``text``."""
+    """Parallel lists with one entry per token. ``text_offset`` counts characters from the start of
+    ``text``."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -185,7 +187,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """Also the chunk of a stream: OpenAI gives both the same ``object``."""
+    """Completion, or a chunk of a stream: OpenAI gives both the same ``object``."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -199,7 +201,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     object: Literal["embedding"] = "embedding"
     index: int
     embedding: list[float] | str
-    """Of length 1; with ``encoding_format`` base64 the bytes of little-endian float32 numbers."""
+    """Vector of length 1. With ``encoding_format`` base64: the bytes of little-endian float32 numbers."""
 
 
 class EmbeddingUsage(msgspec.Struct, kw_only=True):
@@ -221,11 +223,11 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "weft"
     max_model_len: int
     input_modalities: tuple[str, ...] = ("text",)
-    """``text``, and ``image`` where images are taken."""
+    """``text``, and ``image`` if the model takes images."""
     about: str | UnsetType = UNSET
     """Abilities of a bundled model."""
     example: str | UnsetType = UNSET
-    """A message that a bundled model answers."""
+    """Example message for a bundled model."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -254,7 +256,7 @@ _TYPES = {
 
 
 def error_response(error: ErrorInfo) -> ErrorResponse:
-    """``error`` as a client sees it; ``type`` follows from the status."""
+    """Return ``error`` in the shape for clients. ``type`` follows from the HTTP status."""
     kind = _TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "server_error"
@@ -270,7 +272,7 @@ def make_usage(
     drafts: tuple[int, int] | None = None,
     miss: ShownMiss | None = None,
 ) -> Usage:
-    """Token counts of a request over all its prompts and choices. ``drafts``: (accepted, rejected)."""
+    """Return the token counts of a request over all prompts and choices. ``drafts``: (accepted, rejected)."""
     details: CompletionTokensDetails | UnsetType = UNSET
     if drafts is not None:
         details = CompletionTokensDetails(
@@ -289,12 +291,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def to_json(value: Any) -> bytes:
-    """JSON bytes of a response."""
+    """Return the JSON bytes of a response."""
     return _encoder.encode(value)
 
 
 def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) -> Iterator[bytes]:
-    """The JSON of ``answer``, whose choices are empty, with ``choices`` in it: a piece for each of them."""
+    """Yield the JSON of ``answer``, with ``choices`` in place of its empty choices: one piece per choice."""
     before, after = to_json(answer).split(_NO_CHOICES, 1)
     yield before + _NO_CHOICES[:-1]
     for number, choice in enumerate(choices):
@@ -303,4 +305,4 @@ def with_choices(answer: ChatCompletion | Completion, choices: Iterable[Any]) ->
 
 
 _NO_CHOICES = b'"choices":[]'
-"""Stands in no text of an answer: quotation marks in a JSON string are escaped."""
+"""The bytes occur in no text of an answer: quotation marks in a JSON string are escaped."""

@@ -1,4 +1,4 @@
-"""The routes. Handlers are thin: read, hand over, answer."""
+"""Routes of the API server. Handlers are thin: read, delegate, answer."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from weft.front.responses.routes import add_responses
 from weft.front.small_routes import add_admin, add_tokenizing
 
 READY_WINDOW = 30.0
-"""Seconds within which the engine must have proved progress for the server to be ready."""
+"""Maximum seconds since the engine's last progress for a ready server."""
 
 
 def build_app(front: Front, hosts: Hosts) -> AccessGate:
-    """The whole application over ``front``. ``hosts``: the names under which it may be asked."""
+    """Return the whole application over ``front``. ``hosts``: accepted host names."""
     app = FastAPI(title="Weft", version=__version__, redirect_slashes=False, docs_url=None, redoc_url=None)
     _add_generation(app, front)
     add_responses(app, front)
@@ -56,7 +56,7 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         openapi_extra=openapi.generates(ChatRequest, answers.ChatCompletion, answers.ChatChunk),
     )
     async def create_chat_completion(request: Request) -> Response:
-        """Answers a conversation."""
+        """Answer a conversation."""
         return await chat(front, request)
 
     @app.post(
@@ -64,24 +64,24 @@ def _add_generation(app: FastAPI, front: Front) -> None:
         openapi_extra=openapi.generates(CompletionRequest, answers.Completion, answers.Completion),
     )
     async def create_completion(request: Request) -> Response:
-        """Continues a text."""
+        """Continue a text."""
         return await completions(front, request)
 
     @app.post("/v1/embeddings", openapi_extra=openapi.answers_of(EmbeddingRequest, answers.EmbeddingList))
     async def create_embedding(request: Request) -> Response:
-        """Makes a vector of each text, from the model's last hidden states."""
+        """Make a vector of each text, from the model's last hidden states."""
         return await embeddings(front, request)
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", openapi_extra=openapi.returns(answers.ModelList))
     async def list_models() -> Response:
-        """Every name that requests may use."""
+        """List all model names for requests."""
         return _json(answers.ModelList(data=[front.card(name) for name in front.names]))
 
     @app.get("/v1/models/{model:path}", openapi_extra=openapi.returns(answers.ModelCard))
     async def get_model(model: str) -> Response:
-        """One of them."""
+        """Describe a model."""
         front.check_model(model)
         return _json(front.card(model))
 
@@ -89,11 +89,11 @@ def _add_models(app: FastAPI, front: Front) -> None:
 def _add_state(app: FastAPI, front: Front) -> None:
     @app.get("/health", openapi_extra=openapi.probes())
     async def health() -> Response:
-        """Whether the server works: 200 once it has been ready, until its engine is dead for good.
+        """Health: 200 from readiness until the engine is dead for good.
 
         503 with "starting" while the model loads, and with "dead" at the end. 200 with "alive"; with
         "degraded" while some replica is dead and others serve; with "recovering" while none serves and the
-        dead are being started again, since a restart from outside would only take longer. Draining changes
+        dead replicas restart, because a restart from outside would only take longer. Draining changes
         nothing.
         """
         return _health(front)
@@ -101,17 +101,17 @@ def _add_state(app: FastAPI, front: Front) -> None:
     @app.post("/ping", openapi_extra=openapi.probes())
     @app.get("/ping", openapi_extra=openapi.probes())
     async def ping() -> Response:
-        """The same as /health, under the name that SageMaker's probes use."""
+        """Alias of /health, the name used by SageMaker's probes."""
         return _health(front)
 
     @app.get("/live")
     async def live() -> Response:
-        """Liveness: 200 while this process runs, also while it loads, recovers and drains."""
+        """Liveness: 200 while this process runs, also during load, recovery and drain."""
         return _json({"status": "alive"})
 
     @app.get("/ready", openapi_extra=openapi.probes())
     async def ready() -> Response:
-        """Readiness: 200 once a token was really generated, while the engine makes progress."""
+        """Readiness: 200 after a first generated token, while the engine makes progress."""
         window = min(READY_WINDOW, front.section.engine_timeout)
         good = front.lifecycle.phase is Phase.READY and front.links.progressing(window)
         phase = front.lifecycle.phase
@@ -120,22 +120,22 @@ def _add_state(app: FastAPI, front: Front) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return the Prometheus metrics."""
         return Response(await front.metrics_page(), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> Response:
-        """The server's version."""
+        """Return the server's version."""
         return _json({"version": __version__})
 
     @app.get("/", include_in_schema=False)
     async def root() -> Response:
-        """A page for a browser: model, load and a chat box."""
+        """Return a page for a browser: model, load and a chat box."""
         return page.answer()
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
-        """This description, to be read in a browser."""
+        """Return this description as a page for a browser."""
         return docs_page.answer(app.openapi(), front.names[0], request, front.section.root_path or "")
 
 
@@ -146,7 +146,7 @@ def _health(front: Front) -> Response:
         return _json({"status": "starting"}, 503)
     if front.links.whole:
         return _json({"status": "alive"})
-    # Heads that share experts work together or not at all.
+    # Engine processes that share experts work together or not at all.
     others_serve = front.links.alive and not front.config.parallel.enable_expert_parallel
     return _json({"status": "degraded" if others_serve else "recovering"})
 
@@ -164,7 +164,7 @@ async def _on_weft_error(front: Front, request: Request, error: Exception) -> Re
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """The router's own errors: 404 for no such route, 405 for the wrong method, or an answer to OPTIONS."""
+    """Answer the router's own errors: 404 for an unknown route, 405 for a wrong method, 204 for OPTIONS."""
     if not isinstance(error, HTTPException) or error.status_code != 405:
         return error_answer(NotFound("there is no such route").info(), request.scope["path"])
     allow = _allowed(request)
@@ -175,7 +175,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """The methods that the request's path takes."""
+    """Return the methods of the request's path."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     methods = {"OPTIONS"}.union(*(route.methods for route in routes))
     if "GET" in methods:
@@ -190,7 +190,8 @@ def _describe(app: FastAPI, front: Front) -> dict[str, Any]:
             made["servers"] = [{"url": front.section.root_path}]
         for path in made["paths"].values():
             for operation in path.values():
-                operation.get("responses", {}).pop("422", None)  # FastAPI's own; we never answer it
+                # FastAPI's default; this server never answers 422
+                operation.get("responses", {}).pop("422", None)
         made.setdefault("components", {})["schemas"] = openapi.components()
         openapi.secure(made, open_paths=front.access.open_paths)
         app.openapi_schema = made

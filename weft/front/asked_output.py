@@ -1,4 +1,4 @@
-"""From what a conversation asks to how its output is read, and what it may be."""
+"""From a conversation request to the output's parser settings and grammar."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft.text.parsing.parser import OutputSpec, Tool
 from weft.types.grammar import Grammar, JsonSchema, OneOf
 
 Check = Callable[[Grammar, str], None]
-"""Raises InvalidRequest, naming the parameter, for a grammar that does not compile."""
+"""Raises InvalidRequest, with the parameter's name, for a grammar that does not compile."""
 
 
 def output_of(asked: Conversation, prompt: ChatPrompt) -> OutputSpec:
-    """How the output is read."""
+    """Return the parser settings for the output."""
     return OutputSpec(
         tools=asked.tools.callable,
         tool_calls=bool(asked.tools.callable),
@@ -31,14 +31,15 @@ def output_of(asked: Conversation, prompt: ChatPrompt) -> OutputSpec:
 
 
 def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check: Check) -> Grammar | None:
-    """What the whole output may be, thought included; None where it may be anything.
+    """Return the grammar of the whole output, reasoning included; None for unconstrained output.
 
-    Where calls are required, or the arguments of strict tools asked for, calls are held to the tools. An
-    answer is held to its format; with tools the output is calls, or an answer in the format. A required call
-    wins over a format, because the output is then no answer. Raises InvalidRequest for what cannot be held
-    to.
+    Calls follow the tools' schemas if calls are required, or if a tool is strict. An answer follows its
+    format. With tools and a format, the output is either calls, or an answer in the format. Required calls
+    win over a format, because then the output is no answer. Raises InvalidRequest for a constraint that
+    cannot be enforced.
     """
     calling = bool(spec.tools) and asked.tools.mode == "required"
+    # Without a format, or with required calls: the grammar of calls alone.
     if calling or asked.constraint is None:
         if not calling and not any(tool.strict for tool in spec.tools):
             return None
@@ -56,6 +57,7 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
     except InvalidRequest as error:
         if asked.constraint.strict or not isinstance(form, JsonSchema):
             raise advised(error, form) from None
+        # A loose schema gets a second attempt, without the keywords that a grammar cannot enforce.
         answer = answered(form_held(form, param, error))
     if not spec.tools:
         return answer
@@ -69,8 +71,9 @@ def grammar_of(model: ModelOutput, asked: Conversation, spec: OutputSpec, check:
 def _calls(
     model: ModelOutput, spec: OutputSpec, choice: Literal["auto", "required"], check: Check
 ) -> Grammar | None:
-    """The grammar of calls; None where they may be anything. Where a grammar cannot hold to the schema of a
-    tool that is not strict, the schema loses what cannot be held, or as a last resort all of it."""
+    """Return the grammar of calls; None for unconstrained calls. If the grammar cannot enforce the schema
+    of a tool that is not strict, the schema loses the unsupported keywords, or as a last resort all
+    keywords. Raises InvalidRequest."""
 
     def made(tools: Sequence[Tool]) -> Grammar | None:
         grammar = model.call_grammar(tools, choice, parallel=spec.parallel, in_reasoning=spec.in_reasoning)
@@ -78,6 +81,7 @@ def _calls(
             check(grammar, "tools")
         return grammar
 
+    # Three attempts: full schemas, schemas without unsupported keywords, any object as arguments.
     for relaxed in (tuple, tools_held, tools_open):
         try:
             return made(relaxed(spec.tools))
@@ -89,7 +93,8 @@ def _calls(
 
 
 def variables_of(asked: Conversation, text: TextModel) -> dict[str, Any] | None:
-    """Variables for the chat template: of the effort, of the switch, and the request's own, which win."""
+    """Return the chat template's variables: from the effort, from the reasoning switch, and from the
+    request. The request's own variables win."""
     source, thinks = text.chat.source or "", text.output.tells_thoughts
     made = {} if asked.effort is None else effort_variables(asked.effort, source, thinks)
     if asked.thinks is not None:

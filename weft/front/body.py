@@ -1,11 +1,12 @@
-"""Reading a request's body: within a size, fast enough, and only what claims to be plain JSON.
+"""Reading a request's body: bounded in size and time, and only declared plain JSON.
 
-A body has a minute, and longer the more of it came: many clients at once, or a slow line, make large bodies
-slow, and what tells these from clients that keep a connection for nothing is how much comes.
+A client has one minute for a body, plus time in proportion to the received bytes. Many clients at once, or
+a slow line, make large bodies slow. The amount of received data separates such clients from clients that
+hold a connection idle.
 
-All bodies together, those that are being read and those that wait to be parsed, have a bounded memory. A body
-counts as small until it is larger than ``SMALL``, and small ones have a share of their own, so that uploads
-cannot lock them out. Where a share is full, the upload ends that has made no progress for the longest time.
+All bodies together, whether being read or waiting for the parser, have bounded memory. A body counts as
+small up to ``SMALL`` bytes. Small bodies have a reserved share, so that large uploads cannot lock small
+bodies out. In a full share, the upload with the longest time without progress is ended.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from starlette.requests import ClientDisconnect, Request
 from weft.common.errors import Cancelled, Overloaded, RequestTimeout, TooLarge, UnsupportedMedia
 
 BODY_TIMEOUT = 60.0
-"""Seconds a client may take to send a whole body, beside those that ``LEAST_RATE`` gives it."""
+"""Seconds for a whole body, without the extra time by ``LEAST_RATE``."""
 LEAST_RATE = 16 << 10
-"""Bytes a second that a body may take longer for: 128 kbit/s."""
+"""Bytes per second by which a body extends its own deadline: 128 kbit/s."""
 STALL_TIMEOUT = 10.0
-"""Seconds in which a byte of it must come."""
+"""Maximum seconds without a byte of the body."""
 MEMORY = 256 << 20
-"""Bytes of all bodies, or four times the largest one where that is more."""
+"""Memory for all bodies, in bytes; or four times the size limit of one body, if larger."""
 SMALL = 256 << 10
 PIECE = 32 << 10
-"""Bytes of a body's pieces at least, but for the last."""
+"""Minimum bytes of a body's pieces, except the last."""
 PROGRESS = 16 << 10
-"""Bytes that must come for a body to count as not stalled."""
+"""Bytes that count as progress."""
 
 
 class _Share:
-    """A part of the memory, and the bodies that are being read into it: longest without progress first."""
+    """Part of the memory, with the bodies being read into it: longest time without progress first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -42,21 +43,21 @@ class _Share:
 
 
 class Bodies:
-    """The bodies of all requests of one server. Used from its event loop."""
+    """Bodies of all requests of one server. Used from the server's event loop."""
 
     def __init__(self, limit: int, memory: int | None = None) -> None:
-        """``limit``: bytes of the largest body. ``memory``: of all of them."""
+        """``limit``: maximum bytes of one body. ``memory``: maximum bytes of all bodies."""
         self.limit = limit
         memory = memory or max(MEMORY, 4 * limit)
         self.small, self.large = _Share(memory // 4), _Share(memory - memory // 4)
 
     def upload(self) -> Upload:
-        """A body that is about to be read, of which nothing came so far."""
+        """Return the upload of a body before its first byte."""
         return Upload(self)
 
 
 class Upload:
-    """The memory of one body, until it is closed."""
+    """Memory of one body, until ``close``."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.limit = bodies.limit
@@ -65,7 +66,7 @@ class Upload:
         self._size = self._progress = 0
         self._timeout: asyncio.Timeout | None = None
         self.ended = False
-        """Whether it was ended to make room."""
+        """True if the upload was ended to make room for others."""
 
     def __enter__(self) -> Upload:
         return self
@@ -76,32 +77,33 @@ class Upload:
         self.close()
 
     def close(self) -> None:
-        """The body is no longer there. Idempotent."""
+        """Free the memory of the body. Idempotent."""
         self.complete()
         self._share.used -= self._size
         self._size = 0
 
     def begin(self, timeout: asyncio.Timeout) -> None:
-        """Marks the body as being read, within ``timeout``, until it is complete."""
+        """Mark the body as being read, until ``complete``. ``timeout`` ends the read early to make room."""
         self._timeout = timeout
         self._share.reading[self] = None
 
     def complete(self) -> None:
-        """All of it came, or no more will. It can't be ended any more."""
+        """Mark the body as fully received, or given up. The upload can no longer be ended by others."""
         self._timeout = None
         self._share.reading.pop(self, None)
 
     def grow(self, count: int) -> None:
-        """``count`` bytes came. Raises Overloaded when there is no room, and no other upload can make it."""
+        """Count ``count`` received bytes. Raises Overloaded if there is no room, and no other upload can
+        make room."""
         self._progress += count
         if self._progress >= PROGRESS or self._size == 0:
             self._progress = 0
             self._share.reading.pop(self, None)
-            self._share.reading[self] = None  # behind all others: it has made progress
+            self._share.reading[self] = None  # after all others: the upload has made progress
         self._take(count)
 
     def hold(self, count: int) -> None:
-        """``count`` bytes of this server's own belong to the whole body now. Raises Overloaded."""
+        """Count ``count`` bytes added by the server to a complete body. Raises Overloaded."""
         assert self._timeout is None, "a body that is being read refers to nothing yet"
         self._take(count)
 
@@ -110,6 +112,7 @@ class Upload:
         self._size += count
         if self._size > SMALL and self._share is self._bodies.small:
             self._move(self._bodies.large)
+        # End the uploads with the longest time without progress until the share fits.
         while self._share.used > self._share.most:
             stalled = next(iter(self._share.reading), self)
             if stalled is self:
@@ -117,7 +120,7 @@ class Upload:
             stalled._end()
 
     def _move(self, share: _Share) -> None:
-        """Into another share; behind all others there, if it is being read."""
+        """Move to another share. A body being read goes behind all others there."""
         if self in self._share.reading:
             del self._share.reading[self]
             share.reading[self] = None
@@ -134,9 +137,9 @@ class Upload:
 
 
 async def read_json(request: Request, upload: Upload) -> list[bytes]:
-    """The body in pieces, which count as ``upload`` until that is closed.
+    """Return the body in pieces. The pieces count as ``upload`` until ``upload.close``.
 
-    A large body is never copied into one here: that would take milliseconds of the event loop's time.
+    A large body is never joined here: a copy would take milliseconds of the event loop's time.
 
     Raises UnsupportedMedia, TooLarge, RequestTimeout, Overloaded or Cancelled.
     """
@@ -158,7 +161,7 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
         async with asyncio.timeout(min(BODY_TIMEOUT, STALL_TIMEOUT)) as timeout:
             upload.begin(timeout)
             async for chunk in request.stream():
-                if chunk and not upload.ended:  # it ends with the next turn of the event loop
+                if chunk and not upload.ended:  # an ended upload times out in the next turn of the event loop
                     if body and len(body[-1]) + len(chunk) < PIECE:
                         body[-1] += chunk
                     else:
@@ -174,11 +177,11 @@ async def read_json(request: Request, upload: Upload) -> list[bytes]:
             raise RequestTimeout("the body did not arrive in time") from None
     except ClientDisconnect:
         raise Cancelled("the client went away") from None
-    if upload.ended:  # perhaps in the moment in which the rest came
+    if upload.ended:  # possibly ended just as the last bytes arrived
         raise RequestTimeout("the body came so slowly that others needed its memory")
     return body
 
 
 def _due(begun: float, size: int) -> float:
-    """When a body is late of which ``size`` bytes came, and that was begun at ``begun``."""
+    """Return the deadline of a body begun at ``begun``, with ``size`` bytes received."""
     return begun + BODY_TIMEOUT + size / LEAST_RATE

@@ -23,12 +23,12 @@ from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content,
 
 
 async def chat(front: Front, request: Request) -> Response:
-    """Answers a conversation, as a whole or as a stream."""
+    """Answer a conversation, whole or as a stream."""
     return await handle(front, request, "chat", ChatShape)
 
 
 class ChatShape:
-    """Answers of one chat request: one id, time and model throughout."""
+    """Answers of one chat request, all with the same id, time and model."""
 
     form = StreamForm()
 
@@ -39,10 +39,10 @@ class ChatShape:
         self._id = generation.named("chatcmpl-")
         self._created = int(time.time())
         self._outputs: dict[int, ChoiceOutput] = {}
-        """Of a stream's choices that have begun."""
+        """Choice index -> parsed output, for the begun choices of a stream."""
 
     def opening(self) -> list[r.ChatChunk]:
-        """The role of every choice, before any content."""
+        """Return the role chunk of every choice, before any content."""
         chunks = [
             self._chunk([r.ChatChunkChoice(index=choice.index, delta=r.Delta(role="assistant", content=""))])
             for choice in self._generation.choices
@@ -58,11 +58,13 @@ class ChatShape:
         output = self._output_of(delta.index)
         deltas = list(self._deltas(output.take(delta)))
         shown = delta.logprobs is not None or self._asked.return_token_ids
+        # A delta may carry a finish reason, logprobs or token ids without text: send a chunk without text.
         if not deltas and (delta.finish_reason or (shown and delta.token_ids)):
             deltas = [r.Delta() if delta.finish_reason else r.Delta(content="")]
         if not deltas:
             return []
         choices = [r.ChatChunkChoice(index=delta.index, delta=made) for made in deltas]
+        # A delta may become several chunks: the finish reason goes into the last, token ids into the first.
         choices[-1].finish_reason = output.finish_reason(delta)
         if self._asked.return_token_ids:
             for choice in choices:
@@ -79,7 +81,7 @@ class ChatShape:
         return self._outputs[index]
 
     def _deltas(self, events: Iterable[OutputEvent]) -> Iterator[r.Delta]:
-        """One for each stretch of the same kind, in order."""
+        """Yield one delta per run of events of the same kind, in order."""
         for (kind, call), stretch in itertools.groupby(events, _kind_of):
             found = list(stretch)
             text = "".join(getattr(event, "text", "") for event in found)
@@ -99,7 +101,7 @@ class ChatShape:
         return [r.error_response(error)]
 
     def take(self, delta: TextDelta) -> None:
-        """Nothing: choices have all that the answer shows."""
+        """Do nothing: the choices keep everything for the whole answer."""
 
     def closing(self, usage: r.Usage) -> list[r.ChatChunk]:
         if not self._asked.usage_in_stream:
@@ -162,7 +164,7 @@ class ChatShape:
         )
 
     def _usage(self) -> r.Usage | UnsetType | None:
-        """The usage of a chunk that is not the last."""
+        """Return the usage for a chunk that is not the last."""
         if self._asked.usage_in_chunks:
             return self._generation.usage()
         return None if self._asked.usage_in_stream else UNSET

@@ -25,7 +25,7 @@ from weft.text.tokenizer import Tokenizer
 
 
 async def completions(front: Front, request: Request) -> Response:
-    """Continues a text, as a whole or as a stream."""
+    """Continue a text, whole or as a stream."""
     return await handle(front, request, "completions", _shape)
 
 
@@ -35,7 +35,7 @@ def _shape(generation: Generation) -> AnswerShape:
 
 
 class CompletionShape:
-    """Answers of one completions request: one id, time and model throughout."""
+    """Answers of one completions request, all with the same id, time and model."""
 
     form = StreamForm()
 
@@ -47,7 +47,7 @@ class CompletionShape:
         self._created = int(time.time())
         self._echoed: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
-        """Of choices that have shown logprobs."""
+        """Choice index -> text offsets, for choices with logprobs shown."""
 
     def opening(self) -> list[r.Completion]:
         return []
@@ -61,6 +61,7 @@ class CompletionShape:
 
     def chunks(self, delta: TextDelta) -> list[r.Completion]:
         chunks = []
+        # The first chunk of each choice repeats the prompt.
         if delta.index not in self._echoed:
             self._echoed.add(delta.index)
             if self._asked.echo or self._asked.return_token_ids:
@@ -83,7 +84,7 @@ class CompletionShape:
         return [r.error_response(error)]
 
     def take(self, delta: TextDelta) -> None:
-        """Nothing: choices have all that the answer shows."""
+        """Do nothing: the choices keep everything for the whole answer."""
 
     def closing(self, usage: r.Usage) -> list[r.Completion]:
         if not self._asked.usage_in_stream:
@@ -107,7 +108,7 @@ class CompletionShape:
         )
 
     def _usage(self) -> r.Usage | UnsetType | None:
-        """The usage of a chunk that is not the last."""
+        """Return the usage for a chunk that is not the last."""
         if self._asked.usage_in_chunks:
             return self._generation.usage()
         return None if self._asked.usage_in_stream else UNSET
@@ -126,7 +127,7 @@ class CompletionShape:
         return completion_choice
 
     def _echo(self, index: int) -> r.CompletionChoice:
-        """The prompt's part of a choice: its text and logprobs with ``echo``, its ids where asked for."""
+        """Return the prompt's part of a choice: text and logprobs with ``echo``, token ids if requested."""
         prompt = self._generation.prompt_of(index)
         completion_choice = r.CompletionChoice(index=index, text=prompt.text)
         if self._asked.return_token_ids:
@@ -141,7 +142,8 @@ class CompletionShape:
         yield from self._entries(choice.index, choice.token_ids, choice.logprobs or ())
 
     def _prompt_entries(self, index: int) -> Iterator[_Entry]:
-        """Those of the prompt's tokens; the first, which nothing predicts, has no logprobs."""
+        """Yield the entries of the prompt's tokens. The first token has no logprobs, because no token
+        precedes it."""
         prompt = self._generation.prompt_of(index)
         positions = self._first_of(index).prompt_logprobs or ()
         yield from self._entries(index, prompt.ids, itertools.chain((None,), positions))
@@ -158,7 +160,7 @@ class CompletionShape:
         return completion_logprobs(self._tokenizer, entries, self._asked.top or 0)
 
     def _first_of(self, index: int) -> Choice:
-        """Choice 0 of the same prompt, the one whose prompt logprobs are computed."""
+        """Return choice 0 of the same prompt. Only choice 0 has prompt logprobs."""
         return self._generation.choices[index - index % self._generation.job.params.n]
 
     def _offsets_of(self, index: int) -> _Offsets:
@@ -169,11 +171,11 @@ class CompletionShape:
 
 
 _Entry = tuple[int, PositionLogprobs | None, int]
-"""A token, its candidates, and where its text begins."""
+"""(token id, candidates, text offset of the token)."""
 
 
 class _Offsets:
-    """Where each token's text begins: characters that were certain before it."""
+    """Text offset of each token: the number of characters decoded for certain before the token."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, echo: bool) -> None:
         self._output = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, continues=True)
@@ -181,12 +183,12 @@ class _Offsets:
         self._at = 0
 
     def end_prompt(self, length: int) -> None:
-        """The echoed prompt has ended after ``length`` characters; the output goes on from there."""
+        """Continue with the output after an echoed prompt of ``length`` characters."""
         self._detokenizer = self._output
         self._at = length
 
     def next(self, token: int) -> int:
-        """The offset of the next token."""
+        """Return the offset of ``token`` and append the token."""
         at = self._at
         self._at += len(self._detokenizer.push(token))
         return at

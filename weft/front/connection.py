@@ -1,9 +1,9 @@
-"""One HTTP connection: uvicorn's, with bounds on what a client can make the server do before it is answered.
+"""One HTTP connection: uvicorn's, with bounds on the work that a client can cause before its answer.
 
-uvicorn's httptools protocol collects headers for as long as they come, and parses all that was read at once.
-Here a head that is too long or too slow, or a body that is mostly framing, is answered, in the error shape of
-all others, and the connection closed. The parser gets what was read in small pieces, of which one connection
-has a limited number before others get their turn, and none while a request waits behind another one.
+uvicorn's httptools protocol collects headers without a limit, and parses all received bytes at once. In
+this class, headers that are too long or too slow, or a body of mostly framing, get an error answer in the
+usual shape, and the connection is closed. The parser gets received bytes in small pieces. Each connection
+has a limited number of pieces per turn, and no piece while a request waits behind another request.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ log = weft_log.get_logger(__name__)
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
 HEAD_SECONDS = 20.0
-"""From a connection's first byte, or its opening, to the end of a request's headers."""
+"""Maximum seconds from the opening, or from the first byte of a request, to the end of its headers."""
 MAX_FRAMING_BYTES = 64 << 10
-"""Bytes on the wire that are no body, sizes and extensions of chunks, beyond a quarter of the body."""
+"""Maximum bytes on the wire outside the body (sizes and extensions of chunks), beyond a quarter of the
+body."""
 
 PIECE = 512
-"""Bytes that the parser gets at once where a head may begin: a bound on the requests that begin in them."""
+"""Bytes per parser call where headers may begin. Bounds the number of requests that begin in one call."""
 TURN = 64 << 10
-"""Bytes that are parsed before other connections get their turn."""
+"""Maximum bytes parsed before other connections have a turn."""
 
 WRITE_BUFFER = 16 << 10
-"""Bytes of an answer that may wait for the kernel before its sender has to wait."""
+"""Maximum bytes of an answer buffered for the kernel before the sender must wait."""
 UNREAD_SECONDS = 60.0
-"""After which a connection is closed whose client has read nothing of what waits for it."""
+"""Seconds without any progress until a connection with unread answers is closed."""
 
 
 class _Reading(FlowControl):
-    """Pauses the transport when uvicorn wants that, and while the parser has not had all that was read."""
+    """Pauses the transport at uvicorn's request, and while received bytes are not parsed yet."""
 
     def __init__(self, transport: asyncio.Transport, resumed: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -59,7 +60,7 @@ class _Reading(FlowControl):
             self._resumed()
 
     def set_behind(self, behind: bool) -> None:
-        """Whether there is data that the parser has not had."""
+        """Set the presence of unparsed bytes, and pause or resume the transport."""
         self._set(self.read_paused, behind)
 
     def _set(self, wanted: bool, behind: bool) -> None:
@@ -76,7 +77,7 @@ class _Reading(FlowControl):
 
 
 class Connection(HttpToolsProtocol):
-    """Counts what comes before the end of each head, and what of a body is none."""
+    """HTTP connection with counts of header bytes and framing bytes."""
 
     flow: _Reading
 
@@ -84,21 +85,21 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._all = connections
         self._served: RequestResponseCycle | None = None
-        """The last request whose handler was started; ``cycle`` is the last one that was parsed."""
+        """Last request with a started handler. ``cycle`` is the last parsed request."""
         self._unparsed = bytearray()
         self._next_turn: asyncio.Handle | None = None
         self._fault: WeftError | None = None
-        """Why a callback stopped the parser."""
+        """Error of a parser callback; the parser stops with its own error."""
         self._in_head = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._in_body = False
         self._length = 0
-        """Of the body, where the head told it."""
+        """Length of the body by its header; 0 if unknown."""
         self._body_bytes = 0
         self._wire_bytes = 0
-        """Of the pieces that ended in the body."""
+        """Bytes of all pieces that ended within the body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -116,7 +117,7 @@ class Connection(HttpToolsProtocol):
         if self._next_turn is not None:
             self._next_turn.cancel()
         if self._served is not None and not self._served.response_complete:
-            self._served.disconnected = True  # uvicorn tells the last one that was parsed
+            self._served.disconnected = True  # uvicorn notifies only the last parsed request
             self._served.message_event.set()
         super().connection_lost(exc)
 
@@ -129,13 +130,14 @@ class Connection(HttpToolsProtocol):
                 self._take_turn()
 
     def _take_turn(self) -> None:
-        """Parses what was read, as far as this turn allows."""
+        """Parse received bytes, up to the limit of one turn."""
         self._next_turn = None
         parsed = 0
         while self._unparsed and self._may_parse():
             if parsed >= TURN:
                 self._schedule()
                 break
+            # A large body may be parsed in large pieces: no header can begin within the body.
             size = max(PIECE, min(self._length - self._body_bytes, TURN))
             piece = bytes(self._unparsed[:size])
             del self._unparsed[:size]
@@ -146,7 +148,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _may_parse(self) -> bool:
-        # A request that waits behind another one is held as bytes: parsed, it takes a hundred times as much.
+        # A request behind another request stays in bytes: parsed, the request takes a hundred times the
+        # memory.
         return not (self.flow.read_paused or self.pipeline or self.transport.is_closing())
 
     def _schedule(self) -> None:
@@ -155,7 +158,7 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self, piece: bytes) -> None:
         if self._in_head:
-            self._head_bytes += len(piece)  # reset below when the head ends in this piece
+            self._head_bytes += len(piece)  # reset below if the headers end in this piece
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserError:
@@ -186,7 +189,7 @@ class Connection(HttpToolsProtocol):
             self._fault = HeaderTooLarge(f"there are more than {MAX_HEADERS} headers")
             raise self._fault
         if name.lower() == b"content-length":
-            self._length = int(value[:20])  # the parser lets only digits pass
+            self._length = int(value[:20])  # the parser accepts only digits
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -208,13 +211,14 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
-        self._stop_watching()  # what is to be read from now on is another answer
+        self._stop_watching()  # later unsent bytes belong to another answer
         if self.flow.write_paused:
             self._watch_reading()
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
-        if not self.pipeline or self.pipeline[-1][0].more_body:  # the next one, or what came of it
+        # No further complete request was received, so the connection waits for its client.
+        if not self.pipeline or self.pipeline[-1][0].more_body:
             self._all.waits(self)
         super().on_response_complete()
         self._schedule()
@@ -232,7 +236,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch_reading(self) -> None:
-        """Sees to it that what waits to be sent becomes less."""
+        """Start a timer that checks progress of the unsent bytes."""
         waits = self.transport.get_write_buffer_size()
         if waits and self._unread_timer is None:
             self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._check_reading, waits)
@@ -264,7 +268,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
 
     def _too_slow(self) -> None:
-        if self.pipeline or self._unparsed:  # the rest of the head may be there, but waits for its turn
+        if self.pipeline or self._unparsed:  # the rest of the headers may be received, but unparsed
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
         elif self._head_bytes:
             self._refuse(RequestTimeout("the request's headers did not arrive in time"))
@@ -272,16 +276,17 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # opened and never used
 
     def give_way(self) -> None:
-        """Closes the connection, whose client has sent no whole request."""
+        """Close the connection to make room for others. The client has sent no complete request."""
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # closed, it would stay until its client has read all that
+            self.transport.abort()  # a graceful close would wait until the client reads everything
         elif self._in_body or self._head_bytes:
             self._refuse(RequestTimeout("the request did not arrive before other ones needed the connection"))
         else:
             self.transport.close()
 
     def _refuse(self, error: WeftError) -> None:
-        """Answers the request that is being read, unless an earlier one has no answer yet, and closes."""
+        """Answer the request being read with ``error`` and close the connection. No answer if an earlier
+        request has no answer yet."""
         cycle = self.cycle
         reads = self._in_body
         self._end_head()
@@ -293,7 +298,7 @@ class Connection(HttpToolsProtocol):
                 b"connection: close\r\n\r\n" % (len(body), request_id_of(None))
             )
             self.transport.write(STATUS_LINE[error.http_status] + head + body)
-            if not free:  # its handler must not answer, too
+            if not free:  # the handler must not answer too
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.transport.close()

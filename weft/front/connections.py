@@ -1,8 +1,8 @@
-"""How many connections are open, and which of them is given up when there are too many.
+"""Number of open connections, and the choice of the connection to close above the limit.
 
-A connection waits for its client until a whole request has come. Above the bound, the one that has waited
-longest makes room for the new one: who is served is never closed, and a client that opens connections and
-sends nothing, or little, only loses its own.
+A connection waits for its client until a whole request has arrived. Above the limit, the connection with
+the longest wait is closed for a new connection. A connection with a request in progress is never closed. So
+a client that opens connections and sends nothing, or little, only loses its own.
 """
 
 from __future__ import annotations
@@ -10,36 +10,38 @@ from __future__ import annotations
 from typing import Protocol
 
 MOST = 8192
-"""Connections on which a server that may open enough files settles, for their memory: one that waits in the
-middle of an upload takes about 30 KiB."""
+"""Minimum limit of connections, if enough files may be open. Bounds memory: a connection in the middle of
+an upload takes about 30 KiB."""
 MOST_AHEAD = 64 << 20
-"""Bytes that clients may have sent behind requests that are still being answered, over all connections."""
+"""Maximum bytes received behind unanswered requests, over all connections."""
 
 
 class WaitingConnection(Protocol):
-    """What is needed of a connection."""
+    """The part of a connection used here."""
 
     def give_way(self) -> None:
-        """Closes it: its client has kept it waiting the longest."""
+        """Close the connection, which has the longest wait for its client."""
 
 
 class Connections:
-    """The open connections of one server. Used from its event loop."""
+    """Open connections of one server. Used from the server's event loop."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._open: set[WaitingConnection] = set()
         self._waiting: dict[WaitingConnection, None] = {}
-        """Those that wait for their client, longest first."""
+        """Connections waiting for their client, longest wait first."""
         self._ahead: dict[WaitingConnection, int] = {}
         self._all_ahead = 0
 
     def opened(self, connection: WaitingConnection) -> bool:
-        """A new one is there. False when it must be closed at once, as no other one can."""
+        """Register a new connection. Return False if the new connection must be closed, because no other
+        can be closed."""
         if len(self._open) >= self._most:
             if not self._waiting:
                 return False
             longest = next(iter(self._waiting))
+            # Remove the connection first: `give_way` may call `closed` again.
             self.closed(longest)
             longest.give_way()
         self._open.add(connection)
@@ -47,32 +49,34 @@ class Connections:
         return True
 
     def waits(self, connection: WaitingConnection) -> None:
-        """Notes that ``connection`` waits for its client from now on."""
+        """Mark ``connection`` as waiting for its client."""
         self.works(connection)
         if connection in self._open:
             self._waiting[connection] = None
 
     def works(self, connection: WaitingConnection) -> None:
-        """Notes that all of a request has come."""
+        """Mark ``connection`` as working: a whole request has arrived."""
         self._waiting.pop(connection, None)
 
     def holds(self, connection: WaitingConnection, ahead: int) -> bool:
-        """Notes that ``ahead`` bytes wait behind its request. False when that is too much."""
+        """Record ``ahead`` bytes behind the connection's request. Return False if all such bytes exceed the
+        limit."""
         self._all_ahead += ahead - self._ahead.pop(connection, 0)
         if ahead:
             self._ahead[connection] = ahead
         return self._all_ahead <= MOST_AHEAD or not ahead
 
     def closed(self, connection: WaitingConnection) -> None:
-        """Forgets a connection that is gone. Idempotent."""
+        """Remove a closed connection. Idempotent."""
         self._open.discard(connection)
         self.holds(connection, 0)
         self._waiting.pop(connection, None)
 
 
 def most_connections(files: int, requests: int) -> int:
-    """The bound where ``files`` may be open and ``requests`` are served at once.
+    """Return the limit for ``files`` open files and ``requests`` concurrent requests.
 
-    A quarter of the files is left to sockets of the engine, and to what is opened before others have closed.
+    A quarter of the files stays free for the engine's sockets, and for files opened before others have
+    closed.
     """
     return max(min(files * 3 // 4, max(MOST, 2 * requests)), 1)

@@ -1,4 +1,4 @@
-"""The front's parts, as the handlers see them."""
+"""Objects of one API server process, as used by the request handlers."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ T = TypeVar("T")
 
 TEXT_THREADS = 2
 TEXT_QUEUE = 1024
-"""Pieces of text work that may wait for a thread; beyond it new requests get 429."""
+"""Maximum number of text work items waiting for a thread. Beyond the maximum, new requests get 429."""
 SMALL_BODY = 64 << 10
-"""Bytes of a body that is read in a thread. A larger one could hold Python's lock for long while it is
-parsed: it is read in a process of its own."""
+"""Maximum bytes of a body read in a thread. Parsing a larger body could hold Python's lock for long, so
+larger bodies are read in a separate process."""
 READ_PROCESSES = 2
 READ_SECONDS = 120.0
-"""For one large body."""
+"""Maximum seconds for one large body."""
 MAX_READS = 16
-"""Times that a small body is read. A request asks for fewer grammars."""
+"""Maximum number of attempts to read a body. One request needs fewer grammars."""
 TRIM_AFTER = 3.0
-"""Seconds after a large body in which its memory is given back."""
+"""Seconds between a large body and the trim of the heap."""
 
 
 class Front:
-    """All objects that exist as long as the process. Used from one event loop."""
+    """All objects with the lifetime of the process. Used from one event loop."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Front:
         siblings: Siblings | None = None,
         joining: bool = False,
     ) -> None:
-        """``siblings``: the other fronts of the server, if there may be any; ``joining``: they serve."""
+        """``siblings``: other API servers, if possible. ``joining``: True if the others serve already."""
         self.config = config
         self.section = section
         self.names = config.served_names
@@ -146,14 +146,15 @@ class Front:
         )
         self.retry_after = RetryAfter()
         self.running: dict[str, Generation] = {}
-        """Requests that the engine works on, by the ids of their answers."""
+        """Requests in the engine, by answer id."""
         self.drain: Callable[[], None] = lambda: None
-        """Drains and ends the server. Set by who runs it."""
+        """Drains and ends the server. Set by the owner of this object."""
         self.ids = IdMint()
         self.seeds = SeedMint(config.model.seed)
 
     async def start(self) -> None:
-        """Loads tokenizer and template while the head loads its model. Raises ConfigError or WeftError."""
+        """Load tokenizer and template while the engine processes load the model. Raises ConfigError or
+        WeftError."""
         if self._siblings is not None:
             await self._siblings.start(self.metrics.own, self._abort_here)
         loop = asyncio.get_running_loop()
@@ -166,7 +167,7 @@ class Front:
         if files.images is not None and not can_decode():
             log.warning("images are refused: this model sees, but Pillow is not installed (weft[vision])")
         welcome = await self.links.start()
-        # --tokenizer may name a folder that does not know the model's own ends.
+        # --tokenizer may name a folder without the model's own end tokens.
         ends = tuple(sorted({*text.end_ids, *self.config.spec.eos_ids}))
         self.limits = ModelLimits(
             vocab_size=welcome.vocab_size, max_model_len=welcome.max_model_len, end_ids=ends
@@ -185,7 +186,7 @@ class Front:
         greeting = msgspec.msgpack.encode(setup)
         self._workers = WorkerPool(command, greeting, READ_PROCESSES, READ_SECONDS, each)
         self._grammars = GrammarCheck(setup)
-        # Each front sees the load of all engines: one of them logs it.
+        # Each API server sees the load of all engines, so only one logs the load.
         if self._siblings is None or self._siblings.name == "0":
             self._reports = asyncio.create_task(report(self._engine_stats))
         self._reader = setup.reader(text, self._grammars, waits=False)
@@ -194,7 +195,7 @@ class Front:
         return [(instance.name, instance.stats) for instance in self.links.instances]
 
     async def close(self, shutdown: bool = True) -> None:
-        """Ends the links; every request that is still open fails. ``shutdown``: the heads end, too."""
+        """Close the links; every open request fails. ``shutdown``: also end the engine processes."""
         if self._reports is not None:
             self._reports.cancel()
         if self._siblings is not None:
@@ -212,18 +213,19 @@ class Front:
             self._spans.close()
 
     def trace(self, kind: str, header: str | None) -> RequestTrace | None:
-        """A span for a request that came now with this ``traceparent``; None where none is traced."""
+        """Return a trace span for a request arriving now. ``header``: the ``traceparent`` header. None
+        without tracing."""
         return None if self._spans is None else RequestTrace(self._spans, kind, header)
 
     def facts(self, kind: str, scope: Scope) -> RequestFacts | None:
-        """Facts of a request that came now, for its log line; None where requests are not logged."""
+        """Return the facts for the log line of a request arriving now. None if requests are not logged."""
         if not self.section.log_requests:
             return None
         client = key_of(scope) if self.section.api_key else None
         return RequestFacts(request_id=scope.get(REQUEST_ID, ""), client=client, kind=kind)
 
     async def metrics_page(self) -> bytes:
-        """The metrics of the whole server, as Prometheus reads them."""
+        """Return the metrics of the whole server, in Prometheus text format."""
         if self._siblings is None:
             page = self.metrics.render()
         else:
@@ -234,7 +236,8 @@ class Front:
         return page + as_vllm(page, self.config, self._engine_stats())
 
     async def abort(self, rid: str) -> bool:
-        """Ends the request whose answer has exactly this id, whichever front has it; whether there is one."""
+        """Abort the request with exactly this answer id, in any API server. Return True if the request was
+        found."""
         return self._abort_here(rid) or (self._siblings is not None and await self._siblings.abort(rid))
 
     def _abort_here(self, rid: str) -> bool:
@@ -249,19 +252,19 @@ class Front:
 
     @property
     def cache_block(self) -> int:
-        """Tokens of a block of the heads' prefix cache; 0 where nothing is cached, or they do not say."""
+        """Tokens in a block of the engines' prefix cache; 0 without prefix caching, or if unknown."""
         welcome = self.links.welcome
         caches = self.config.kv.enable_prefix_caching
         return welcome.block_size if caches and welcome is not None else 0
 
     @functools.cached_property
     def thought_end(self) -> tuple[int, ...]:
-        """Ids of what ends a thought."""
+        """Token ids of the end-of-reasoning marker."""
         text = self.text.output.thought_end
         return tuple(self.text.tokenizer.encode(text, add_special_tokens=False, parse_special=True))
 
     def parser(self, spec: OutputSpec) -> OutputParser:
-        """A parser for one output that is read as ``spec`` says."""
+        """Return a parser for one output, configured by ``spec``."""
         return self.text.output.parser(spec)
 
     def _ready_reader(self) -> Reader:
@@ -277,15 +280,17 @@ class Front:
         lease: Lease | None = None,
         client: int = 0,
     ) -> T:
-        """Reads a request's body, in pieces, off the event loop, and calls ``then`` with it in a thread.
+        """Read a request's body, given in pieces, off the event loop. Return the result of ``then``, called
+        with the job in a thread.
 
-        ``kind`` is one of ``KINDS``. ``lease``: of the memory of its images; without one they are not
-        decoded. ``client``: number of the API key that the request came with. Raises the WeftError of a
-        request that can't be read, and Overloaded when too much text work waits.
+        ``kind``: one of ``KINDS``. ``lease``: memory lease for the images; without a lease, images are not
+        decoded. ``client``: number of the request's API key. Raises the WeftError of an invalid request,
+        and Overloaded if too much text work is waiting.
         """
 
         def use(answer: ReadAnswer) -> T | Job:
             assert answer.job is not None
+            # Without images to decode, `then` runs in the same thread.
             return answer.job if answer.job.pictures and lease is not None else then(answer.job)
 
         found, files = await self._read(kind, body, use, lease, client)
@@ -296,9 +301,9 @@ class Front:
         return await self.in_thread(then, msgspec.structs.replace(found, pictures=(), media=media))
 
     async def _read_again(self, read: Callable[[], T]) -> T:
-        """What ``read`` returns, in a thread. No thread waits for a grammar: there are few of them, and a
-        client can ask for what takes long. ``read`` is called again when there is one.
-        """
+        """Return the result of ``read``, called in a thread. If a grammar is still compiling, wait on the
+        event loop and call ``read`` again. A thread must not wait for a grammar: threads are few, and a
+        client can request a slow grammar."""
         for _ in range(MAX_READS):
             try:
                 return await self.in_thread(read)
@@ -307,13 +312,17 @@ class Front:
                 try:
                     under_way.task.result()
                 except InvalidRequest:
-                    pass  # kept by the service: reading again finds it, and may ask for a looser grammar
-                except DeadlineExceeded:  # not kept: reading again would begin anew
+                    # The service caches the failure: the next read finds the failure, and may try a looser
+                    # grammar.
+                    pass
+                except DeadlineExceeded:
+                    # A time-out is not cached: another read would start the compile again.
                     raise takes_too_long(under_way.param) from None
         raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def made(self, kind: str, body: list[bytes], client: int) -> bytes:
-        """Reads a body that needs no engine; ``kind`` is one of ``MADE``. The answer's JSON."""
+        """Read a body for an answer without the engine, and return the answer's JSON. ``kind``: one of
+        ``MADE``."""
         return (await self._read(kind, body, lambda answer: answer.made, None, client))[0]
 
     async def _read(
@@ -324,7 +333,7 @@ class Front:
         lease: Lease | None,
         client: int = 0,
     ) -> tuple[T, dict[str, memoryview]]:
-        """(what ``use`` makes of the request, in a thread; files of its images that were fetched)."""
+        """Return (result of ``use``, called in a thread with the read answer; fetched image files by URL)."""
         reader = self._ready_reader()
         files: dict[str, memoryview] = {}
         headers: dict[str, ImageHeader] = {}
@@ -338,6 +347,7 @@ class Front:
             return answer.wanted or answer.unproved or use(answer)
 
         with self.media.memory.lease(client) as own:
+            # Each round resolves one missing input: the verdict on a grammar, or all image files.
             while len(verdicts) < MAX_READS:
                 known = Known(files=headers, verdicts=verdicts)
                 data = await self._read_large(kind, body, known, client)
@@ -345,7 +355,7 @@ class Front:
                 if isinstance(found, Unproved):
                     verdicts[digest_of(found.grammar)] = await self._verdict(found.grammar, client)
                 elif isinstance(found, tuple):
-                    assert not files  # they were all asked for at once
+                    assert not files  # all files were requested at once
                     files = await self.media.fetch(found, lease or own, client)
                     headers = await self.in_thread(headers_of, found, files)
                 else:
@@ -353,7 +363,7 @@ class Front:
         raise Overloaded("grammars wait too long to be compiled; try again later")
 
     async def _verdict(self, grammar: Grammar, client: int) -> ErrorInfo | None:
-        """Why ``grammar`` does not compile; None where it does."""
+        """Return the compile error of ``grammar``; None if the grammar compiles."""
         assert self._grammars is not None
         task = await self.in_thread(self._grammars.submit, grammar, client)
         await _ended(task)
@@ -366,24 +376,26 @@ class Front:
     async def _read_large(
         self, kind: str, body: list[bytes], known: Known, client: int
     ) -> bytes | bytearray | None:
-        """What a process read; None for a body that is small enough to be read in a thread."""
+        """Return the answer of a worker process; None if the body is small enough for a thread. Raises
+        Overloaded."""
         if self._pooled >= TEXT_QUEUE:
             raise Overloaded("too many requests wait to be read; try again later")
         size = sum(map(len, body))
         if size <= SMALL_BODY:
             return None
         assert self._workers is not None
+        # A large body leaves a large free heap behind.
         self._trim_later()
         return await self._workers.call(*payload_of(kind, body, known), client=client, cost=size)
 
     def _trim_later(self) -> None:
-        """Gives the memory of large bodies back when they are gone, rather than keep it for the next ones."""
+        """Schedule a heap trim after large bodies; otherwise the allocator keeps the memory."""
         loop = asyncio.get_running_loop()
         if self._trimming is None or self._trimming.when() < loop.time():
             self._trimming = loop.call_later(TRIM_AFTER, loop.run_in_executor, self._pool, trim_heap)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs text work off the event loop, however much of it waits: each request has one at a time."""
+        """Run text work off the event loop. Unbounded: each request has at most one work item at a time."""
         self._pooled += 1
         try:
             work = functools.partial(function, *args, **kwargs)
@@ -392,11 +404,12 @@ class Front:
             self._pooled -= 1
 
     def check_model(self, name: str) -> None:
-        """Raises NotFound unless ``name`` is served."""
+        """Raise NotFound unless ``name`` is served."""
         check_model(name, self._accepted)
 
     def card(self, name: str) -> ModelCard:
-        """A served model, as /v1/models shows it: never by a name that is only accepted."""
+        """Return the card of a served model for /v1/models. A name that is only accepted is shown as the
+        first served name."""
         shown = name if name in self.names else self.names[0]
         known = about(self.config.model_path)
         return ModelCard(
@@ -410,11 +423,11 @@ class Front:
 
 
 async def _ended(task: Compile) -> None:
-    """Waits until ``task`` has a result, or is too late."""
+    """Wait until ``task`` has a result or has passed its deadline."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def ring() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so no coroutine waits
             loop.call_soon_threadsafe(event.set)
 
     task.when_ended(ring)

@@ -1,4 +1,4 @@
-"""Browsers' requests from other origins: which are allowed, and what their preflights hear."""
+"""Requests of browsers from other origins: allowed origins, and answers to preflights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Headers = Mapping[bytes, bytes]
 
 
 class Origins:
-    """The origins whose pages may read answers. Without any, browsers keep answers from all."""
+    """Origins whose pages may read answers. Without any, browsers hide the answers from all other pages."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
-        """``allowed``: as browsers send them (``https://example.org``), or ``*`` for all."""
+        """``allowed``: origins as sent by browsers (``https://example.org``), or ``*`` for all."""
         self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
 
     def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
-        """What an answer to ``request`` has more."""
+        """Return the extra headers for an answer to ``request``."""
         if not self._allowed:
             return []
         origin = request.get(b"origin")
@@ -40,7 +40,7 @@ class Origins:
         ]
 
     def preflight(self, method: str, request: Headers, allow: str) -> Response | None:
-        """The answer to a browser's question whether it may ask; None where it is not one, or it may not."""
+        """Return the answer to a browser's preflight; None for another request or a refused origin."""
         wanted = request.get(b"access-control-request-method")
         if method != "OPTIONS" or wanted is None or len(self.headers(request)) < 2:
             return None

@@ -1,4 +1,4 @@
-"""The API's description as a page: plain HTML made from the OpenAPI document, which loads nothing."""
+"""The API's description as a page: plain HTML made from the OpenAPI document, without external resources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64},
     "/v1/completions": {"prompt": "Once upon a time", "max_tokens": 64},
 }
-"""Bodies beside ``model``, by route."""
+"""Route -> example body, without ``model``."""
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem 1rem 4rem;
@@ -44,7 +44,7 @@ nav ul { list-style: none; padding: 0; }
 
 
 def answer(document: dict[str, Any], model: str, request: Request, root_path: str = "") -> Response:
-    """The page, with examples for ``model`` at the address that the request came to, under ``root_path``."""
+    """Return the page, with examples for ``model`` at the request's address, under ``root_path``."""
     host = request.headers.get("host", "")
     if not _HOST.fullmatch(host):
         host = "127.0.0.1:8000"
@@ -54,7 +54,7 @@ def answer(document: dict[str, Any], model: str, request: Request, root_path: st
 
 
 def render(document: dict[str, Any], model: str, url: str) -> str:
-    """An OpenAPI ``document`` as HTML. ``model`` and ``url`` are for the examples."""
+    """Return an OpenAPI ``document`` as HTML. ``model`` and ``url`` are for the examples."""
     schemas = document["components"]["schemas"]
     routes = [
         (method.upper(), path, operation)
@@ -104,7 +104,7 @@ def _route(
 
 
 def _table(rows: list[tuple[str, str, bool]]) -> str:
-    """Rows of name, type, whether it is required."""
+    """Return an HTML table. ``rows``: name, type, True if required."""
     lines = [
         f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{'yes' if needed else ''}</tr>"
         for name, kind, needed in rows
@@ -122,7 +122,7 @@ def _referred(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """A JSON schema in a few words; null, which is the same as absent, is left out."""
+    """Return a JSON schema in a few words. Null means absent and is left out."""
     if "$ref" in schema:
         fields = schemas[_referred(schema)]["properties"]
         return f"object of {', '.join(fields)}"
@@ -136,7 +136,7 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _curl(method: str, path: str, model: str, url: str) -> str:
-    """A command that asks this route."""
+    """Return a command for a request to the route."""
     target = url + path.replace("{model}", quote(model))
     if path in _EXAMPLES:
         body = json.dumps({"model": model, **_EXAMPLES[path]})

@@ -1,4 +1,4 @@
-"""Efforts and switches of thinking, as the variables of a chat template."""
+"""Reasoning effort and reasoning switches, as variables of a chat template."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
-"""From the least effort to the most."""
+"""Efforts, lowest first."""
 _SWITCHES = ("enable_thinking", "thinking")
 
 
 def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str, Any]:
-    """The variables that ``reasoning_effort`` sets in the template ``source``.
+    """Return the variables for ``reasoning_effort`` in the template ``source``.
 
-    Templates have a variable of that name, or one that switches thinking on and off. Where there is neither,
-    only what the model does by itself can be asked for: medium, and none of one that does not think. Raises
-    InvalidRequest otherwise.
+    A template has a variable of that name, a variable that switches reasoning, both or neither. Without a
+    variable, only the model's default can be requested: medium, and none for a model without reasoning.
+    Raises InvalidRequest otherwise.
     """
     found: dict[str, Any] = {}
     switches = [name for name in _SWITCHES if _mentions(source, name)]
     if _mentions(source, "reasoning_effort") and not (
-        # A template with a switch may refuse the word.
+        # A template with a switch may reject the word "none".
         effort == "none" and switches and not _quotes(source, "none")
     ):
         found["reasoning_effort"] = _known_effort(effort, source)
@@ -38,10 +38,10 @@ def effort_variables(effort: str, source: str, thinks: bool = True) -> dict[str,
 
 
 def switch_variables(on: bool, source: str, thinks: bool = True) -> dict[str, Any]:
-    """The variables that switch thinking ``on`` or off in the template ``source``.
+    """Return the variables that switch reasoning on or off in the template ``source``.
 
-    Without any, a model thinks or does not as it was made: asking it to think has no effect. Raises
-    InvalidRequest, naming ``enable_thinking``, for a model whose thinking cannot be switched off.
+    A model without such a variable always or never reasons: a request to switch reasoning on has no effect.
+    Raises InvalidRequest, naming ``enable_thinking``, if reasoning cannot be switched off.
     """
     found = {name: on for name in _SWITCHES if _mentions(source, name)}
     if found or on or not thinks:
@@ -55,14 +55,15 @@ def switch_variables(on: bool, source: str, thinks: bool = True) -> dict[str, An
 
 
 def _known_effort(effort: str, source: str) -> str:
-    """The level that a template has for ``effort``.
+    """Return the template's level for ``effort``.
 
-    A template that lists its levels gets the lowest one that is not less, else its highest. Others get the
-    level as it is, except that high is the most which every model has learned: beyond it goes a template
-    alone that names the level.
+    A template with a list of levels gets the lowest level at or above the effort, or the highest level.
+    Other templates get the effort itself, except xhigh and max. For these two, the template gets the nearest
+    of the two levels in its text, otherwise high, the maximum known to every model.
     """
     if effort not in LEVELS:
         return effort
+    # The list in a check such as `reasoning_effort not in ["low", "high"]`.
     listed = re.search(r"\breasoning_effort\s+not\s+in\s*[\[(]([^\])]*)[\])]", source)
     known = [level for level in LEVELS if _quotes(source if listed is None else listed[1], level)]
     if listed is None and effort not in ("xhigh", "max"):
@@ -78,5 +79,5 @@ def _quotes(source: str, word: str) -> bool:
 
 
 def _mentions(source: str, name: str) -> bool:
-    """Whether a template reads a variable: not a field of something, and not a word in quotes."""
+    """Return True if a template reads a variable: not a field of an object, and not a quoted word."""
     return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])(?!\s*=[^=])", source) is not None

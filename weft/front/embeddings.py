@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: vectors of length 1, made of a prompt's final hidden states."""
+"""POST /v1/embeddings: vectors of length 1, made from a prompt's final hidden states."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from weft.text.choice import Choice, TextDelta
 from weft.text.pooled import normalized
 
 NUMBER_BYTES = 24
-"""Of a number in JSON, at most."""
+"""Maximum bytes of a number in JSON."""
 
 
 async def embeddings(front: Front, request: Request) -> Response:
-    """Makes a vector of each input."""
+    """Make a vector of each input."""
     return await handle(front, request, "embeddings", lambda generation: EmbeddingShape(front, generation))
 
 
 class EmbeddingShape:
-    """The answer to one embeddings request, which is never streamed."""
+    """Answer of one embeddings request. Never streamed."""
 
     form = StreamForm()
 
     def __init__(self, front: Front, generation: Generation) -> None:
-        """Raises InvalidRequest for one that would be too large."""
+        """Raises InvalidRequest for an answer above the size limit."""
         self._generation = generation
         self._asked = generation.job.asked
         each = 6 if self._asked.encoding == "base64" else NUMBER_BYTES
@@ -63,7 +63,7 @@ class EmbeddingShape:
         return [error_response(error)]
 
     def take(self, delta: TextDelta) -> None:
-        """Nothing: choices have all that the answer shows."""
+        """Do nothing: the choices keep everything for the whole answer."""
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
         yield b'{"object":"list","data":['

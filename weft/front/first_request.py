@@ -1,4 +1,4 @@
-"""The command that a server prints when it is ready: a request that its model can answer, for a shell."""
+"""Example command, printed when the server is ready: a shell command with a request for the model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from weft.media.decode import can_decode
 from weft.text.files import read_text_files
 
 WORDS = 32
-"""Output tokens of a continued text, which may have no end of its own."""
+"""Output tokens for a continued text, which may never end by itself."""
 
 
 def command(url: str, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
-    """A ``curl`` command for a server at ``url``: an embedding, a continued text, or a chat, with an image
-    where the model takes images. ``chats``: there is a chat template.
-    """
+    """Return a ``curl`` command for a server at ``url``: an embedding, a continued text, or a chat, with an
+    image if the model takes images. ``chats``: True if there is a chat template."""
     route, body = _request(config, chats)
     data = shlex.quote(json.dumps({"model": config.served_names[0], **body}))
     key = _key_header(section)
@@ -31,12 +30,12 @@ def command(url: str, config: EngineConfig, section: FrontSection, *, chats: boo
 
 
 def takes_images(config: EngineConfig) -> bool:
-    """True where the model has a vision tower and this server can decode images."""
+    """Return True if the model has a vision tower and this server can decode images."""
     return config.spec.vision is not None and config.media.limit_mm_per_prompt > 0 and can_decode()
 
 
 def _request(config: EngineConfig, chats: bool) -> tuple[str, dict[str, Any]]:
-    """(route, fields of the body besides the model's name)."""
+    """Return (route, fields of the body except the model's name)."""
     known = about(config.model_path)
     if not config.spec.head:
         return "/v1/embeddings", {"input": known.question}
@@ -54,15 +53,14 @@ def _with_image(config: EngineConfig, known: About) -> list[dict[str, Any]]:
 
 
 def has_template(config: EngineConfig, section: FrontSection) -> bool:
-    """True where the model or ``--chat-template`` brings a chat template, even a broken one."""
+    """Return True if the model or ``--chat-template`` brings a chat template, even a broken template."""
     own = read_text_files(config.tokenizer_path).chat_template
     return section.chat_template is not None or own is not None
 
 
 def _key_header(section: FrontSection) -> str:
-    """The header with a key. A key is never printed: the header names the variable that holds the key, or
-    says where the key was given.
-    """
+    """Return the header with a key. A key is never printed: the header names the environment variable of
+    the key, or the place where the key was given."""
     if not section.api_key:
         return ""
     held = env.get("WEFT_API_KEY")

@@ -1,4 +1,4 @@
-"""One HTTP request's sequences, from submission to the end of every choice."""
+"""Sequences of one HTTP request, from submission to the end of every choice."""
 
 from __future__ import annotations
 
@@ -30,31 +30,29 @@ from weft.types.messages import READINESS_SALT, Pooling, Submit, TokenEvent, ids
 from weft.types.sampling import SEED_MASK, TokenParams
 
 MAX_SUBMITTED = 128 << 20
-"""Bytes of prompts that one request may send to the engine, each choice with its own."""
+"""Maximum bytes of prompts in one request's submissions; each choice counts with its own copy."""
 MAX_PIXELS = 1 << 30
-"""Likewise of images."""
+"""Maximum bytes of pixels in one request's submissions; each choice counts with its own copy."""
 
 
 class Generation:
     """Choices of all prompts of one request. Choice ``i`` belongs to prompt ``i // n``.
 
-    Owns its sequences. Its maker calls ``close``, however the request ended. ``build`` runs in a
+    Owns the sequences. The creator must call ``close``, however the request ends. ``build`` runs in a
     thread, everything else on the event loop.
     """
 
     job: Job
 
     def __init__(self, front: Front, *, times: RequestTimes, deadline: float, seed: int) -> None:
-        """``deadline``: time of the event loop's clock. ``seed``: minted for the request, in case it brings
-        none.
-        """
+        """``deadline``: time of the event loop's clock. ``seed``: used if the request sets no seed."""
         self.choices: list[Choice] = []
         self.headers: Mapping[str, str] = {}
-        """Of the request, which may name its session. To be set before ``build``."""
+        """HTTP headers of the request, which may name a session. Set before ``build``."""
         self.client = 0
-        """Number of the API key that the request came with. To be set before ``build``."""
+        """Number of the request's API key. Set before ``build``."""
         self.explain = False
-        """Whether the engine is to say why prompts were not cached further. To be set before ``build``."""
+        """True if the engine must explain the end of each cached prefix. Set before ``build``."""
         self.tokenizer = front.text.tokenizer
         self._front = front
         self._times = times
@@ -67,25 +65,28 @@ class Generation:
         self._flow: Flow | None = None
         self._open = True
         self._lock = threading.Lock()
-        """Held to build, and to close: a request may be given up while its thread still builds."""
+        """Guards ``build`` against ``close``: a request may be given up while the thread is still
+        building."""
         self.id = ""
-        """What its answer is called, once it has a name."""
+        """Id of the answer; "" before ``named``."""
         self._aborted = False
         self._budgets: dict[int, ThoughtBudget] = {}
-        """Of choices whose thoughts may still have to be ended, by their index."""
+        """Choice index -> reasoning budget, while the budget may still be exhausted."""
         self._submitted: dict[int, Submit] = {}
-        """Of the same choices."""
+        """Choice index -> submission, for the same choices."""
         self._ended_thoughts: set[int] = set()
-        """Choices that have gone on in another sequence."""
+        """Indices of choices continued in another sequence after the forced end of their reasoning."""
         self._early: list[TextDelta] = []
-        """What is known before the engine has said anything."""
+        """Deltas known before the first event of the engine."""
         self._held_bytes = 0
-        """Of logprobs that wait for the end of an answer that is not streamed."""
+        """Bytes of the logprobs collected for an answer that is not streamed."""
 
     def build(self, job: Job) -> None:
-        """Makes the sequences. Raises WeftError when there are too many; then there are none."""
+        """Create the submissions. Raises WeftError for too many or too large sequences; then nothing
+        is created. No effect after ``close``."""
         most = self._front.config.scheduler.max_queued_requests
-        # All of them reach the queue before the next step takes any out of it: more would get 429 for ever.
+        # All sequences reach the queue before the next step takes any, so a larger request would always get
+        # 429.
         if len(job.prompts) * job.params.n > most:
             raise InvalidRequest(
                 f"prompts times n must be at most {most} on this server",
@@ -110,6 +111,7 @@ class Generation:
                 self._build(job)
 
     def _build(self, job: Job) -> None:
+        # A request's own seed is used as is for every prompt; a minted seed is varied by prompt number.
         given = job.params.seed
         seed = self._seed if given is None else given & SEED_MASK
         stops = Stops(job.params.stop)
@@ -164,20 +166,23 @@ class Generation:
     def _set_budgets(self, job: Job, tokens: int) -> None:
         for number, choice in enumerate(self.choices):
             reader = self.parser()
-            assert isinstance(reader, OutputEngine)  # the request's reader has seen to it
+            assert isinstance(reader, OutputEngine)  # guaranteed by the request's reader
             budget = ThoughtBudget(tokens, reader)
             self._budgets[choice.index] = budget
             self._submitted[choice.index] = self._submits[number]
+            # Budget 0: the end marker is output before the engine starts, so the submission includes the
+            # marker.
             if budget.spent and (forced := self._force_end(choice)) is not None:
                 self._early.append(forced)
                 emitted = ids_to_bytes(choice.token_ids)
                 self._submits[number] = msgspec.structs.replace(self._submits[number], emitted_ids=emitted)
 
     def submit(self) -> None:
-        """Sends the sequences to the engine. Raises WeftError; then none of them runs."""
+        """Submit the sequences to the engine. Raises WeftError; then no sequence runs."""
         links = self._front.links
         submits = self._submits
         self._submits = []
+        # The engines would refuse these sequences, too.
         if links.open_sequences + len(submits) > self._front.lifecycle.capacity:
             raise Overloaded("the server's queue is full; try again later")
         self._times.mark("submitted")
@@ -185,39 +190,41 @@ class Generation:
         most = max(prompt.max_tokens for prompt in prompts)
         self._times.asked(sum(prompt.count for prompt in prompts), self.job.params.n, most)
         self._flow = links.submit(submits, self._times.event, self._hashes, self._times.context)
-        # One timer for all waits: a timeout around each would cost every token two of them.
+        # One timer for the whole request: a time-out around each wait would cost two timers per token.
         self._timer = asyncio.get_running_loop().call_at(self._deadline, self._late)
         if self._early:
             self._flow.wake()
 
     def _late(self) -> None:
-        if self.flow.open:  # else all has come, and a client that reads slowly gets the rest
+        if self.flow.open:  # otherwise all tokens have arrived, and a slow client still gets the rest
             self.flow.fail(late())
 
     @property
     def flow(self) -> Flow:
-        """Events of what ``submit`` sent."""
+        """Flow of events of the submitted sequences."""
         assert self._flow is not None
         return self._flow
 
     def parser(self) -> OutputParser:
-        """A parser for one choice's text, at its start."""
+        """Return a new parser for one choice's text."""
         return self._front.parser(self.job.output)
 
     def prompt_of(self, index: int) -> Prompt:
-        """The prompt of choice ``index``."""
+        """Return the prompt of choice ``index``."""
         return self.job.prompts[index // self.job.params.n]
 
     @property
     def done(self) -> bool:
-        """Whether every choice has ended."""
+        """True if every choice has ended."""
         return all(choice.finished for choice in self.choices)
 
     async def next(self) -> list[TextDelta]:
-        """What came since the last call; may be empty. Raises WeftError when the request has failed."""
+        """Wait for events and return the deltas since the last call; may be empty. Raises WeftError for a
+        failed request."""
         events = await self.flow.next()
         deltas = self._early + [delta for event in events for delta in self._take(event)]
         self._early = []
+        # Deltas received before the abort still count.
         if self._aborted:
             deltas += self._cut()
         return deltas
@@ -228,12 +235,13 @@ class Generation:
         return [delta for part in single(event) for delta in self._take_all(part)]
 
     def _take_all(self, event: TokenEvent) -> list[TextDelta]:
-        """What an event of one sequence adds."""
+        """Return the deltas of one event. Raises WeftError for an event with an error."""
         choice = self._by_sequence.get(event.sequence)
-        if choice is None:  # another sequence goes on in its place
+        if choice is None:  # replaced by a continuation sequence
             return []
         if choice.index in self._ended_thoughts:
-            event = msgspec.structs.replace(event, num_cached=0)  # told of the prompt already
+            # The first sequence has counted the cached prompt already.
+            event = msgspec.structs.replace(event, num_cached=0)
         delta = choice.on_event(event)
         if delta is None:
             return []
@@ -247,7 +255,8 @@ class Generation:
         return [delta, *self._watch_thought(choice, delta)]
 
     def _watch_thought(self, choice: Choice, delta: TextDelta) -> list[TextDelta]:
-        """Ends a thought whose budget is spent: its choice goes on in another sequence."""
+        """Force the end of a choice's reasoning after the budget is exhausted. The choice continues in
+        another sequence."""
         budget = self._budgets.get(choice.index)
         if budget is None or choice.finished:
             return []
@@ -256,6 +265,7 @@ class Generation:
         if forced is None:
             return []
         links, old = self._front.links, self._submitted[choice.index]
+        # The old sequence ends. A new sequence of the same choice continues from all tokens so far.
         links.finish(self.flow, choice.sequence)
         self._ended_thoughts.add(choice.index)
         ids = self._front.ids
@@ -264,13 +274,15 @@ class Generation:
         del self._by_sequence[choice.sequence]
         choice.sequence = made.sequence
         self._by_sequence[made.sequence] = choice
+        # The end marker may have completed a stop string.
         if not choice.finished:
             known = self._hashes.get(old.request)
             links.extend(self.flow, made, {} if known is None else {made.request: known})
         return [forced]
 
     def _force_end(self, choice: Choice) -> TextDelta | None:
-        """Ends the choice's thought as if the model had; None where there is no room for it and an answer."""
+        """Append the end-of-reasoning marker to the choice. Return its delta; None without room for the
+        marker and an answer."""
         del self._budgets[choice.index]
         closing = self._front.thought_end
         if len(choice.token_ids) + len(closing) >= self._submitted[choice.index].params.max_tokens:
@@ -278,14 +290,14 @@ class Generation:
         return choice.on_event(TokenEvent(sequence=choice.sequence, token_ids=closing))
 
     def named(self, prefix: str) -> str:
-        """Mints the answer's id, by which the generation can be aborted while it runs."""
+        """Set and return the answer's id. ``abort`` requests refer to the id."""
         self.id = prefix + secrets.token_hex(12)
         self._front.running[self.id] = self
         self._times.named(self.id)
         return self.id
 
     def abort(self) -> None:
-        """Ends every open choice where it is, for "abort"."""
+        """End every open choice at the present token, with finish reason "abort"."""
         self._aborted = True
         self.flow.wake()
 
@@ -296,11 +308,12 @@ class Generation:
         return [delta for delta in deltas if delta is not None]
 
     def spent(self) -> int:
-        """Tokens that the engine has worked on."""
+        """Return the number of tokens processed by the engine for the request."""
         return 0 if self._flow is None else self.usage().total_tokens
 
     def _hold(self, delta: TextDelta) -> None:
-        """Bounds the logprobs that an answer collects. Raises InvalidRequest."""
+        """Count the logprobs collected for an answer that is not streamed. Raises InvalidRequest over the
+        limit."""
         if delta.logprobs is None or self.job.asked.stream:
             return
         self._held_bytes += delta.logprobs.nbytes
@@ -313,7 +326,7 @@ class Generation:
             )
 
     def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, whatever ``n``."""
+        """Return the token counts so far. A prompt counts once, whatever ``n``."""
         n = self.job.params.n
         drafts = None
         if self._front.config.speculation.drafts:
@@ -327,20 +340,21 @@ class Generation:
         )
 
     def succeeded(self) -> None:
-        """Counts the request as answered in full."""
+        """Count the request as a success in the metrics."""
         usage = self.usage()
         reasons = [choice.finish_reason or "" for choice in self.choices]
         generated = [len(choice.token_ids) for choice in self.choices]
         self._times.done(usage.prompt_tokens, generated, reasons)
 
     def close(self) -> None:
-        """Gives everything back: open sequences are finished at the head. Idempotent."""
+        """Release everything; open sequences are finished in the engine. Idempotent."""
         with self._lock:
             if not self._open:
                 return
             self._open = False
         if self._timer is not None:
             self._timer.cancel()
+        # The rate of ended requests gives the retry times of refused requests.
         if self._flow is not None:
             self._front.links.release(self._flow)
             self._front.retry_after.ended(asyncio.get_running_loop().time())
@@ -351,10 +365,10 @@ class Generation:
 
 
 async def probe(front: Front) -> None:
-    """Generates a token through every live head, to prove readiness; a model without an output head makes an
-    embedding. Raises WeftError.
-    """
+    """Generate a token in every live engine process, to prove readiness. A model without an output head
+    makes an embedding. Raises WeftError; EngineDead after a time-out."""
     pooling: Pooling = "" if front.config.spec.head else "last"
+    # Two ids per instance: a sequence and a request.
     ids = [front.ids.mint() for _ in range(2 * len(front.links.instances))]
     submits = [
         Submit(

@@ -1,4 +1,4 @@
-"""What a grammar can hold of the schemas that a request brings: what is left out, and what an error names."""
+"""Schemas of a request, reduced to the part that a grammar can enforce, and errors for the rest."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from weft.types.grammar import JsonSchema
 
 log = get_logger(__name__)
 MAX_SAID = 200
-"""Different lines about left-out keywords in the log of one process. Clients choose the schemas."""
+"""Maximum number of different log lines about dropped keywords. Clients choose the schemas."""
 _OPEN = {"type": "object", "additionalProperties": True}
 
 
 def tools_held(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """``tools`` without the keywords that no grammar can hold to. Strict tools stay, except yielding ones."""
+    """Return ``tools`` without keywords that no grammar can enforce. Strict tools stay unchanged, except
+    yielding tools."""
     return tuple(tool if _firm(tool) else _held(tool) for tool in tools)
 
 
 def tools_open(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """``tools`` with any object as arguments. Strict tools stay, except yielding ones."""
+    """Return ``tools`` with any object as arguments. Strict tools stay unchanged, except yielding tools."""
     return tuple(
         tool if _firm(tool) else msgspec.structs.replace(tool, parameters=_OPEN, strict=False)
         for tool in tools
@@ -37,12 +38,13 @@ def tools_open(tools: Sequence[Tool]) -> tuple[Tool, ...]:
 
 
 def all_firm(tools: Sequence[Tool]) -> bool:
-    """True where no schema may lose anything."""
+    """Return True if no schema may lose a keyword."""
     return all(map(_firm, tools))
 
 
 def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema:
-    """``form`` without the keywords that a grammar cannot hold to. Raises ``error`` where all can be held."""
+    """Return ``form`` without keywords that a grammar cannot enforce. Raises ``error`` if there is no such
+    keyword."""
     schema = json.loads(form.schema)
     made, left_out = loosened(schema, LLGUIDANCE) if isinstance(schema, dict) else (schema, [])
     if not left_out:
@@ -52,9 +54,9 @@ def form_held(form: JsonSchema, param: str, error: InvalidRequest) -> JsonSchema
 
 
 def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
-    """``error`` with the tool and the place in its schema, where one schema alone is the reason.
+    """Return ``error`` with the tool and the place in the schema, if one schema alone is the reason.
 
-    The grammar of a family that writes a parameter at a time knows neither.
+    The grammar of a family that writes one parameter at a time knows neither.
     """
     for number, tool in enumerate(tools):
         try:
@@ -70,7 +72,7 @@ def blamed(error: InvalidRequest, tools: Sequence[Tool]) -> InvalidRequest:
 
 
 def advised(error: InvalidRequest, form: object) -> InvalidRequest:
-    """``error`` with the way out, where leaving a keyword out of the schema is one."""
+    """Return ``error`` with a hint about strict, if dropping a keyword of the schema would help."""
     if not isinstance(form, JsonSchema):
         return error
     try:
@@ -95,7 +97,7 @@ def _held(tool: Tool) -> Tool:
 
 
 def say_left_out(where: str, what: str) -> None:
-    """Logs something that no grammar can hold to: the first time, and at most ``MAX_SAID`` such lines."""
+    """Log a constraint that no grammar can enforce: only the first time, and at most ``MAX_SAID`` lines."""
     if _said.cache_info().currsize < MAX_SAID:
         _said(f"{printable(where, 80)}: {printable(what, 240)}")
 

@@ -1,8 +1,8 @@
-"""Names under which a server may be asked, against DNS rebinding.
+"""Accepted host names of the server, against DNS rebinding.
 
-A web page may have its own name resolve to 127.0.0.1: then a browser lets the page read what a server on the
-same machine answers. The header Host still has the page's name, so a server for this machine alone takes no
-other names than its own.
+A web page can make its own host name resolve to 127.0.0.1. Then a browser lets the page read answers of a
+server on the same machine. The Host header still has the page's name, so a server for the local machine
+accepts only its own names.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Iterable
 from weft.common.errors import Forbidden
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]]*)(?::\d{0,5})?")
-"""A name or an address, and perhaps a port."""
+"""Host name or address, with an optional port."""
 ALL = "*"
 LOCAL = "localhost"
 
 
 class Hosts:
-    """The hosts that requests may name. Ports are not looked at."""
+    """Accepted hosts of requests. Ports are ignored."""
 
     def __init__(self, bound: str, address: str, allowed: Iterable[str] = (), *, keys: bool = False) -> None:
-        """``bound``, ``address``: where the server listens, as asked for and as an address. ``allowed``:
-        names and addresses beside these and this machine's own; * for all. ``keys``: requests need an API
-        key, which no page of a stranger has.
-        """
+        """``bound``, ``address``: listening host, as configured and as an address. ``allowed``: further
+        names and addresses; * for all. ``keys``: requests need an API key, which a stranger's page does not
+        have."""
         named = frozenset(_plain(name) for name in allowed)
         self._names = named | {_plain(bound), _plain(address)}
+        # Without configured names, only a local server without keys needs the check.
         self._checks = ALL not in named and (bool(named) or (_is_local(_plain(address)) and not keys))
 
     def check(self, host: bytes | None) -> None:
-        """Raises Forbidden for a request to another ``host``. A request without the header passes, since
+        """Raise Forbidden for a request to another ``host``. A request without the header passes, because
         every browser sends the header."""
         if not self._checks or host is None:
             return
@@ -48,12 +48,12 @@ class Hosts:
 
 
 def _plain(name: str) -> str:
-    """A name or an address as it is compared."""
+    """Return a name or an address in comparable form."""
     return name.lower().strip("[]").removesuffix(".")
 
 
 def _is_local(name: str) -> bool:
-    """Whether the name, or the address without brackets, is this machine's own for everybody."""
+    """Return True if the name, or the address without brackets, always means the local machine."""
     if name == LOCAL or name.endswith("." + LOCAL):
         return True
     try:

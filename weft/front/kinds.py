@@ -1,4 +1,4 @@
-"""How each kind of body is read: the one table that a front's threads and read workers share."""
+"""Reader of each kind of body: one table for threads of the API server and for read workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS: dict[str, Callable[[Reader, bytes], Job]] = {
     "responses": read_response,
     "response_tokens": read_tokens,
 }
-"""By the name that ``serving.handle`` is called with."""
+"""Kind, as passed to ``serving.handle`` -> reader."""
 
 MADE: dict[str, Callable[[Reader, bytes], bytes]] = {"tokenize": tokenize, "detokenize": detokenize}
-"""Likewise what is answered without the engine: the answer's JSON."""
+"""Kind -> function that returns the JSON of an answer made without the engine."""

@@ -1,4 +1,4 @@
-"""What the server is doing now, and whether a request may begin. State only; ``server`` moves it."""
+"""Phase of the server, and admission of requests. State only; ``server`` changes the phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.common.errors import Overloaded, Unavailable
 
 
 class Phase(Enum):
-    """STARTING -> READY -> DRAINING; any -> DEAD, and nothing after it."""
+    """STARTING -> READY -> DRAINING; any -> DEAD, which is final."""
 
     STARTING = "starting"
     READY = "ready"
@@ -27,10 +27,10 @@ _NEXT = {
 
 
 class Lifecycle:
-    """The phase, and the requests that are between their first and last byte.
+    """The phase, and the number of requests between first and last byte.
 
-    ``capacity`` bounds requests (each has at least one sequence); it is the heads' own bound, so that what is
-    refused here would be refused there.
+    ``capacity`` bounds the requests; each has at least one sequence. The bound equals the engines' own
+    bound, so a request refused here would be refused there, too.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,12 +39,12 @@ class Lifecycle:
         self.capacity = capacity
 
     def move(self, phase: Phase) -> None:
-        """Enters ``phase`` if the table allows it; else stays."""
+        """Enter ``phase`` if the table allows the move; otherwise do nothing."""
         if phase in _NEXT[self.phase]:
             self.phase = phase
 
     def check(self) -> None:
-        """Raises Unavailable unless requests may begin. To be called before a request's body is read."""
+        """Raise Unavailable unless requests may begin. Call before reading a request's body."""
         if self.phase is Phase.DEAD:
             raise Unavailable("the engine has failed; the server is stopping")
         if self.phase is Phase.DRAINING:
@@ -54,9 +54,9 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """Holds a place for one request, whose body has been read: a client that is slow to send takes none.
+        """Hold a place for one request after its body was read. So a slow client takes no place.
 
-        Raises Unavailable or Overloaded when it may not begin.
+        Raises Unavailable or Overloaded if the request may not begin.
         """
         self.check()
         if self.active >= self.capacity:

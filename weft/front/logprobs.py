@@ -1,4 +1,4 @@
-"""Logprobs as JSON, written in slices: no step of the writing holds Python's lock for long."""
+"""Logprobs as JSON, encoded in slices, so that no single step holds Python's lock for long."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.text.logprobs import Logprobs, PositionLogprobs
 from weft.text.tokenizer import Tokenizer
 
 SLICE = 64
-"""Positions that are encoded in one call."""
+"""Number of positions encoded in one call."""
 
 
 def bounded(logprob: float) -> float:
-    """``logprob``, or the number that stands for minus infinity."""
+    """Return ``logprob``, or the replacement for minus infinity."""
     return max(logprob, r.MIN_LOGPROB)
 
 
 class JsonArray:
-    """A JSON array that grows by slices of its items."""
+    """JSON array that grows by slices of items."""
 
     def __init__(self) -> None:
         self._slices: list[bytes] = []
@@ -32,12 +32,12 @@ class JsonArray:
             self._slices.append(r.to_json(items)[1:-1])
 
     def raw(self) -> Any:
-        """The array, to be put into a struct in the place of a list: it is written as it is."""
+        """Return the array for use in a struct in place of a list. The bytes are written unchanged."""
         return msgspec.Raw(b"[" + b",".join(self._slices) + b"]")
 
 
 def json_array(items: Iterable[Any]) -> Any:
-    """``items`` as a JSON array, see ``JsonArray.raw``."""
+    """Return ``items`` as a JSON array, see ``JsonArray.raw``."""
     made = JsonArray()
     source = iter(items)
     while batch := list(itertools.islice(source, SLICE)):
@@ -46,7 +46,7 @@ def json_array(items: Iterable[Any]) -> Any:
 
 
 def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
-    """One entry a prompt token, candidates by token id. A prompt of one token has only the first, null."""
+    """Return one entry per prompt token, with candidates by token id. The first entry is null."""
 
     def entries() -> Iterator[dict[str, r.PromptLogprob] | None]:
         yield None
@@ -64,7 +64,7 @@ def prompt_logprobs(positions: Logprobs | None) -> r.PromptLogprobs:
 def chat_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], positions: Iterable[PositionLogprobs], top: int
 ) -> r.ChatLogprobs:
-    """Logprobs of output tokens, each with its ``top`` likeliest candidates in order."""
+    """Return the logprobs of output tokens, each with its ``top`` likeliest candidates in order of rank."""
 
     def token(number: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(number)
@@ -84,12 +84,13 @@ def completion_logprobs(
     entries: Iterable[tuple[int, PositionLogprobs | None, int]],
     top: int,
 ) -> r.CompletionLogprobs:
-    """Parallel arrays of (token, candidates or None, offset of its text)."""
+    """Return parallel arrays of ``entries``: (token, candidates or None, text offset)."""
     texts = JsonArray()
     own = JsonArray()
     tops = JsonArray()
     offsets = JsonArray()
     source = iter(entries)
+    # Four arrays grow in step, a slice at a time.
     while batch := list(itertools.islice(source, SLICE)):
         texts.extend([tokenizer.token_text(token) for token, _, _ in batch])
         own.extend([None if found is None else bounded(found[token].logprob) for token, found, _ in batch])
@@ -104,7 +105,7 @@ def completion_logprobs(
 
 
 def _top(position: PositionLogprobs) -> dict[str, float]:
-    """Candidates by their text; of several with the same text the likeliest."""
+    """Return candidates by text. Of several candidates with the same text, keep the likeliest."""
     result: dict[str, float] = {}
     for found in position.values():
         result[found.decoded_token] = max(

@@ -1,8 +1,8 @@
-"""Prometheus metrics under ``weft:``, with the names that dashboards of other servers know.
+"""Prometheus metrics under ``weft:``, with names known to dashboards of other servers.
 
-What the front sees itself (times, outcomes, HTTP answers) is counted here; what a head counts is read from
-its last heartbeat when a scrape comes. ``python -m weft.front.metrics > docs/metrics.txt`` renews the
-checked-in list.
+The API server counts its own observations (times, outcomes, HTTP answers) here. Counts of an engine process
+come from the last heartbeat before each scrape. ``python -m weft.front.metrics > docs/metrics.txt`` updates
+the checked-in list.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 
 
-#: name -> (what, value of a HeadStats). Gauges say what is now.
+#: name -> (help, value of a HeadStats). Gauges show the present state.
 _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "num_requests_running": ("Sequences that have a slot.", lambda s: s.running),
     "num_requests_waiting": ("Sequences that wait for a slot.", lambda s: s.waiting),
@@ -46,7 +46,7 @@ _GAUGES: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
         lambda s: s.embedding_host_bytes,
     ),
 }
-#: Counters, since the head's start.
+#: Counters, since the start of the engine process.
 _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
     "prompt_tokens": ("Prompt tokens computed or found in the cache.", lambda s: s.prompt_tokens),
     "generation_tokens": ("Tokens generated.", lambda s: s.generation_tokens),
@@ -102,7 +102,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[HeadStats], float]]] = {
 }
 
 
-#: Counters for each place of a draft behind the token that it was verified with, from 0.
+#: Counters per position of a draft after the token verified with the draft, from 0.
 _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
     "spec_decode_num_draft_tokens_per_pos": ("Drafts verified, by place.", lambda s: s.drafts),
     "spec_decode_num_accepted_tokens_per_pos": (
@@ -111,7 +111,7 @@ _PLACES: dict[str, tuple[str, Callable[[HeadStats], tuple[int, ...]]]] = {
     ),
 }
 
-#: Of heads with a role, and the same for counters.
+#: Gauges of engine processes with a role; below, the same for counters.
 _TRANSFER_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_awaiting": ("Sequences whose prompt is still to be computed elsewhere.", lambda s: s.awaiting),
     "transfers_fetching": ("Sequences whose cache is coming.", lambda s: s.fetching),
@@ -127,7 +127,7 @@ _TRANSFERS: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "transfers_seconds": ("From the first byte to the last, of those done.", lambda s: s.seconds),
     "transfers_evictions": ("Sequences given back, to be prefilled again.", lambda s: s.evictions),
 }
-#: Of all heads, as histograms: name -> (what, bounds, value).
+#: Histograms of all engine processes: name -> (help, bounds, value).
 _STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[HeadStats], Measures]]] = {
     "request_queue_time_seconds": (
         "From a sequence's arrival at the head until a step gave it a slot.",
@@ -140,7 +140,7 @@ _STAGES: dict[str, tuple[str, tuple[float, ...], Callable[[HeadStats], Measures]
         lambda s: s.prefill_times,
     ),
 }
-#: The same, as histograms: name -> (what, bounds, value).
+#: Histograms of engine processes with a role: name -> (help, bounds, value).
 _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[TransferStats], Measures]]] = {
     "transfer_seconds": ("From a transfer's first byte to its last.", SECONDS, lambda s: s.took),
     "transfer_exposed_seconds": (
@@ -151,7 +151,7 @@ _TRANSFER_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], Callable[[Transfer
     "transfer_size_bytes": ("Bytes of a transfer.", BYTES, lambda s: s.sizes),
 }
 
-#: Of heads that send embeddings of images, or take them; and the same for counters and histograms.
+#: Engine processes with transfers of image embeddings: gauges, counters and histograms.
 _EMBEDDING_GAUGES: dict[str, tuple[str, Callable[[TransferStats], float]]] = {
     "embedding_transfers_awaiting": ("Sequences whose images are still to come.", lambda s: s.awaiting),
     "embedding_transfers_open": ("Transfers of embeddings that have not ended.", lambda s: s.rooms),
@@ -177,7 +177,7 @@ _HEAD = ("head", "role")
 _Values: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 _Family: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
-#: Of the links to all heads. Counters unless in _LINK_GAUGES.
+#: Of the links to all engine processes. Counters unless in _LINK_GAUGES.
 _LINK: dict[str, tuple[str, Callable[[Links], float]]] = {
     "front_bad_frames": ("Frames from heads that the front dropped.", lambda c: c.bad_frames),
     "front_late_events": ("Token events of sequences that had ended already.", lambda c: c.fleet.late_events),
@@ -208,7 +208,7 @@ _LINK_GAUGES: dict[str, tuple[str, Callable[[Links], float]]] = {
 
 
 class _LinkCollector(Collector):
-    """What a front knows of its links."""
+    """Collector of an API server's link metrics."""
 
     def __init__(self, links: Links, model: str) -> None:
         self._links = links
@@ -237,13 +237,14 @@ class _LinkCollector(Collector):
 
 
 class _HeadCollector(_LinkCollector):
-    """Each head's numbers, as of its last heartbeat."""
+    """Collector of each engine process's metrics, as of the last heartbeat."""
 
     def collect(self) -> Iterable[Metric]:
         instances = self._links.instances
         stats = [(instance.name, instance.stats) for instance in instances]
         roles = [(one.name, one.role or "") for one in instances]
         alive = [float(one.alive) for one in instances]
+        # `roles` has the label values (name, role) of each engine process, in the order of `stats`.
         yield self._gauge("engine_up", _UP, zip(roles, alive, strict=True), *_HEAD)
         for name, (text, read) in _GAUGES.items():
             loads = [read(its) for _, its in stats]
@@ -291,7 +292,7 @@ class _HeadCollector(_LinkCollector):
         return family
 
 
-#: (name, help, labels, buckets) of what the front measures itself.
+#: (name, help, buckets) of histograms measured by the API server.
 _HISTOGRAMS = (
     ("time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT),
     (
@@ -321,7 +322,7 @@ _EVENTS = (
 
 
 class Metrics:
-    """All metrics of one front, in registries of their own. ``links`` are read at each scrape."""
+    """All metrics of one API server, in private registries. ``links`` are read at each scrape."""
 
     def __init__(self, model: str, links: Links) -> None:
         self._heads = CollectorRegistry(auto_describe=False)
@@ -341,18 +342,19 @@ class Metrics:
         )
 
     def render(self) -> bytes:
-        """The exposition of a server with one front."""
+        """Return the exposition of a server with one API server process."""
         return generate_latest(self._heads) + self.own()
 
     def own(self) -> bytes:
-        """What this front counts itself, without what all fronts see of the heads."""
+        """Return the metrics counted by this API server, without the engine metrics, which every API server
+        sees."""
         return generate_latest(self._own)
 
     def render_all(self, pages: Mapping[str, bytes]) -> bytes:
-        """The exposition of a server with several fronts. ``pages``: each one's ``own``, by its name.
+        """Return the exposition of a server with several API servers. ``pages``: name -> ``own`` of each.
 
-        Samples get the label ``front``. They are not added up: one that was started again counts from 0, as
-        Prometheus expects of a series, but not of a sum.
+        Samples get the label ``front`` and are not added up. A restarted API server counts from 0;
+        Prometheus expects restarts of a series, but not of a sum.
         """
         merged: dict[str, Metric] = {}
         for front, page in pages.items():
@@ -364,7 +366,7 @@ class Metrics:
 
 
 class _Families(CollectorRegistry):
-    """Metrics that were collected."""
+    """Registry of collected metrics."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         super().__init__(auto_describe=False)
@@ -375,7 +377,8 @@ class _Families(CollectorRegistry):
 
 
 def describe() -> str:
-    """One line a metric: name, type, labels, buckets. What ``docs/metrics.txt`` holds."""
+    """Return one line per metric: name, type, labels, buckets. The content of ``docs/metrics.txt``."""
+    # Engine metrics carry the labels of the engine process; the API server's own metrics do not.
     of_heads = (_STAGES, _TRANSFER_HISTOGRAMS, _EMBEDDING_HISTOGRAMS)
     head_bounds = {name: bounds for one in of_heads for name, (_, bounds, _) in one.items()}
     gauges = (*_GAUGES, *_TRANSFER_GAUGES, *_EMBEDDING_GAUGES, "engine_up")

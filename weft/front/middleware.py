@@ -1,8 +1,8 @@
-"""What every HTTP request passes: ids, header size, names of the server, keys and their limits, counting,
-other origins, and an answer for every failure.
+"""Common layer of every HTTP request: ids, header size, host names, keys and their limits, counting, other
+origins, and an answer for every failure.
 
-Here, too, paths and methods become those of the routes: ``/health/`` is ``/health``, and HEAD is GET without
-its body.
+The layer also maps paths and methods to the routes: ``/health/`` becomes ``/health``, and HEAD becomes GET
+without a body.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ _GOOD_ID = re.compile(rb"[A-Za-z0-9._\-]{1,128}")
 ALL_METHODS = "DELETE, GET, HEAD, OPTIONS, POST"
 _RETRY_AFTER = {429: 1, 503: 5}
 _CLOSE = frozenset({408, 413, 431})
-"""Answers after which the rest of the request is not read."""
+"""Statuses after which the rest of the request is not read."""
 
 
 def error_answer(
     error: ErrorInfo, path: str, allow: str | None = None, retry_after: float | None = None
 ) -> Response:
-    """The HTTP answer to a request that failed before its first byte, in the shape that clients of ``path``
-    read. ``allow``: methods the route takes. ``retry_after``: seconds, where more is known than that the
-    server has no room.
-    """
+    """Return the HTTP answer for a request that failed before the first byte of the answer, in the error
+    shape of ``path``. ``allow``: methods of the route. ``retry_after``: seconds, if more precise than the
+    default."""
     headers = {} if allow is None else {"allow": allow}
     if error.http_status in _RETRY_AFTER:
         headers["retry-after"] = str(math.ceil(retry_after or _RETRY_AFTER[error.http_status]))
@@ -55,18 +54,18 @@ def error_answer(
 
 
 def refusal(error: WeftError, path: str) -> Response:
-    """The HTTP answer to what a request failed with before its first byte."""
+    """Return the HTTP answer for ``error``, raised before the first byte of the answer."""
     wait = error.wait if isinstance(error, RateLimited) else None
     return error_answer(error.info(), path, retry_after=wait)
 
 
 class AccessGate:
-    """The outermost ASGI layer."""
+    """Outermost ASGI layer: checks and counts each request, and answers every failure."""
 
     def __init__(
         self, app: ASGIApp, access: AccessControl, hosts: Hosts, metrics: Metrics, root_path: str = ""
     ) -> None:
-        """``root_path``: taken off the front of paths that begin with it."""
+        """``root_path``: prefix removed from matching paths."""
         self._hosts = hosts
         self._app = app
         self._access = access
@@ -79,13 +78,14 @@ class AccessGate:
             return
         method = scope["method"]
         scope = _as_routed(scope, self._root_path)
+        # Reversed, so that the first of several equal headers wins.
         headers = dict(reversed(scope["headers"]))
         request_id = request_id_of(headers.get(b"x-request-id"))
         scope[REQUEST_ID] = request_id.decode()
         status = 0
         more = [(b"x-request-id", request_id), *self._access.origins.headers(headers)]
         if messages.applies(scope["path"]):
-            more.append((b"request-id", request_id))  # the name that its clients show
+            more.append((b"request-id", request_id))  # name of the header in clients of the Messages API
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -109,22 +109,23 @@ class AccessGate:
             await refusal(error, scope["path"])(scope, receive, answer)
         except Exception:
             log.exception("a request failed")
+            # After the first byte of the answer, only closing the connection can signal the failure.
             if status:
                 raise
             failed = ErrorInfo(code="internal_error", message="the server failed to answer this request")
             await error_answer(failed, scope["path"])(scope, receive, answer)
         finally:
             self._count(getattr(scope.get("route"), "path", "other"), method, status)
-            # Not the others: how often 503 and 504 are answered is up to clients. All are counted.
+            # Only 500: clients can provoke any number of 503 and 504. All statuses are counted.
             if status == 500:
                 log.warning("request %s was answered with 500", request_id.decode())
 
     def refused(self, status: int) -> None:
-        """Counts an answer to what never became a request: a head that is malformed, too long or too slow."""
+        """Count an answer without a request: headers malformed, too long or too slow."""
         self._count("other", "other", status)
 
     def _count(self, route: str, method: str, status: int) -> None:
-        """Labels are bounded: routes that exist, methods that exist."""
+        """Count an answer. The labels are bounded: existing routes and methods, or "other"."""
         known = method in ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS")
         self._metrics.http.labels(route, method if known else "other", str(status)).inc()
 
@@ -135,7 +136,7 @@ def _check_size(scope: Scope) -> None:
 
 
 def _as_routed(scope: Scope, root_path: str) -> Scope:
-    """``scope`` with the path and the method that a route has, so that the key is asked for by the same path.
+    """Return ``scope`` with the route's path and method, so access checks and routes see the same path.
 
     The server drops the body of an answer to HEAD, by its own scope.
     """
@@ -149,7 +150,7 @@ def _as_routed(scope: Scope, root_path: str) -> Scope:
 
 
 def request_id_of(given: bytes | None) -> bytes:
-    """The client's own id if it is a plain short word, else a new one. It names log lines, nothing else."""
+    """Return the client's id if short and plain, else a new id. The id only names log lines."""
     if given is not None and _GOOD_ID.fullmatch(given):
         return given
     return b"req-" + secrets.token_hex(12).encode()

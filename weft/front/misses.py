@@ -1,4 +1,4 @@
-"""Why prompts were not found in the prefix cache, as answers show it (``--explain-cache``)."""
+"""Reasons for prefix cache misses, as shown in answers (``--explain-cache``)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from weft.types.messages import CacheMiss
 
 HEADER = "x-weft-explain-cache"
 SHOWN = 32
-"""Tokens of either side of a difference."""
+"""Tokens shown of either side of a difference."""
 
 
 def explains(mode: str, headers: Mapping[str, str]) -> bool:
-    """Whether a request with these headers is answered with the reason. ``mode``: of ``--explain-cache``."""
+    """Return True if the answer to a request with ``headers`` includes the reason. ``mode``: value of
+    ``--explain-cache``."""
     asked = headers.get(HEADER, "").strip().lower() in ("1", "true", "yes")
     return mode == "all" or (mode == "asked" and asked)
 
 
 def shown(miss: CacheMiss | None, prompt: bytes, tokenizer: Tokenizer) -> ShownMiss | None:
-    """``miss`` of ``prompt`` (int32 ids) with the text of both sides of a difference."""
+    """Return ``miss`` of ``prompt`` (int32 ids) for an answer, with the text of both sides of a difference.
+    None for no miss."""
     if miss is None:
         return None
     if miss.reason != "differs":

@@ -1,4 +1,4 @@
-"""What requests of OpenAI's completions ask, in the form that all APIs share."""
+"""Requests of OpenAI's completions, converted to the common form of all APIs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from weft.types.sampling import SamplingParams
 
 
 def conversation_of(asked: ChatRequest, thoughts: Thoughts, *, thinks: bool) -> Conversation:
-    """The conversation of a chat request. ``thinks``: whether the model has thoughts that can be told.
+    """Return the conversation of a chat request. ``thinks``: True if the server can detect the model's
+    reasoning.
 
     Raises InvalidRequest.
     """
@@ -24,7 +25,7 @@ def conversation_of(asked: ChatRequest, thoughts: Thoughts, *, thinks: bool) -> 
         constraint=asked.constraint(),
         effort=thoughts.effort,
         thinks=thoughts.switch,
-        # Clients send some budgets to any model: without thoughts such a budget is kept.
+        # Clients send some budgets to any model. A model without reasoning needs no budget.
         thinking_budget=None if thoughts.wish and not thinks else thoughts.budget,
         template=asked.chat_template_kwargs,
         opens=not continues if asked.add_generation_prompt is None else asked.add_generation_prompt,
@@ -42,7 +43,8 @@ def form_of(
     prompt_only: bool = False,
     include_reasoning: bool = True,
 ) -> AnswerOptions:
-    """The form of the answer. ``params`` are those of ``asked``: they have logprobs in one shape for both."""
+    """Return the form of the answer. ``params``: sampling parameters of ``asked``, with logprobs in one
+    form for both routes."""
     return AnswerOptions(
         model=asked.model or "",
         stream=bool(asked.stream),

@@ -1,4 +1,4 @@
-"""The API's description at /openapi.json, made from the same structs that parse and answer."""
+"""Description of the API at /openapi.json, made from the structs that parse requests and form answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.front import answers
 from weft.front.protocol.parse import Body
 
 _shown: dict[type, None] = {}
-"""What routes have said that their requests and answers are."""
+"""Structs of requests and answers, as registered by the routes."""
 
 
 def components() -> dict[str, Any]:
-    """JSON schemas of everything that requests and answers are made of."""
+    """Return the JSON schemas of all request and answer structs."""
     _, schemas = msgspec.json.schema_components(tuple(_shown), ref_template="#/components/schemas/{name}")
     for request in (one for one in _shown if issubclass(one, Body)):
         schemas[request.__name__]["additionalProperties"] = False
@@ -32,15 +32,15 @@ def _errors(*statuses: int, shape: type = answers.ErrorResponse) -> dict[str, An
 
 
 def _failures(error: type) -> dict[str, Any]:
-    """What a route that reads a body may answer beside 200."""
+    """Return the error answers of a route that reads a body."""
     return _errors(400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504, 529, shape=error)
 
 
 def generates(
     request: type, answer: type, chunk: type | str, *, error: type = answers.ErrorResponse
 ) -> dict[str, Any]:
-    """What FastAPI can't see of a route that generates: its body and its answers. ``chunk``: what streams
-    consist of; ``error``: the shape of a failure."""
+    """Return the parts of a generating route that FastAPI cannot see: body and answers. ``chunk``: struct
+    or description of the stream's events; ``error``: shape of a failure."""
     if isinstance(chunk, str):
         events = chunk
     else:
@@ -63,7 +63,7 @@ def generates(
 
 
 def answers_of(request: type, answer: type, *, error: type = answers.ErrorResponse) -> dict[str, Any]:
-    """The same for a route that reads a body and generates nothing."""
+    """Return body and answers of a route that reads a body and generates nothing."""
     return {
         "requestBody": {"required": True, "content": _json(request)},
         "responses": {
@@ -74,13 +74,13 @@ def answers_of(request: type, answer: type, *, error: type = answers.ErrorRespon
 
 
 def returns(answer: type, *refusals: int) -> dict[str, Any]:
-    """The same for a route that only answers. ``refusals``: statuses of errors beside the usual ones."""
+    """Return the answers of a route without a body. ``refusals``: extra error statuses."""
     errors = _errors(*refusals, 401, 403, 404)
     return {"responses": {"200": {"description": "OK", "content": _json(answer)}, **errors}}
 
 
 def probes() -> dict[str, Any]:
-    """The same for a route that says the server's state."""
+    """Return the answers of a route that reports the server's state."""
     kinds = {"200": "Yes", "503": "No"}
     schema = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
     content = {"application/json": {"schema": schema}}
@@ -88,12 +88,12 @@ def probes() -> dict[str, Any]:
 
 
 def secure(document: dict[str, Any], open_paths: Iterable[str]) -> None:
-    """Adds to a whole document how a key is sent, and that ``open_paths`` need none."""
+    """Add the authentication schemes to a document. ``open_paths`` need no key."""
     document["components"]["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     }
-    document["security"] = [{"bearer": []}, {"x-api-key": []}, {}]  # none, where the server has no key
+    document["security"] = [{"bearer": []}, {"x-api-key": []}, {}]  # {}: no key, for a server without keys
     for path in open_paths:
-        for operation in document["paths"].get(path, {}).values():  # a page is not described
+        for operation in document["paths"].get(path, {}).values():  # a page has no entry
             operation["security"] = []

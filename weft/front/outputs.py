@@ -1,4 +1,4 @@
-"""One choice's output as its request reads it: content, thoughts and tool calls, told apart as it comes."""
+"""Parsed output of one choice: content, reasoning and tool calls, separated as the text arrives."""
 
 from __future__ import annotations
 
@@ -19,73 +19,72 @@ from weft.text.parsing.events import (
 from weft.text.parsing.parser import OutputParser
 
 OutputFinish: TypeAlias = FinishReason | Literal["tool_calls"]
-"""How a choice ended, for its client."""
+"""Finish reason of a choice, as sent to the client."""
 assert "tool_calls" not in get_args(FinishReason)
 
 
 class Call:
-    """A tool call of an output, as far as it came."""
+    """A tool call of an output, as far as received."""
 
     def __init__(self, id: str, name: str) -> None:
         self.id = id
-        """The model's own where it wrote one that no earlier call of the output has, else minted."""
+        """The model's own id if unique in the output, otherwise a new id."""
         self.name = name
         self.whole = False
-        """Whether the model ended it. One that the output's end cut short is not."""
+        """True if the model completed the call. False for a call cut off by the end of the output."""
         self._pieces: list[str] = []
 
     @property
     def arguments(self) -> str:
-        """JSON text, if the call is whole."""
+        """JSON text, if the call is complete."""
         return _joined(self._pieces)
 
     def add(self, text: str) -> None:
-        """The next piece of its arguments."""
+        """Append a piece of the arguments."""
         self._pieces.append(text)
 
 
 class ChoiceOutput:
-    """Feeds a parser with a choice's text and keeps what it found. Not thread-safe."""
+    """Feeds a choice's text to a parser and keeps the result. Not thread-safe."""
 
     def __init__(self, parser: OutputParser) -> None:
         self.calls: list[Call] = []
-        """Those that began, by the number that events have."""
+        """Begun calls, indexed by the call number of the events."""
         self._ids: set[str] = set()
-        """Of the calls."""
+        """Ids of the calls."""
         self._parser = parser
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._closed = False
 
     def take(self, delta: TextDelta) -> list[OutputEvent]:
-        """What became certain with ``delta``, ids of calls filled in. The choice's last delta closes the
-        parser.
-        """
+        """Parse ``delta`` and return the new events, with call ids filled in. The choice's last delta
+        closes the parser."""
         found = [*self._parser.feed(delta.text)] if delta.text else []
         if delta.finish_reason is not None and not self._closed:
             self._closed = True
             cut = delta.finish_reason != "stop" or isinstance(delta.stop_reason, str)
-            # The end of an output that was cut makes no call whole: more was to come.
+            # A cut output completes no call: more text would have followed.
             found += [event for event in self._parser.close() if not (cut and isinstance(event, CallEnd))]
         return [self._note(event) for event in found]
 
     def finish_reason(self, delta: TextDelta) -> OutputFinish | None:
-        """How the choice ended with ``delta``, which was taken; None while it goes on."""
+        """Return the finish reason of ``delta``, after ``take``; None for a choice that goes on."""
         return "tool_calls" if delta.finish_reason == "stop" and self.calls_whole else delta.finish_reason
 
     @property
     def calls_whole(self) -> bool:
-        """Whether there are calls and each of them is whole: a client may carry all of them out."""
+        """True if there are calls and all calls are complete, so a client may run all calls."""
         return bool(self.calls) and all(call.whole for call in self.calls)
 
     @property
     def content(self) -> str:
-        """All text for the user so far."""
+        """All content so far."""
         return _joined(self._content)
 
     @property
     def reasoning(self) -> str:
-        """All text of thoughts so far."""
+        """All reasoning so far."""
         return _joined(self._reasoning)
 
     def _note(self, event: OutputEvent) -> OutputEvent:
@@ -111,7 +110,7 @@ class ChoiceOutput:
 
 
 def _joined(pieces: list[str]) -> str:
-    """The pieces as one, which takes their place: so that asking again costs nothing."""
+    """Return the joined pieces, and replace the list's content by the joined text: the next call is cheap."""
     if len(pieces) > 1:
         pieces[:] = ["".join(pieces)]
     return pieces[0] if pieces else ""

@@ -1,6 +1,6 @@
-"""Completions with ``echo`` and ``max_tokens`` 0, as evaluation harnesses score prompts.
+"""Completions with ``echo`` and ``max_tokens`` 0, as used by evaluation harnesses to score prompts.
 
-The engine makes at least one token; here it is taken out of the answer.
+The engine makes at least one token. This module removes the token from the answer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weft.text.logprobs import Logprobs
 
 
 class PromptOnly:
-    """A shape that shows prompts, and of choices only that each has ended, for "length".
+    """Answer shape for prompts only; each choice ends with "length".
 
-    It takes the output out of a generation's choices when they have ended, so that nothing counts it.
+    The output is removed from a generation's choices at their end, so no count includes the output.
     """
 
     def __init__(self, shape: AnswerShape, generation: Generation) -> None:

@@ -1,7 +1,8 @@
-"""Proof that the grammars of a request compile, before any is sent to an engine.
+"""Proof that a request's grammars compile, before any grammar reaches an engine.
 
-A thread of the front asks the front's ``GrammarCheck`` and raises Compiling rather than wait. A read worker
-has no compiler: it raises NeedsProof, the front finds out, and the worker reads the body again.
+A thread of the API server asks ``GrammarCheck``, and raises Compiling rather than wait. A read worker has
+no compiler. The worker raises NeedsProof, the API server compiles the grammar, and the worker reads the
+body again.
 """
 
 from __future__ import annotations
@@ -18,40 +19,41 @@ from weft.types.grammar import Grammar
 
 
 class Compiling(Exception):
-    """A grammar that a request asks for is not compiled yet: when it is, the body is to be read again."""
+    """A grammar of the request is still compiling. Read the body again afterwards."""
 
     def __init__(self, task: Compile, param: str) -> None:
-        """``param``: the request's field that asks for the grammar."""
+        """``param``: request field of the grammar."""
         super().__init__("a grammar is being compiled")
         self.task = task
         self.param = param
 
 
 class Proof(Protocol):
-    """The part of ``grammar.service.Compile`` that reading needs."""
+    """The part of ``grammar.service.Compile`` used by readers."""
 
     def done(self) -> bool:
-        """True when ``wait`` returns at once."""
+        """Return True if ``wait`` would not block."""
 
     def wait(self) -> object:
-        """Raises WeftError for a grammar that does not compile."""
+        """Block until the compile ends. Raises WeftError for a grammar that does not compile."""
 
 
 class Grammars(Protocol):
-    """Proves that grammars compile: ``setup.GrammarCheck``, ``Told``."""
+    """Compiles grammars: implemented by ``setup.GrammarCheck`` and ``Told``."""
 
     def submit(self, grammar: Grammar, client: int) -> Proof:
-        """Begins for ``client``; never waits. Raises what makes the front read the body again."""
+        """Start a compile for ``client``; never blocks. May raise NeedsProof, which makes the API server
+        compile the grammar and read again."""
 
 
 class Unproved(msgspec.Struct, frozen=True):
-    """A grammar of which a read worker knows nothing yet."""
+    """A grammar without a verdict in the read worker."""
 
     grammar: Grammar
 
 
 class NeedsProof(Exception):
-    """A read worker cannot go on without the verdict on a grammar."""
+    """A read worker needs the verdict on a grammar."""
 
     def __init__(self, grammar: Grammar) -> None:
         super().__init__("a grammar was not compiled")
@@ -59,13 +61,13 @@ class NeedsProof(Exception):
 
 
 class Told:
-    """``Grammars`` of one request, from the verdicts of the front."""
+    """``Grammars`` of one request, from the API server's verdicts."""
 
     def __init__(self, verdicts: Mapping[str, ErrorInfo | None]) -> None:
         self._verdicts = verdicts
 
     def submit(self, grammar: Grammar, client: int) -> _Verdict:
-        """Raises NeedsProof."""
+        """Return the verdict on ``grammar``. Raises NeedsProof for a grammar without a verdict."""
         digest = digest_of(grammar)
         if digest not in self._verdicts:
             raise NeedsProof(grammar)
@@ -80,7 +82,8 @@ class _Verdict:
         return True
 
     def wait(self) -> None:
-        """Raises InvalidRequest, which readers can answer with a looser grammar, or ReportedError."""
+        """Raise the compile error, if any: InvalidRequest, which readers can answer with a looser grammar,
+        DeadlineExceeded or ReportedError."""
         if self._error is None:
             return
         if self._error.http_status == InvalidRequest.http_status:
@@ -91,5 +94,5 @@ class _Verdict:
 
 
 def digest_of(grammar: Grammar) -> str:
-    """The name of ``grammar`` in ``Known``."""
+    """Return the key of ``grammar`` in ``Known``."""
     return hashlib.sha256(msgspec.msgpack.encode(grammar)).hexdigest()

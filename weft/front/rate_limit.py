@@ -1,8 +1,8 @@
-"""How many requests and tokens a key may use a minute: token buckets, without a clock of their own.
+"""Requests and tokens per minute for each key: token buckets without a clock of their own.
 
-A bucket holds a minute's worth, and fills again evenly. A request is admitted while there is a request in its
-key's bucket, and any token: how many tokens a request uses is known when it has ended, so a bucket of tokens
-can be overdrawn, by one request after the other, and the key waits until it is above nothing again.
+A bucket holds the amount of one minute, and refills evenly. A request is admitted if the key's buckets have
+at least one request and at least one token. The tokens of a request are known only after its end. So a
+token bucket can be overdrawn by several requests, and the key waits until the level is positive again.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ MINUTE = 60.0
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request came, with this key."""
+    """A request arrived with this key."""
 
     key: int
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """Tokens that a request with this key has used."""
+    """A request with this key has used ``tokens`` tokens."""
 
     key: int
     tokens: int
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a bucket has left."""
+    """State of a bucket."""
 
     limit: int
     remaining: int
     reset: float
-    """Seconds until it is full."""
+    """Seconds until the bucket is full."""
 
 
 class Admitted(msgspec.Struct, frozen=True, kw_only=True):
-    """The request may begin. None where there is no limit."""
+    """The request may begin. A field is None without a limit."""
 
     requests: Standing | None
     tokens: Standing | None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """The request may not, for ``wait`` seconds, of what ``what`` says."""
+    """The request is refused for ``wait`` seconds, because of the limit ``what``."""
 
     what: str
     wait: float
@@ -72,7 +72,7 @@ class _Bucket:
         return min(self._level + gained, float(self._limit))
 
     def wait(self, level: float, now: float) -> float:
-        """Seconds until the bucket has ``level``."""
+        """Return the seconds until the bucket reaches ``level``."""
         return max(level - self.level(now), 0.0) * MINUTE / self._limit
 
     def standing(self, now: float) -> Standing:
@@ -81,20 +81,21 @@ class _Bucket:
 
 
 class RateLimits:
-    """The buckets of all keys. ``on(event, now)`` decides; 0 is no limit."""
+    """Buckets of all keys. ``on(event, now)`` decides. A limit of 0 means no limit."""
 
     def __init__(self, requests: int, tokens: int) -> None:
-        """A key's requests and tokens a minute."""
+        """``requests``, ``tokens``: limits per minute for each key."""
         self._limits = (requests, tokens)
         self._buckets: dict[int, tuple[_Bucket | None, _Bucket | None]] = {}
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What to do about ``event``: a verdict on every request."""
+        """Return the actions for ``event``: a verdict for each ``Asked``, nothing for ``Spent``."""
         requests, tokens = self._of(event.key, now)
         if isinstance(event, Spent):
             if tokens is not None:
                 tokens.take(event.tokens, now)
             return []
+        # Admission needs one request and one token; the longest wait decides. A refusal costs nothing.
         waits = {
             "requests": 0.0 if requests is None else requests.wait(1.0, now),
             "tokens": 0.0 if tokens is None else tokens.wait(1.0, now),
@@ -121,7 +122,7 @@ class RateLimits:
 
 
 def headers_of(verdict: Action) -> list[tuple[bytes, bytes]]:
-    """The verdict as OpenAI's answers have it."""
+    """Return the verdict as OpenAI's rate limit headers."""
     found = []
     for name, standing in (("requests", verdict.requests), ("tokens", verdict.tokens)):
         if standing is not None:
@@ -132,7 +133,7 @@ def headers_of(verdict: Action) -> list[tuple[bytes, bytes]]:
 
 
 def duration(seconds: float) -> str:
-    """``12ms``, ``1.5s``, ``6m0s``: as Go writes it, rounded up to milliseconds."""
+    """Return a duration in Go's format, rounded up to milliseconds: ``12ms``, ``1.5s``, ``6m0s``."""
     milliseconds = math.ceil(seconds * 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

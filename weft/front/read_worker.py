@@ -1,8 +1,8 @@
-"""A process that reads large requests for the front: ``python -m weft.front.read_worker DESCRIPTOR``.
+"""Process that reads large requests for the API server: ``python -m weft.front.read_worker DESCRIPTOR``.
 
-It takes payloads from the socket that it inherits and answers each, in order, until the socket's other end
-is closed. The first payload is a ``Setup``, every other one the kind of a request, a zero byte, what is
-known of its images and grammars, another one, and its body.
+The process takes payloads from an inherited socket and answers each, in order, until the other end is
+closed. The first payload is a ``Setup``. Every other payload is the kind of a request, a zero byte, known
+facts about the images and grammars, a zero byte, and the body.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from weft.media.pictures import NeedsFiles, Wanted
 log = get_logger(__name__)
 
 NICENESS = 5
-"""Steps of the engine go first where cores are short."""
+"""Nice value: engine steps go first if cores are scarce."""
 
 
 class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A read worker's answer; exactly one of the fields is there."""
+    """Answer of a read worker. Exactly one of the fields is set."""
 
     job: Job | None = None
     made: bytes = b""
-    """The answer's JSON, where no engine is needed for it."""
+    """JSON of the answer, if no engine is needed."""
     wanted: tuple[Wanted, ...] = ()
-    """Files that have to be fetched before it can be read."""
+    """Files to fetch before another attempt to read."""
     unproved: Unproved | None = None
-    """A grammar that has to be compiled before."""
+    """Grammar to compile before another attempt to read."""
     error: ErrorInfo | None = None
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front has found out about a request since it was read first."""
+    """Facts about a request, found by the API server after the first attempt to read."""
 
     files: dict[str, ImageHeader] = {}
-    """Headers of images that were fetched, by their URLs."""
+    """URL -> header of a fetched image."""
     verdicts: dict[str, ErrorInfo | None] = {}
-    """Why grammars do not compile, or None, by ``digest_of``."""
+    """Digest of a grammar (``digest_of``) -> compile error; None for a grammar that compiles."""
 
 
 decode_answer = msgspec.msgpack.Decoder(ReadAnswer).decode
@@ -56,12 +56,12 @@ _decode_known = msgspec.json.Decoder(Known).decode
 
 
 def payload_of(kind: str, body: Iterable[bytes], known: Known = Known()) -> tuple[bytes, ...]:
-    """What a worker is sent to read a body in pieces; in pieces, too."""
+    """Return the payload to read a body, in pieces."""
     return (kind.encode() + b"\0" + msgspec.json.encode(known) + b"\0", *body)
 
 
 def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
-    """Reads one request. Raises WeftError, Compiling."""
+    """Read one request. Raises WeftError, Compiling."""
     try:
         if kind in MADE:
             return ReadAnswer(made=MADE[kind](reader, body))
@@ -73,7 +73,7 @@ def read_with(reader: Reader, kind: str, body: bytes) -> ReadAnswer:
 
 
 def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
-    """Reads one request; whatever goes wrong belongs to it alone."""
+    """Read one request. Every error becomes an answer."""
     kind, data, body = payload.split(b"\0", 2)
     try:
         known = _decode_known(data)
@@ -86,7 +86,7 @@ def answer_to(reader: Reader, payload: bytes) -> ReadAnswer:
 
 
 def main() -> None:
-    """Runs a read worker: greeted with its ``Setup``, it answers one body after another."""
+    """Run a read worker: receive the ``Setup``, then answer one body after another."""
 
     def prepare(greeting: bytes) -> Answer:
         setup = msgspec.msgpack.decode(greeting, type=Setup)

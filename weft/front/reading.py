@@ -1,8 +1,9 @@
-"""Reads a request's body: from bytes to the data that the engine and the answer need.
+"""Reading of a request's body: from bytes to the data for the engine and the answer.
 
-All work whose size a client chooses is here: parsing, templates, tokenization, limits. It is a pure function
-of the body, so that the same code runs in a thread of the front (small bodies) and in a process of its own
-(large ones, see ``readers``). No sockets and no event loop here, and nothing of the engine.
+This module does all work whose size a client controls: parsing, templates, tokenization, limits. Reading is
+a pure function of the body. So the same code runs in a thread of the API server (small bodies) and in a
+separate process (large bodies, see ``read_worker``). The module uses no sockets, no event loop and nothing of
+the engine.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ from weft.types.sampling import SamplingParams, TokenParams
 
 R = TypeVar("R", bound=ChatRequest | CompletionRequest | EmbeddingRequest | CountRequest | TokensRequest)
 COLUMN_BYTES = 8
-"""Bytes of one candidate at one position, as the head sends it."""
+"""Bytes of one candidate at one position, as sent by the engine process."""
 ECHO_BYTES = 28
-"""Bytes of one candidate in the JSON of a completion, about."""
+"""Approximate bytes of one candidate in the JSON of a completion."""
 PROMPT_LOGPROB_BYTES = 64
-"""Bytes of one candidate in the JSON of ``prompt_logprobs``, about."""
+"""Approximate bytes of one candidate in the JSON of ``prompt_logprobs``."""
 TAIL_TOKENS = 64
-"""At the end of a prompt of token ids, by which is seen whether it ends inside a thought."""
+"""Number of tokens at the end of a prompt of token ids that are decoded to detect open reasoning."""
 TOKEN_BYTES = 40
-"""Bytes of one position in the JSON of a completion's logprobs, besides its candidates, about."""
+"""Approximate bytes of one position in the JSON of a completion's logprobs, without the candidates."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that fits the model."""
+    """A prompt within the model's limits."""
 
     data: bytes
-    """Ids as a Submit carries them: int32, little-endian."""
+    """Token ids in the form of a Submit: int32, little-endian."""
     max_tokens: int
-    """Output tokens: as asked for, and at most what the context leaves room for."""
+    """Maximum output tokens: the requested number, limited by the free context."""
     text: str = ""
-    """The prompt's text as ``echo`` shows it."""
+    """Text of the prompt for ``echo``."""
 
     @property
     def ids(self) -> list[int]:
@@ -69,39 +70,39 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def count(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return len(self.data) // 4
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A request after reading: everything is checked and resolved."""
+    """A request after reading: checked and resolved."""
 
     prompts: list[Prompt]
     params: SamplingParams
-    """For the text side; lists that only the engine needs are left out."""
+    """Parameters for the text side, without the lists for the engine only."""
     token_params: TokenParams
-    """For the engine, with ``max_tokens`` still to be taken from the prompt."""
+    """Parameters for the engine; ``max_tokens`` is still to be taken from each prompt."""
     asked: AnswerOptions
     continues: bool
-    """Whether the output goes on from the prompt's text."""
+    """True if the output continues the prompt's text."""
     param: str
-    """The parameter that the prompt came in."""
+    """Request field of the prompt."""
     output: OutputSpec = OutputSpec()
-    """How each choice's text is read."""
+    """Settings of the output parser."""
     grammar: Grammar | None = None
-    """What each choice's whole output may be."""
+    """Grammar of each choice's whole output; None without a constraint."""
     sharing: Sharing = Sharing()
     thinking_budget: int | None = None
     facts: bytes = b""
-    """What the answer's shape needs to know of the request, as its API writes it down."""
+    """Facts of the request for the shape of the answer, encoded by the API's own code."""
     pictures: tuple[Picture, ...] = ()
-    """The images of the prompt, of which there is one then, still to be decoded."""
+    """Images of the prompt, still to be decoded. A request with images has exactly one prompt."""
     media: tuple[MediaItem, ...] = ()
-    """The same, decoded."""
+    """Decoded images of the prompt."""
 
 
 class Reader:
-    """Reads requests for one server. Thread-safe."""
+    """Reads requests of one server. Thread-safe."""
 
     def __init__(
         self,
@@ -115,12 +116,10 @@ class Reader:
         pictures: Pictures | None = None,
         waits: bool = True,
     ) -> None:
-        """``names``: of the served model. ``max_response_bytes``: what the part of an answer that repeats
-        the prompt may take. ``grammars``: proves that grammars compile, before any is sent to a head.
-        ``keep_attribution``: see ``weft.front.messages.conversion``. ``pictures``: None where the model takes
-        no images. ``waits``: whether a grammar that takes long is waited for; else every method that reads
-        raises Compiling where there is one.
-        """
+        """``names``: of the served model. ``max_response_bytes``: maximum size of the repeated prompts in
+        an answer. ``grammars``: compiles each grammar before submission to an engine. ``keep_attribution``:
+        see ``weft.front.messages.conversion``. ``pictures``: None if the model takes no images. ``waits``:
+        True to wait for slow grammars; False: reading methods raise Compiling instead."""
         self.text = text
         self.limits = limits
         self._names = names
@@ -135,9 +134,9 @@ class Reader:
     def knowing(
         self, files: Mapping[str, ImageHeader], client: int = 0, grammars: Grammars | None = None
     ) -> Reader:
-        """The same reader for one request of ``client``, of whose images ``files`` were fetched, by their
-        URLs. Until all are, reading it raises NeedsFiles. ``grammars`` replaces that of the reader.
-        """
+        """Return a copy of the reader for one request. ``files``: headers of the request's fetched images,
+        by URL; reading raises NeedsFiles while one is missing. ``client``: number of the API key.
+        ``grammars``: replaces the reader's own."""
         if not files and not client and grammars is None:
             return self
         made = copy.copy(self)
@@ -148,27 +147,28 @@ class Reader:
 
     @property
     def system_inside(self) -> bool:
-        """True when the chat template shows a system message that is not the first one."""
+        """True if the chat template shows system messages after the first message."""
         return shows_system_inside(self.text.chat)
 
     @property
     def users_apart(self) -> bool:
-        """True when the chat template takes two messages of the user in a row."""
+        """True if the chat template takes two user messages in a row."""
         return shows_users_apart(self.text.chat)
 
     def check_model(self, name: str) -> None:
-        """Raises NotFound unless ``name`` is served."""
+        """Raise NotFound unless ``name`` is served."""
         check_model(name, self._names)
 
     def named(self, asked: R) -> R:
-        """``asked`` with a model: the server's own where the request names none. Raises NotFound."""
+        """Return ``asked`` with a model: by default the server's own. Raises NotFound for an unknown
+        model."""
         if asked.model is None:
             return msgspec.structs.replace(asked, model=self._names[0])
         check_model(asked.model, self._names)
         return asked
 
     def chat(self, body: bytes) -> Job:
-        """Reads a chat request. Raises WeftError."""
+        """Read a chat request. Raises WeftError."""
         asked = self.named(parse(body, ChatRequest))
         thoughts = asked.thoughts()
         try:
@@ -178,8 +178,8 @@ class Reader:
             raise renamed(error, thoughts.names) from None
 
     def converse(self, asked: Conversation, *, clip: bool = False) -> Job:
-        """Reads what any API for conversations asks. ``clip``: more output than the context leaves room for
-        may be asked for. Raises WeftError."""
+        """Read a conversation of any API. ``clip``: reduce ``max_tokens`` to the free context instead of an
+        error. Raises WeftError."""
         param = "messages" if asked.prompt_ids is None else "prompt_token_ids"
         pictures: tuple[Picture, ...] = ()
         if asked.prompt_ids is None:
@@ -189,6 +189,7 @@ class Reader:
         output = output_of(asked, prompt)
         self._check_budget(asked)
         params = asked.params
+        # `clip` needs room for one token; without room, the usual context error is right.
         room = self.limits.max_model_len - len(prompt.ids)
         if clip and params.max_tokens is not None and params.max_tokens > room >= 1:
             params = msgspec.structs.replace(params, max_tokens=room)
@@ -220,21 +221,21 @@ class Reader:
             )
 
     def _given(self, ids: list[int]) -> ChatPrompt:
-        """A prompt that the client has rendered itself."""
+        """Return the prompt for token ids rendered by the client. Raises WeftError for invalid ids."""
         self._prompt(ids, "prompt_token_ids", echo=False)
-        prompt_bytes(ids, self.limits, "prompt_token_ids")  # they are ids of the model
+        prompt_bytes(ids, self.limits, "prompt_token_ids")  # raises for ids outside the vocabulary
         known = [token for token in ids[-TAIL_TOKENS:] if token < self.text.tokenizer.vocab_size]
         end = self.text.tokenizer.decode(known, skip_special_tokens=False)
         return ChatPrompt(ids, end, self.text.output.in_thought(end, ""))
 
     def prompted(self, asked: Conversation) -> tuple[ChatPrompt, tuple[Picture, ...]]:
-        """The prompt as the model gets it: as many placeholders for each image as it has tokens. Raises
-        WeftError, or NeedsFiles.
-        """
+        """Return the final prompt, with one placeholder per image token, and the images. Raises WeftError,
+        or NeedsFiles."""
         prompt = self._rendered(asked)
         if not prompt.shown or self._pictures is None:
             return prompt, ()
         found = self._pictures.measured(prompt.shown, self._files)
+        # Each image has one placeholder so far and will get `count`: check before the expansion.
         least = len(prompt.ids) + sum(picture.count - 1 for picture in found)
         if least > self.limits.max_model_len:
             raise self._too_long(TooManyTokens(least), "messages")
@@ -245,7 +246,7 @@ class Reader:
         return msgspec.structs.replace(prompt, ids=ids), tuple(placed)
 
     def _rendered(self, asked: Conversation) -> ChatPrompt:
-        """The prompt that the chat template makes. Raises WeftError."""
+        """Return the prompt rendered by the chat template. Raises WeftError."""
         try:
             return self.text.chat.encode(
                 asked.messages,
@@ -262,7 +263,7 @@ class Reader:
             raise self._too_long(error, "messages") from None
 
     def completions(self, body: bytes) -> Job:
-        """Reads a completions request. Raises WeftError."""
+        """Read a completions request. Raises WeftError."""
         asked = self.named(parse(body, CompletionRequest))
         params = asked.sampling()
         form = form_of(asked, params, echo=bool(asked.echo), prompt_only=asked.prompt_only)
@@ -271,7 +272,8 @@ class Reader:
         if constraint is not None:
             self._check_grammar(constraint.grammar, constraint.param)
         prompts = [self._prompt(prompt, "prompt", form.echo) for prompt in asked.prompts()]
-        if params.max_tokens is None:  # OpenAI's default length, cut to what the longest prompt leaves
+        # OpenAI's default length, limited by the free context of the longest prompt
+        if params.max_tokens is None:
             room = self.limits.max_model_len - max(len(ids) for ids, _ in prompts)
             least = min(DEFAULT_COMPLETION_TOKENS, max(room, 1))
             params = msgspec.structs.replace(params, max_tokens=least)
@@ -280,7 +282,7 @@ class Reader:
         )
 
     def embeddings(self, body: bytes) -> Job:
-        """Reads an embeddings request. Raises WeftError."""
+        """Read an embeddings request. Raises WeftError."""
         asked = self.named(parse(body, EmbeddingRequest))
         prompts = [self._prompt(prompt, "input", echo=False)[0] for prompt in asked.prompts()]
         return Job(
@@ -296,7 +298,7 @@ class Reader:
         )
 
     def _prompt(self, prompt: str | list[int], param: str, echo: bool) -> tuple[list[int], str]:
-        """(ids, text as ``echo`` shows it)."""
+        """Return (token ids, text for ``echo``). Raises ContextLength."""
         if isinstance(prompt, str):
             check_text(prompt, param)
             try:
@@ -355,11 +357,12 @@ class Reader:
         )
 
     def _check_grammar(self, grammar: Grammar, param: str) -> None:
-        """Raises InvalidRequest, naming ``param``, for a grammar that does not compile in time, Compiling."""
+        """Compile ``grammar``. Raises InvalidRequest, with ``param``, for a grammar that fails or takes too
+        long, and Compiling for a compile under way if the reader does not wait."""
         if self._grammars is None:
             return
         try:
-            check_tree(grammar)  # what waits for its turn is small
+            check_tree(grammar)  # so no large grammar waits in the queue
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param, code=error.error_code) from None
         task = self._grammars.submit(grammar, self._client)
@@ -376,17 +379,18 @@ class Reader:
     def _check_answer(
         self, prompts: Sequence[Prompt], params: SamplingParams, asked: AnswerOptions, param: str
     ) -> None:
-        """Bounds the part of the answer that repeats the prompts, before anything is computed."""
+        """Raise InvalidRequest if the repeated prompts in the answer would exceed the limit. Runs before
+        any computation."""
         width = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         tokens = sum(prompt.count for prompt in prompts)
-        size = tokens * COLUMN_BYTES * width  # held until the last choice that shows it has ended
+        size = tokens * COLUMN_BYTES * width  # held until the end of the last choice that shows the prompt
         if not asked.stream:
             shown = 4 * tokens if asked.return_token_ids else 0
             shown += tokens * PROMPT_LOGPROB_BYTES * width if asked.prompt_logprobs else 0
             if asked.echo:
                 shown += sum(len(prompt.text.encode()) for prompt in prompts)
                 shown += tokens * (TOKEN_BYTES + ECHO_BYTES * width) if width else 0
-            # Every choice of a completion shows its prompt's part; a chat's answer has one.
+            # Every choice of a completion repeats the prompt; a chat answer shows the prompt once.
             size = max(size, shown * (params.n if param == "prompt" else 1))
         if size > self._max_response_bytes:
             wanted = {
@@ -404,14 +408,14 @@ class Reader:
 
 
 def takes_too_long(param: str) -> InvalidRequest:
-    """The error of a grammar that was not compiled in time."""
+    """Return the error for a compile time-out of a grammar."""
     return InvalidRequest(
         f"{param} takes too long to compile; ask for something simpler", param=param, code="grammar_timeout"
     )
 
 
 def check_model(name: str, names: Sequence[str]) -> None:
-    """Raises NotFound unless ``name`` is served."""
+    """Raise NotFound unless ``name`` is served."""
     if name not in names:
         shown = printable(name, 64)
         raise NotFound(f"the model {shown} does not exist here", param="model", code="model_not_found")

@@ -1,4 +1,4 @@
-"""Measures one request for metrics, and traces it where requests are traced."""
+"""Times of one request for metrics, log and trace."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.types.messages import TokenEvent
 
 
 class RequestTimes:
-    """Measures one request from its arrival; ``event`` is called with each token event as it comes."""
+    """Measures one request from its arrival. The caller passes each token event to ``event``."""
 
     def __init__(
         self, metrics: Metrics, trace: RequestTrace | None = None, facts: RequestFacts | None = None
     ) -> None:
-        """``facts``: of a request whose end is logged."""
+        """``facts``: facts for the log line; None if requests are not logged."""
         self._metrics = metrics
         self._trace = trace
         self._facts = facts
@@ -29,28 +29,29 @@ class RequestTimes:
 
     @property
     def context(self) -> SpanContext | None:
-        """The request's span; None when it is not traced."""
+        """Context of the request's span; None without tracing."""
         return None if self._trace is None else self._trace.context
 
     def named(self, name: str) -> None:
-        """The answer has the id ``name``."""
+        """Record the id of the answer."""
         if self._facts is not None:
             self._facts.id = name
 
     def asked(self, prompt: int, n: int, most: int) -> None:
-        """The request was read: ``prompt`` tokens, ``n`` choices, at most ``most`` output tokens each."""
+        """Record the size of the request: ``prompt`` tokens, ``n`` choices, at most ``most`` output tokens
+        per choice."""
         self._metrics.asked_n.observe(n)
         self._metrics.asked_tokens.observe(most)
         if self._facts is not None:
             self._facts.prompt_tokens = prompt
 
     def mark(self, name: str) -> None:
-        """Something happened to the request, for its trace."""
+        """Add a mark to the request's trace."""
         if self._trace is not None:
             self._trace.mark(name)
 
     def event(self, event: TokenEvent) -> None:
-        """A token event of the request arrived."""
+        """Record a token event."""
         if event.cache_miss is not None:
             self._metrics.misses.labels(self._metrics.model, event.cache_miss.reason).inc()
         if not event.token_ids:
@@ -69,7 +70,7 @@ class RequestTimes:
         self._last[event.sequence] = now
 
     def done(self, prompt: int, generated: Sequence[int], reasons: Sequence[str]) -> None:
-        """The request was answered in full. ``generated``: output tokens of each choice."""
+        """Record the end of a fully answered request. ``generated``: output tokens of each choice."""
         metrics = self._metrics
         model = self._metrics.model
         took, longest = time.monotonic() - self._start, max(generated, default=0)
@@ -89,20 +90,20 @@ class RequestTimes:
         self._log(*reasons)
 
     def failed(self, code: str) -> None:
-        """The request ended in an error."""
+        """Record the end of a request with an error. ``code``: the error's code."""
         self._metrics.failure.labels(self._metrics.model, code).inc()
         if self._trace is not None:
             self._trace.end(code)
         self._log(code)
 
     def close(self) -> None:
-        """Nothing more is done for the request. After ``done`` and ``failed`` it changes nothing."""
+        """End the record of the request. No effect after ``done`` and ``failed``."""
         if self._trace is not None:
             self._trace.end("the request was given up")
         self._log("given_up")
 
     def _log(self, *end: str) -> None:
-        """Logs the end of the request, once."""
+        """Log the end of the request, at most once."""
         facts, self._facts = self._facts, None
         if facts is not None:
             log_end(facts, self._metrics.model, self._first, time.monotonic() - self._start, end)

@@ -1,4 +1,4 @@
-"""The span of one client's request, in the front: all others of the request are parts of it."""
+"""Span of one client request in the API server; parent of all other spans of the request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from weft.tracing.writer import SpanWriter
 
 
 class RequestTrace:
-    """The root span of one request, from its arrival until it is answered. Ends once; later ends are
-    ignored.
-    """
+    """Root span of one request, from arrival to answer. Ends once; later calls of ``end`` are ignored."""
 
     def __init__(self, writer: SpanWriter, kind: str, header: str | None) -> None:
-        """``header``: the client's ``traceparent``, if it sent one; anything that is none is ignored."""
+        """``header``: the client's ``traceparent``, if any. An invalid value is ignored."""
         caller = None if header is None else parse_traceparent(header[: MAX_TRACEPARENT + 1])
         context = SpanContext.root() if caller is None else caller.child()
         parent = "" if caller is None else caller.span
@@ -24,20 +22,20 @@ class RequestTrace:
 
     @property
     def context(self) -> SpanContext:
-        """The context of the request's span."""
+        """Context of the request's span."""
         return self._span.context
 
     def mark(self, name: str) -> None:
-        """Something happened to the request."""
+        """Add a mark to the span."""
         if self._open:
             self._span.mark(name, time.monotonic())
 
     def note(self, **counts: int) -> None:
-        """Counts of the request."""
+        """Set counts as attributes of the span."""
         self._span.attributes.update({f"weft.{name}": count for name, count in counts.items()})
 
     def end(self, error: str | None = None) -> None:
-        """Ends the span: the request was answered, or failed with the code ``error``."""
+        """End the span. ``error``: code of the error; None for an answered request."""
         if self._open:
             self._open = False
             self._writer.write(self._span, time.monotonic(), error)

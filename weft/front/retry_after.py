@@ -1,7 +1,7 @@
-"""When a request that was refused for want of room should come again: by how fast others end.
+"""Retry times for requests refused for lack of room, from the present rate of ended requests.
 
-Refused requests are given turns, one for each request that will have ended by then at the present rate, so
-that they do not all come back at once.
+Each refused request gets a position in a line. Positions follow the expected ends of running requests, so
+that refused requests do not all come back at once.
 """
 
 from __future__ import annotations
@@ -9,34 +9,35 @@ from __future__ import annotations
 from collections import deque
 
 KEPT = 64
-"""Ends that the rate is measured by."""
+"""Number of recent ends used for the rate."""
 WINDOW = 60.0
-"""Seconds after which an end says nothing about the present rate."""
+"""Maximum age of an end used for the rate, in seconds."""
 LEAST, MOST = 1.0, 60.0
-"""Seconds that a client is told to wait."""
+"""Minimum and maximum of the retry time, in seconds."""
 
 
 class RetryAfter:
-    """The rate of ends, and the turns that were given. ``now`` is any clock's time, in seconds."""
+    """Rate of ended requests, and the positions given out. ``now``: time of any clock, in seconds."""
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=KEPT)
         self._turn = 0.0
 
     def ended(self, now: float) -> None:
-        """A request has ended, and room with it."""
+        """Record the end of a request."""
         self._ends.append(now)
 
     def refused(self, now: float) -> float:
-        """Seconds after which the request that was just refused should come again."""
+        """Return the seconds after which a just refused request should retry."""
         rate = self.rate(now)
         if rate is None:
             return LEAST
+        # The next position is one expected end later.
         self._turn = min(max(self._turn, now) + 1.0 / rate, now + MOST)
         return max(self._turn - now, LEAST)
 
     def rate(self, now: float) -> float | None:
-        """Ends a second, at present; None when too few are known."""
+        """Return the present rate of ends per second; None if too few ends are known."""
         while self._ends and now - self._ends[0] > WINDOW:
             self._ends.popleft()
         if len(self._ends) < 2:

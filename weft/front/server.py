@@ -1,4 +1,4 @@
-"""The front as a process: from a bound port over a ready line to an exit status."""
+"""The API server as a process: from a bound port and a ready line to an exit status."""
 
 from __future__ import annotations
 
@@ -39,35 +39,36 @@ from weft.links.owner import Owner
 log = weft_log.get_logger(__name__)
 
 GRACE = 2
-"""Seconds that connections get to take their last bytes when the server stops."""
+"""Seconds for the last bytes of connections when the server stops."""
 SWITCH_INTERVAL = 0.0005
-"""Seconds for which a text thread may keep the event loop from running Python."""
+"""Maximum seconds for which a text thread keeps the event loop from running Python."""
 BACKLOG = 512
-"""Connections that the kernel keeps until they are accepted. As many may be taken at once, 0.1 ms each."""
+"""Connections queued in the kernel before accept. As many may be accepted at once, 0.1 ms each."""
 SEND_BUFFER = 64 << 10
-"""Bytes that the kernel takes of a connection's answers before its client has them. Its own choice grows to
-megabytes, which hide that a client does not read."""
+"""Bytes of answers that the kernel buffers per connection. The kernel's own choice grows to megabytes,
+which would hide a client that does not read."""
 FORCED = 130
-"""Exit status when a second signal cut requests off."""
+"""Exit status after a second signal cut requests off."""
 
 
 class FrontSupervisor(Protocol):
-    """The process that runs this front, and owns the heads."""
+    """The process that runs this API server and owns the engine processes."""
 
     serving: bool
-    """Whether other fronts answer requests already: then this one takes no connection before it can."""
+    """True if other API servers answer requests already. Then this process accepts no connection before it
+    is ready."""
 
     def attach(self, drain: Callable[[], None], stop: Callable[[], None]) -> None:
-        """Has the one called when this front is told to drain, and the other when it is told to stop now.
+        """Register the callbacks for a requested drain and a requested immediate stop.
 
-        On the running event loop.
+        The callbacks run on the running event loop.
         """
 
     def ready(self) -> None:
-        """Hears that this front answers requests."""
+        """Note that this API server answers requests now."""
 
     def drain(self) -> None:
-        """Drains and ends the whole server."""
+        """Drain and end the whole server."""
 
 
 def serve(
@@ -77,17 +78,20 @@ def serve(
     supervisor: FrontSupervisor | None = None,
     siblings: Siblings | None = None,
 ) -> int:
-    """Serves until a signal (0, after draining), a second one (130) or the death of the last head (1).
+    """Serve until a signal (0, after draining), a second signal (130) or the death of the last engine
+    process (1). Return the exit status.
 
-    A signal that comes before the server is ready ends it at once, with status 128 and the signal's number.
+    A signal before the server is ready ends the server at once, with status 128 plus the signal's number.
 
-    ``owner`` owns the heads. Without ``supervisor`` they are this server's: they have been told to stop, or
-    are dead, when this returns. With it they are shared with other fronts and live on; signals are ignored,
-    and the port is shared. Call from the main thread: it takes ``signals.STOPS``, and leaves them ignored,
-    since what follows is the process's end. Raises ConfigError when the port or the tokenizer can't be used.
+    ``owner`` owns the engine processes. Without ``supervisor`` the engine processes belong to this server,
+    and have been told to stop, or are dead, at the return. With ``supervisor`` the engine processes are
+    shared with other API servers and live on; signals are ignored, and the port is shared. Call from the
+    main thread. ``signals.STOPS`` are handled here and ignored after the return, because only the end of
+    the process follows. Raises ConfigError for an unusable port or tokenizer.
     """
     caught: list[int] = []
-    if supervisor is None:  # whatever a handler raises while the event loop begins leaves it half begun
+    # Only record signals for now: an exception in a handler would leave the event loop half started.
+    if supervisor is None:
         for number in signals.heeded():
             signal.signal(number, lambda number, _: caught.append(number))
     at_once = supervisor is None or not supervisor.serving
@@ -99,10 +103,9 @@ def serve(
 
 
 def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) -> socket.socket:
-    """A socket at the address, which listens unless it only reserves it. Raises ConfigError naming the flags.
-
-    ``shared``: beside other sockets of this server.
-    """
+    """Return a socket bound to the address. ``listens``: also listen; otherwise only reserve the address.
+    ``shared``: allow other sockets of this server on the same port. Raises ConfigError that names the
+    flags."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -122,7 +125,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
             raise
         return listener
     except OSError as error:
-        # Python words some of these errors itself, with the address in them; the system's words are plain.
+        # Python rewords some of these errors, with the address in the text; the system's text is plain.
         number = error.errno or 0
         system = os.strerror(number) if number > 0 else error.strerror
         reason = (system or "unknown reason").lower()
@@ -132,7 +135,7 @@ def bind(host: str, port: int, *, shared: bool = False, listens: bool = True) ->
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn, with signals left to ``FrontServer``."""
+    """uvicorn server without signal handling: ``FrontServer`` handles the signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -140,7 +143,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _Connection(Connection):
-    """Has the gate count what never became a request."""
+    """Connection with reports to the gate, which counts refused connections that never became a request."""
 
     def _refuse(self, error: WeftError) -> None:
         super()._refuse(error)
@@ -150,7 +153,7 @@ class _Connection(Connection):
 
 
 class FrontServer:
-    """One run of the front: link, HTTP and signals, and the order in which they begin and end."""
+    """One run of the API server: link, HTTP and signals, with the order of start and end."""
 
     def __init__(
         self,
@@ -168,13 +171,14 @@ class FrontServer:
         self._listener = listener
         self._supervisor = supervisor
         self._signal = 0
-        """The first one that came."""
+        """First received signal; 0 before."""
 
     async def run(self, caught: Sequence[int] = ()) -> int:
-        """Returns the exit status. ``caught``: signals that came while the event loop began."""
+        """Run the server and return the exit status. ``caught``: signals received during the start of the
+        event loop."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._open = asyncio.Event()
-        """Set when this front can answer requests."""
+        """Set once this API server can answer requests."""
         handled = signals.heeded() if self._supervisor is None else []
         for number in handled:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
@@ -191,6 +195,7 @@ class FrontServer:
         try:
             return await self._live(serving)
         finally:
+            # Order: fail the open requests, give the answers time to leave, end HTTP, then ignore signals.
             front.lifecycle.move(Phase.DEAD)
             await front.close(shutdown=self._supervisor is None)
             await self._until_idle(GRACE)
@@ -199,14 +204,15 @@ class FrontServer:
             if self._waits_to_listen:
                 serving.cancel()
             await asyncio.wait({serving}, timeout=2 * GRACE + 1)
-            signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)  # the loop gives them their default back
+            # The loop restores the default handlers, so block the signals first.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)
             for number in handled:
                 asyncio.get_running_loop().remove_signal_handler(number)
             signals.ignore()
 
     @property
     def _waits_to_listen(self) -> bool:
-        """Whether connections are other fronts' until this one can answer requests."""
+        """True while other API servers take all connections: this process cannot answer requests yet."""
         return self._supervisor is not None and self._supervisor.serving and not self._open.is_set()
 
     async def _serve_http(self, http: uvicorn.Server) -> None:
@@ -231,7 +237,7 @@ class FrontServer:
             lifespan="off",
             access_log=False,
             log_config=None,
-            log_level="error",  # its warnings are of what clients send: they could fill the log with them
+            log_level="error",  # uvicorn's warnings are about client errors, so clients could fill the log
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,
@@ -241,7 +247,7 @@ class FrontServer:
     # -- phases -------------------------------------------------------------------------------------
 
     async def _live(self, serving: asyncio.Task[None]) -> int:
-        """Start, serve, drain. Returns the exit status, with the link still open."""
+        """Start, serve and drain. Return the exit status; the links stay open."""
         front = self._front
         try:
             if not await self._unless_stopped(front.start(), serving):
@@ -253,7 +259,7 @@ class FrontServer:
         except WeftError as error:
             log.error("the server can't start: %s", error.message)
             return 1
-        gc.freeze()  # objects that exist as long as the server are not scanned again
+        gc.freeze()  # objects with the lifetime of the server are not scanned again
         front.lifecycle.move(Phase.READY)
         self._open.set()
         self._announce()
@@ -268,11 +274,13 @@ class FrontServer:
         return await self._drain()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any], serving: asyncio.Task[None]) -> bool:
-        """Runs ``work`` until a signal or the end of HTTP. Whether it came to its end; raises its error."""
+        """Run ``work`` until a signal or the end of HTTP. Return True if ``work`` finished. Raises the
+        exception of ``work``."""
         task = asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({task, stop, serving}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
+        # Also if a signal arrived at the same time: finished work counts.
         if task.done():
             task.result()
             return True
@@ -281,7 +289,8 @@ class FrontServer:
         return False
 
     async def _drain(self) -> int:
-        """Lets running requests finish; new ones are refused meanwhile."""
+        """Let running requests finish, within the drain time-out, and refuse new requests. Return the exit
+        status."""
         front = self._front
         front.lifecycle.move(Phase.DRAINING)
         self._owner.drain()
@@ -299,7 +308,7 @@ class FrontServer:
         return FORCED if self._stop_now.is_set() else 0
 
     async def _until_idle(self, seconds: float) -> None:
-        """Waits until no request is active, at most ``seconds``, and not past a second signal."""
+        """Wait until no request is active, for at most ``seconds`` and until a second signal."""
         front = self._front
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
@@ -307,14 +316,15 @@ class FrontServer:
             await asyncio.sleep(0.02)
 
     def _on_signal(self, number: int) -> None:
-        # A terminal that is closed sends SIGHUP more than once, and its shell does, too: none of them cuts.
+        # A closing terminal sends SIGHUP more than once, and so does its shell. SIGHUP never cuts requests
+        # off.
         if self._signal and number != signal.SIGHUP:
             self._stop_now.set()
         self._signal = self._signal or number
         self._stop.set()
 
     def _drain_asked(self) -> None:
-        """An operator asks by HTTP; asked again, nothing is cut."""
+        """Handle an operator's drain request by HTTP. Idempotent: a repeated request cuts no request off."""
         if self._supervisor is not None:
             self._supervisor.drain()
         elif not self._signal:
@@ -341,10 +351,11 @@ def _requests(count: int) -> str:
 
 
 def ready_text(listener: socket.socket, config: EngineConfig, section: FrontSection, *, chats: bool) -> str:
-    """What is printed when the server answers requests: one line for machines, one command for people.
-    ``chats``: there is a chat template.
+    """Return the text printed once the server answers requests: a line for machines, and a command for
+    people. ``chats``: True if the model has a chat template.
 
-    The first line is ``weft is ready: URL model=NAME``; its form is a contract of the command line.
+    The first line is ``weft is ready: URL model=NAME``. The form of the line is a contract of the command
+    line.
     """
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,9 +1,9 @@
-"""The path that both kinds of completion take: read, submit, generate, answer or stream.
+"""Common path of all generating routes: read, submit, generate, answer or stream.
 
-What a client can make large is done off the event loop, in pieces: reading its body (``Front.read``), and
-formatting logprobs and long answers.
+Work of a size chosen by the client runs off the event loop, in pieces: reading the body (``Front.read``),
+and formatting logprobs and long answers.
 
-The answer's shape is the only difference between them, and is an object (``AnswerShape``).
+Routes differ only in the shape of the answer, an object (``AnswerShape``).
 """
 
 from __future__ import annotations
@@ -33,49 +33,51 @@ from weft.text.choice import TextDelta
 log = get_logger(__name__)
 
 SEND_GRACE = 5.0
-"""Seconds after a request's deadline in which its last event may still be sent."""
+"""Seconds after a request's deadline in which the last event may still be sent."""
 
 
 HEAVY = 512
-"""Logprob candidates that are put into JSON in a thread, rather than between the steps of other streams."""
+"""Number of logprob candidates from which JSON is made in a thread, not between the steps of other
+streams."""
 LONG_ANSWER = 4096
-"""Output tokens of an answer that is put into JSON in a thread."""
+"""Number of tokens, prompt included, from which an answer's JSON is made in a thread."""
 PIECE = 256 << 10
-"""Bytes of a long answer that are made at once."""
+"""Minimum bytes of a long answer that are made at once."""
 
 
 class AnswerShape(Protocol):
-    """How deltas become JSON. One object a request; the methods are called in this order, from one thread at
-    a time. Of an answer that is not streamed only ``take`` and ``whole`` are."""
+    """Conversion of deltas to JSON; one object per request. Calls come in the order below, from one thread
+    at a time. An answer that is not streamed uses only ``take`` and ``whole``."""
 
     @property
     def form(self) -> StreamForm:
-        """How its stream is written."""
+        """Format of the stream."""
 
     def opening(self) -> list[Any]:
-        """Chunks before the first delta."""
+        """Return the chunks before the first delta."""
 
     def weight(self, delta: TextDelta) -> int:
-        """Logprob candidates that the delta's chunks show."""
+        """Return the number of logprob candidates in the delta's chunks."""
 
     def chunks(self, delta: TextDelta) -> list[Any]:
-        """Chunks of one delta."""
+        """Return the chunks of one delta."""
 
     def closing(self, usage: Usage) -> list[Any]:
-        """Chunks after the last delta."""
+        """Return the chunks after the last delta."""
 
     def failed(self, error: ErrorInfo) -> list[Any]:
-        """Chunks that end a stream that cannot go on, after any of the others."""
+        """Return the chunks that end a failed stream. May follow any other call."""
 
     def take(self, delta: TextDelta) -> None:
-        """Notes a delta of an answer that is not streamed."""
+        """Record a delta of an answer that is not streamed."""
 
     def whole(self, usage: Usage) -> Iterator[bytes]:
-        """The JSON of an answer that is not streamed, in pieces."""
+        """Yield the JSON of an answer that is not streamed, in pieces."""
 
 
 Prepare = Callable[[list[bytes], Upload], Awaitable[list[bytes]]]
-"""Makes what is read out of a body; more than the body itself counts as its upload, too. Raises WeftError."""
+"""Returns the bytes to read for a body, e.g. with stored items. Bytes beyond the body also count as the
+upload. Raises WeftError."""
 
 
 async def _as_it_came(body: list[bytes], upload: Upload) -> list[bytes]:
@@ -89,11 +91,12 @@ async def handle(
     make_shape: Callable[[Generation], AnswerShape],
     prepare: Prepare = _as_it_came,
 ) -> Response:
-    """Answers one request; ``kind`` says how its body is read. Raises WeftError for what fails before the
-    first byte."""
+    """Answer one request; ``kind`` selects the reader. Raises WeftError for a failure before the first byte
+    of the answer."""
     facts = front.facts(kind, request.scope)
     times = RequestTimes(front.metrics, front.trace(kind, request.headers.get("traceparent")), facts)
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
+    # `held` releases in reverse order. A stream takes over all resources with `pop_all`.
     with contextlib.ExitStack() as held:
         held.callback(times.close)
         try:
@@ -112,7 +115,7 @@ async def handle(
             async with within(deadline):
                 made = await prepare(body, upload)
                 await front.read(kind, made, generation.build, images, generation.client)
-            del body, made  # it may be large, and the answer long
+            del body, made  # body and answer may be large
             upload.close()
             generation.submit()
             shape = make_shape(generation)
@@ -128,7 +131,7 @@ async def handle(
 
 
 async def read_only(front: Front, request: Request, kind: str, prepare: Prepare = _as_it_came) -> Job:
-    """Reads a request that nothing is generated for. Raises WeftError."""
+    """Read a request without generation and return the job. Raises WeftError."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
     with front.bodies.upload() as upload:
@@ -170,7 +173,7 @@ async def _answer(
 async def _pieces(
     front: Front, generation: Generation, pieces: Iterator[bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """A long answer: each piece is made when the client has taken the one before."""
+    """Yield a long answer. Each piece is made after the client took the previous piece."""
 
     def take() -> bytes:
         made = bytearray()
@@ -184,9 +187,10 @@ async def _pieces(
 
 
 async def _first(generation: Generation) -> list[TextDelta]:
-    """The first deltas; so that a request the head refuses gets an HTTP status, not a stream.
+    """Wait for the first deltas and return them. So a request refused by the engine gets an HTTP error, not
+    a stream.
 
-    Empty when it has not refused it, and has not begun it for so long that the stream must begin.
+    Return an empty list if the engine has not answered for so long that the stream must begin.
     """
     deltas: list[TextDelta] = []
     with Silence(generation.flow) as silence:
@@ -196,7 +200,7 @@ async def _first(generation: Generation) -> list[TextDelta]:
 
 
 async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[bytes]:
-    """The events of one delta."""
+    """Return the events of one delta."""
 
     def encode() -> list[bytes]:
         return [shape.form.event(chunk) for chunk in shape.chunks(delta)]
@@ -205,7 +209,8 @@ async def _encode(front: Front, shape: AnswerShape, delta: TextDelta) -> list[by
 
 
 async def _encode_end(front: Front, shape: AnswerShape, usage: Usage) -> list[bytes]:
-    """The events behind the last delta: they may repeat the whole answer, and count tokens of its parts."""
+    """Return the events after the last delta. The events may repeat the whole answer and count tokens of
+    parts."""
 
     def encode() -> list[bytes]:
         return [shape.form.event(chunk) for chunk in shape.closing(usage)]
@@ -221,13 +226,15 @@ async def _events(
     first: Sequence[TextDelta],
     times: RequestTimes,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; a failure is its last event."""
+    """Yield the events of a stream. A failure becomes the last event."""
     try:
         async with watched(receive, generation.flow):
             with Silence(generation.flow) as silence:
                 deltas = first
                 opened = False
                 while True:
+                    # The opening waits for the first delta, so that keep-alive comments may come before the
+                    # opening.
                     if deltas and not opened:
                         opened = True
                         for chunk in shape.opening():
@@ -247,7 +254,7 @@ async def _events(
             if shape.form.end:
                 yield shape.form.end
             generation.succeeded()
-    except GeneratorExit:  # closed before its end: the client did not read it by its deadline
+    except GeneratorExit:  # closed early: the client did not read the stream by the deadline
         times.failed(DeadlineExceeded.code)
         raise
     except Cancelled as error:

@@ -1,4 +1,4 @@
-"""Which conversation a request is a turn of: agents say so in a header, other clients in the body."""
+"""Session of a request: agents name the session in a header, other clients in the body."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
-"""The first of them that is there counts."""
+"""Headers in order of priority."""
 LONGEST = 1024
-"""Characters that count of a name."""
+"""Maximum characters of a name that count."""
 
 
 def session_of(headers: Mapping[str, str], label: str = "") -> str:
-    """A hash of the session's name and of the key that the client sent with it, so that nobody takes part in
-    a session of another key; "" where the request names none. ``label``: of the body, where no header does.
-    """
+    """Return a hash of the session's name and the client's key; "" without a name. The key prevents access
+    to sessions of other keys. ``label``: name from the body, used if no header names a session."""
     name = next((headers[header] for header in HEADERS if headers.get(header)), label)
     if not name:
         return ""
     key = headers.get("authorization") or headers.get("x-api-key") or ""
+    # The length separates key and name: different pairs never give the same bytes.
     data = f"{len(key)}:{key}{name[:LONGEST]}".encode("utf-8", "surrogatepass")
     return blake2b(data, digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""What reading requests takes: the same for the front's threads and for its read workers."""
+"""Setup for reading requests, common to the API server's threads and to read workers."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from weft.text.submit import ModelLimits
 from weft.types.grammar import Grammar
 
 CHECKER = "llguidance"
-"""Grammars are checked by it whatever compiles them at the heads: it needs no torch."""
+"""Backend for grammar checks, whatever backend the engines use: llguidance needs no torch."""
 
 
 class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The text model, by its files and flags."""
+    """Files and flags of the text model."""
 
     tokenizer: str
     chat_template: str | None = None
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     variables: dict[str, Any] = {}
-    """Of the chat template, where a request sets none."""
+    """Chat template variables for requests without their own."""
     images: MediaFacts | None = None
-    """None where the model takes none."""
+    """Image facts of the model; None for a model without images."""
     most_images: int = 0
-    """Of a conversation."""
+    """Maximum images of a conversation."""
 
     @classmethod
     def of(cls, config: EngineConfig, section: FrontSection) -> TextSetup:
-        """What a server's settings say."""
+        """Return the text setup of a server's settings."""
         return cls(
             tokenizer=str(config.tokenizer_path),
             chat_template=section.chat_template,
@@ -52,7 +52,7 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def load(self) -> TextModel:
-        """Raises ConfigError."""
+        """Load the text model. Raises ConfigError."""
         images, hidden = image_rules(self.images, self.most_images)
         return TextModel.load(
             self.tokenizer,
@@ -66,7 +66,7 @@ class TextSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """The text model, and the arguments of ``Reader``."""
+    """The text model and the arguments of ``Reader``."""
 
     text: TextSetup
     names: tuple[str, ...]
@@ -75,10 +75,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     keep_attribution: bool = False
     media: MediaSection = MediaSection()
     grammar_timeout: float = 10.0
-    """Seconds in which a grammar must be compiled."""
+    """Maximum seconds for compiling a grammar."""
 
     def reader(self, text: TextModel, grammars: Grammars | None = None, *, waits: bool = True) -> Reader:
-        """A reader over ``text``. ``grammars``, ``waits``: see ``Reader``."""
+        """Return a reader over ``text``. ``grammars``, ``waits``: see ``Reader``."""
         return Reader(
             text,
             self.names,
@@ -92,8 +92,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarCheck:
-    """Compiles grammars, to prove that they can be, in processes that start with the first one.
-    Thread-safe."""
+    """Checks grammars by compiling, in processes that start with the first grammar. Thread-safe."""
 
     def __init__(self, setup: Setup) -> None:
         limits = setup.limits
@@ -107,7 +106,7 @@ class GrammarCheck:
         self._service = GrammarService(self._compiler, timeout=setup.grammar_timeout)
 
     def submit(self, grammar: Grammar, client: int) -> Compile:
-        """See ``GrammarService.submit``."""
+        """Start a compile, see ``GrammarService.submit``."""
         return self._service.submit(grammar, client)
 
     def close(self) -> None:

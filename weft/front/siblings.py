@@ -1,8 +1,8 @@
-"""The fronts of one server ask each other: for their own metrics, so that whichever is scraped answers for
-all, and to abort a request, whichever has it.
+"""Messages between the API servers of one server. Each API server can answer a scrape of the metrics for all
+API servers, and can abort any request.
 
-Each listens on a socket in the server's private folder. Who connects says one line, and gets an answer and
-its end.
+Each API server listens on a socket in the server's private folder. A client sends one line, and gets one
+answer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ANSWER_S = 1.0
-"""Seconds in which the other fronts must answer; a front that does not is left out of the page."""
+"""Maximum seconds for the answers of other API servers. An API server without an answer is left out of the
+page."""
 FOUND = b"found"
 
 
 class Siblings:
-    """The other fronts of the server. Used from one event loop."""
+    """The other API servers of the server. Used from one event loop."""
 
     def __init__(self, name: str, folder: Path, others: Callable[[], Iterable[str]]) -> None:
-        """``others``: the names of all fronts that run, now."""
+        """``others``: returns the names of all running API servers."""
         self.name = name
         self._folder = folder
         self._others = others
         self._server: asyncio.Server | None = None
 
     async def start(self, page: Callable[[], bytes], abort: Callable[[str], bool]) -> None:
-        """Answers from now on, in the place of an earlier front of that name: with ``page()``, and whether
-        ``abort(id)`` found a request."""
+        """Start answering, in place of an earlier process of the same name. ``page()`` returns the metrics,
+        and ``abort(id)`` returns True if the request was found."""
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError, ValueError, TimeoutError):
@@ -47,11 +48,11 @@ class Siblings:
         self._server = await asyncio.start_unix_server(answer, path)
 
     async def pages(self) -> dict[str, bytes]:
-        """The pages of the others, of those that answer, by their names."""
+        """Return the pages of the other API servers by name, without API servers that do not answer."""
         return await self._ask_all("metrics")
 
     async def abort(self, rid: str) -> bool:
-        """Whether another front had a request of this id, which is ended now."""
+        """Abort the request of this id in the other API servers. Return True if the request was found."""
         return FOUND in (await self._ask_all(f"abort {rid}")).values()
 
     async def _ask_all(self, line: str) -> dict[str, bytes]:
@@ -60,7 +61,7 @@ class Siblings:
         return {name: answer for name, answer in zip(names, answers, strict=True) if answer is not None}
 
     async def close(self) -> None:
-        """Answers no more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
 

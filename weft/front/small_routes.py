@@ -1,4 +1,4 @@
-"""Routes that need no generation: text to ids and back, and what operators ask of a server."""
+"""Routes without generation: tokenizing, and requests of operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.front.tokenizing import Detokenized, DetokenizeRequest, Tokenized, Tok
 log = get_logger(__name__)
 
 MOST_PROFILE_S = 60.0
-"""That a profile may take: it keeps every operation in memory."""
+"""Maximum seconds of a profile. A profile keeps every operation in memory."""
 _ID = re.compile(r"[A-Za-z0-9_\-]{1,128}")
 
 
@@ -31,7 +31,7 @@ class AbortRequest(Body, frozen=True, kw_only=True):
     """POST /abort_request."""
 
     rid: str
-    """The id of an answer, as its stream shows it; all of it."""
+    """Full id of an answer, as shown in its stream."""
 
     def check(self) -> None:
         if not _ID.fullmatch(self.rid):
@@ -42,7 +42,7 @@ class ProfileRequest(Body, frozen=True, kw_only=True):
     """POST /admin/profile."""
 
     seconds: float = 5.0
-    """That the profile takes; 0 ends one that runs."""
+    """Seconds of the profile; 0 ends a running profile."""
 
     def check(self) -> None:
         if not 0 <= self.seconds <= MOST_PROFILE_S:
@@ -55,37 +55,37 @@ class ReviveRequest(Body, frozen=True, kw_only=True):
     """POST /admin/revive."""
 
     group: str
-    """The name of a group, or of one of its heads, as /metrics and the log have it."""
+    """Name of a group, or of one of its engine processes, as in /metrics and in the log."""
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """What was asked for is under way."""
+    """The requested action is under way."""
 
     status: str
 
 
 def add_tokenizing(app: FastAPI, front: Front) -> None:
-    """``/tokenize`` and ``/detokenize``."""
+    """Add ``/tokenize`` and ``/detokenize``."""
 
     @app.post("/tokenize", openapi_extra=openapi.answers_of(TokenizeRequest, Tokenized))
     async def tokenize(request: Request) -> Response:
-        """The ids of a text, or of a conversation as the model is prompted with it."""
+        """Return the token ids of a text, or of a conversation's prompt."""
         return await _made(front, request, "tokenize")
 
     @app.post("/detokenize", openapi_extra=openapi.answers_of(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
-        """The text of ids."""
+        """Return the text of token ids."""
         return await _made(front, request, "detokenize")
 
 
 def add_admin(app: FastAPI, front: Front) -> None:
-    """What needs the admin key."""
+    """Add the routes for the admin key."""
 
     @app.post("/abort_request", openapi_extra=openapi.answers_of(AbortRequest, Done))
     async def abort_request(request: Request) -> Response:
-        """Ends a request that is being answered; its choices end with "abort".
+        """End a running request; its choices end with "abort".
 
-        404 where no request has exactly this id, or it has ended.
+        404 if no running request has exactly this id.
         """
         with front.bodies.upload() as upload:
             body = b"".join(await read_json(request, upload))
@@ -95,16 +95,17 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/drain", openapi_extra=openapi.returns(Done))
     async def drain(request: Request) -> Response:
-        """Ends the server as SIGTERM does: it takes no more requests, and those that run may finish."""
+        """Drain and end the server, as SIGTERM does: new requests are refused, and running requests may
+        finish."""
         log.info("a drain was asked for")
         front.drain()
         return Response(to_json(Done(status="draining")), media_type=JSON)
 
     @app.post("/admin/revive", openapi_extra=openapi.answers_of(ReviveRequest, Done))
     async def revive(request: Request) -> Response:
-        """Starts the retired heads of a group again, with a new budget of restarts.
+        """Start the retired engine processes of a group again, with a new budget of restarts.
 
-        404 where no group has this name, 400 where none of its heads is retired.
+        404 for an unknown group; 400 for a group without retired engine processes.
         """
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ReviveRequest)
@@ -114,7 +115,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
     @app.post("/admin/profile", openapi_extra=openapi.answers_of(ProfileRequest, Done))
     async def profile(request: Request) -> Response:
-        """Has every head write a profile of its next steps into --profile-dir; the last request counts."""
+        """Profile the next steps of every engine process into --profile-dir. The last request counts."""
         with front.bodies.upload() as upload:
             asked = parse(b"".join(await read_json(request, upload)), ProfileRequest)
         if front.config.runner.profile_dir is None:
@@ -124,7 +125,7 @@ def add_admin(app: FastAPI, front: Front) -> None:
 
 
 async def _made(front: Front, request: Request, kind: str) -> Response:
-    """An answer that no engine is needed for."""
+    """Return an answer made without the engine."""
     deadline = asyncio.get_running_loop().time() + front.section.request_timeout
     front.lifecycle.check()
     with front.bodies.upload() as upload:

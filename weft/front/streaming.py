@@ -1,4 +1,4 @@
-"""Server-sent events, deadlines, and noticing that a client went away."""
+"""Server-sent events, deadlines, and detection of disconnected clients."""
 
 from __future__ import annotations
 
@@ -21,44 +21,45 @@ log = get_logger(__name__)
 
 JSON = "application/json"
 KEEP_ALIVE = 10.0
-"""Seconds without an event after which a comment is sent, so that no proxy takes the stream for dead."""
+"""Seconds without an event until a comment is sent, so that no proxy considers the stream dead."""
 COMMENT = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PAUSE_AFTER = 0.4
-"""Seconds for which a client may keep an event from being sent before its stream is paused."""
+"""Seconds for which a client may block an event before the stream is paused."""
 
 
 class StreamForm(msgspec.Struct, frozen=True, kw_only=True):
-    """How an API writes its streams."""
+    """Format of an API's streams."""
 
     named: bool = False
-    """Whether each event has a line with its name, which is its ``type``."""
+    """True if each event has a line with its name, the event's ``type``."""
     idle: bytes = COMMENT
-    """What is sent when there was no event for long."""
+    """Bytes to send after a long time without events."""
     end: bytes = DONE
-    """What comes after the last event, unless the stream failed."""
+    """Bytes to send after the last event, except after a failure."""
 
     def event(self, value: Any) -> bytes:
-        """``value`` as one server-sent event."""
+        """Return ``value`` as one server-sent event."""
         data = b"data: " + to_json(value) + b"\n\n"
         return b"event: " + value.type.encode() + b"\n" + data if self.named else data
 
 
 class FlowPauser(Protocol):
-    """What is needed of the link to the heads."""
+    """The part of the links used by streams."""
 
     def pause(self, flow: Flow) -> None:
-        """The client does not read for now: the flow's sequences should give up their slots."""
+        """Pause: the client does not read, so the flow's sequences should give up their slots."""
 
     def resume(self, flow: Flow) -> None:
-        """Goes on: the client reads again."""
+        """Resume: the client reads again."""
 
 
 class EventStream(Response):
-    """Streams a generator of complete events, or of an answer's pieces, which is closed whatever happens.
+    """Response that streams a generator of complete events, or of pieces of an answer. The generator is
+    always closed.
 
-    Sending waits for the client, so a slow one slows its own generator only; and while it waits for long, the
-    flow that the events are made of is paused.
+    Sends wait for the client, so a slow client slows only its own generator. During a long wait the flow of
+    the events is paused.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class EventStream(Response):
         link: FlowPauser,
         media_type: str = "text/event-stream",
     ) -> None:
-        """``deadline``: time of the event loop's clock after which a client that does not read is given up.
+        """``deadline``: time of the event loop's clock at which a client that does not read is given up.
 
-        ``held``: what the request holds; left when the answer has ended.
+        ``held``: resources of the request, released after the end of the answer.
         """
         self.status_code = 200
         self.media_type = media_type
@@ -88,6 +89,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._held:
             async with contextlib.aclosing(self._events) as events:
+                # The generator must be closed before the request's resources are released.
                 try:
                     async with asyncio.timeout_at(self._deadline):
                         await self._send(events, send)
@@ -98,6 +100,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         loop = asyncio.get_running_loop()
         async for data in events:
+            # `send` blocks only while the client does not read: then the timer pauses the flow.
             timer = loop.call_later(PAUSE_AFTER, self._pause)
             try:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -114,13 +117,13 @@ class EventStream(Response):
 
 
 class Silence:
-    """Tells a flow's reader when nothing was sent for long. A context manager, which runs a timer."""
+    """Wakes a flow's reader after a long time without a sent event. Context manager with a timer."""
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self._loop = asyncio.get_running_loop()
         self.due = False
-        """Whether it is time for a comment. The reader has been woken."""
+        """True if a comment is due; the reader was woken."""
 
     def __enter__(self) -> Silence:
         self.sent()
@@ -131,13 +134,13 @@ class Silence:
         self._timer.cancel()
 
     def sent(self) -> None:
-        """Something was sent just now."""
+        """Restart the timer after a sent event."""
         self.due = False
         self._until = self._loop.time() + KEEP_ALIVE
 
     def _look(self) -> None:
         now = self._loop.time()
-        if now >= self._until:  # else something was sent since the timer was set
+        if now >= self._until:  # otherwise an event was sent after the timer was set
             self.due = True
             self._until = now + KEEP_ALIVE
             self._flow.wake()
@@ -146,7 +149,7 @@ class Silence:
 
 @contextlib.asynccontextmanager
 async def within(deadline: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded inside at ``deadline``, a time of the event loop's clock."""
+    """Raise DeadlineExceeded inside the context at ``deadline``, a time of the event loop's clock."""
     try:
         async with asyncio.timeout_at(deadline):
             yield
@@ -155,13 +158,14 @@ async def within(deadline: float) -> AsyncIterator[None]:
 
 
 def late() -> DeadlineExceeded:
-    """What a request fails with at its deadline."""
+    """Return the error for a request past its deadline."""
     return DeadlineExceeded("the request took longer than this server allows")
 
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, flow: Flow) -> AsyncIterator[None]:
-    """While inside, the client's leaving fails ``flow`` with Cancelled. The body must have been read."""
+    """Fail ``flow`` with Cancelled if the client disconnects inside the context. The body must have been
+    read."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

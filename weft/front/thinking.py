@@ -1,8 +1,9 @@
-"""``thinking_token_budget``: a thought that has had its tokens is ended by what the model would end it with.
+"""``thinking_token_budget``: reasoning beyond its budget is ended with the model's own end marker.
 
-Tokens are counted one by one, however many an event brings, so that the thought ends at the same token
-whatever the topology and whoever drafts. The ids of the closing tag then count as output like any other: the
-sequence ends at its head, and another one goes on from all tokens so far, which finds their cache.
+Tokens are counted one by one, whatever the number of tokens in an event. So the reasoning ends at the same
+token whatever the topology and the drafter. The tokens of the end marker count as output like any other.
+The sequence is ended in the engine process. Another sequence continues from all tokens so far, and finds
+the cache of the first.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from weft.types.messages import Submit, TokenEvent, ids_to_bytes
 
 
 class ThoughtReader(Protocol):
-    """What is needed of ``OutputEngine``."""
+    """The part of ``OutputEngine`` used here."""
 
     def feed(self, text: str) -> list[OutputEvent]: ...
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends inside a thought."""
+        """True if the text so far ends inside reasoning."""
 
 
 class ThoughtBudget:
-    """Counts one choice's tokens inside thoughts, tags left out."""
+    """Counts one choice's tokens inside reasoning, without the tags."""
 
     def __init__(self, tokens: int, reader: ThoughtReader) -> None:
         self._left = tokens
@@ -35,11 +36,11 @@ class ThoughtBudget:
 
     @property
     def spent(self) -> bool:
-        """Whether the output is inside a thought that must not go on."""
+        """True if the output is inside reasoning with an exhausted budget."""
         return self._reader.thinking and self._left <= 0
 
     def take(self, text: str) -> None:
-        """Notes the text that one more token made; it may be none."""
+        """Count one more token. ``text``: new text of the token; may be empty."""
         before = self._reader.thinking
         if text:
             self._reader.feed(text)
@@ -47,11 +48,12 @@ class ThoughtBudget:
 
 
 def single(event: TokenEvent) -> Iterable[TokenEvent]:
-    """``event``, which has no logprobs of output, as events of one token each."""
+    """Yield ``event``, which has no output logprobs, as events of one token each."""
     if len(event.token_ids) < 2:
         yield event
         return
     *others, last = event.token_ids
+    # The accepted drafts of an event are its first tokens.
     left = event.accepted
     for number, token in enumerate(others):
         draft = min(left, 1)
@@ -67,7 +69,7 @@ def single(event: TokenEvent) -> Iterable[TokenEvent]:
 
 
 def after(submit: Submit, output: list[int], *, sequence: int, request: int) -> Submit:
-    """The Submit that goes on from ``output`` in the place of ``submit``, under fresh ids."""
+    """Return the Submit that continues ``submit`` after ``output``, under new ids."""
     return msgspec.structs.replace(
         submit,
         sequence=sequence,

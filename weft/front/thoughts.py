@@ -1,6 +1,7 @@
-"""Thoughts in the opaque form that clients carry back who keep nothing else of an answer.
+"""Reasoning in an opaque form, for clients that send back only the opaque form.
 
-It is the text, encoded: whoever holds it may read and change it, as any other part of their conversation.
+The opaque form is the encoded text. Any holder may read and change the text, like any other part of the
+conversation.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ _MARK = "weft1."
 
 
 def sealed(thought: str) -> str:
-    """``thought`` in that form."""
+    """Return ``thought`` in the opaque form."""
     return _MARK + base64.b64encode(thought.encode("utf-8", "replace")).decode()
 
 
 def unsealed(text: str) -> str:
-    """The thought in it; "" where another server wrote it, or nobody."""
+    """Return the reasoning of the opaque form; "" for text of another server, or invalid text."""
     if not text.startswith(_MARK):
         return ""
     try:

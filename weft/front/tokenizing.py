@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: text to ids and back, as the model's own requests are tokenized."""
+"""/tokenize and /detokenize: text to ids and back, as for the model's own requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.text.tokenizer import TooManyTokens, check_text
 from weft.types.sampling import SamplingParams
 
 MAX_TOKENS = 1 << 20
-"""Of one text: more than any context."""
+"""Maximum tokens of one text: more than any context."""
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
@@ -26,7 +26,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    """Of a text: whether what the tokenizer adds (a beginning of sequence) is there. True by default."""
+    """For a text: True, the default, to add the tokenizer's special tokens, such as the beginning of
+    sequence."""
     messages: list[dict[str, Any]] | None = None
     tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -49,7 +50,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
-    """The ids of a text."""
+    """Token ids of a text."""
 
     count: int
     max_model_len: int
@@ -58,13 +59,13 @@ class Tokenized(msgspec.Struct, kw_only=True):
 
 
 class Detokenized(msgspec.Struct, kw_only=True):
-    """The text of ids, special tokens included."""
+    """Text of token ids, special tokens included."""
 
     prompt: str
 
 
 def tokenize(reader: Reader, body: bytes) -> bytes:
-    """The answer to a TokenizeRequest, as JSON. Raises WeftError."""
+    """Return the JSON answer to a TokenizeRequest. Raises WeftError."""
     asked = parse(body, TokenizeRequest)
     if asked.model is not None:
         reader.check_model(asked.model)
@@ -101,7 +102,7 @@ def _conversation(reader: Reader, asked: TokenizeRequest) -> list[int]:
 
 
 def detokenize(reader: Reader, body: bytes) -> bytes:
-    """The answer to a DetokenizeRequest, as JSON. Raises WeftError."""
+    """Return the JSON answer to a DetokenizeRequest. Raises WeftError."""
     asked = parse(body, DetokenizeRequest)
     if asked.model is not None:
         reader.check_model(asked.model)

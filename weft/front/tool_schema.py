@@ -1,4 +1,4 @@
-"""Whether the schema of a tool's parameters is one. What a grammar cannot hold to is refused elsewhere."""
+"""Check of tool parameter schemas. Schemas beyond a grammar's means are refused elsewhere."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains"
 
 
 def check_schema(schema: Any, where: str, at: str = "", levels: int = MAX_LEVELS) -> None:
-    """Raises InvalidRequest naming ``tools`` unless ``schema`` looks like a JSON schema.
+    """Raise InvalidRequest, naming ``tools``, unless ``schema`` looks like a JSON schema.
 
-    The message has ``where``, which names the tool, and the place in the schema. A keyword with the value
+    The message contains ``where``, which names the tool, and the place in the schema. A keyword with value
     null counts as absent.
     """
     if isinstance(schema, bool):
@@ -32,6 +32,7 @@ def check_schema(schema: Any, where: str, at: str = "", levels: int = MAX_LEVELS
     required = schema.get("required")
     if required is not None and not _is_texts(required):
         raise _wrong(where, at, "must have a list of names in required")
+    # Keywords with an object of schemas, a list of schemas, or a single schema; `at` is the JSON pointer.
     for name in _BY_NAME:
         parts = schema.get(name)
         if parts is None:

@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call, whatever the API that said so."""
+"""Tools that an answer may or must call, in the common form of all APIs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,128}")
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Tools and the choice among them."""
+    """Tools, and the choice among them."""
 
     tools: tuple[Tool, ...] = ()
-    """All that the model is told of."""
+    """All tools of the request."""
     mode: Literal["none", "auto", "required"] = "auto"
-    """none: they are not even told of. required: the answer is a call."""
+    """none: the tools are not even shown to the model. required: the answer must be a call."""
     names: tuple[str, ...] | None = None
-    """Those that may be called, where it is not all."""
+    """Names of the tools that may be called; None for all."""
     parallel: bool = True
-    """Whether more than one call may come."""
+    """True if several calls are allowed."""
 
     @classmethod
     def checked(
@@ -38,7 +38,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         names: Sequence[str] | None = None,
         parallel: bool = True,
     ) -> ToolUse:
-        """Raises InvalidRequest, naming ``tools`` or ``tool_choice``, for what cannot be."""
+        """Return the checked tools and choice. Raises InvalidRequest, naming ``tools`` or ``tool_choice``."""
         if len(tools) > MAX_TOOLS:
             raise InvalidRequest(f"tools must hold at most {MAX_TOOLS} tools", param="tools")
         known: set[str] = set()
@@ -51,6 +51,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if names is not None and (not names or not known.issuperset(names)):
             raise InvalidRequest("tool_choice must name tools of the request", param="tool_choice")
+        # A null in a schema counts as absent, so later steps never see one.
         return cls(
             tools=tuple(
                 msgspec.structs.replace(tool, parameters=without_nulls(tool.parameters)) for tool in tools
@@ -62,12 +63,12 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> tuple[Tool, ...]:
-        """Tools that the template shows."""
+        """Tools shown by the chat template."""
         return () if self.mode == "none" else self.tools
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """Tools that may be called."""
+        """Tools that the model may call."""
         if self.names is None:
             return self.told
         return tuple(tool for tool in self.told if tool.name in self.names)
@@ -84,7 +85,7 @@ def _check_tool(tool: Tool, number: int) -> None:
         raise InvalidRequest(f"{where}: the schema of its parameters must be of an object", param="tools")
     check_schema(tool.parameters, where)
     try:
-        msgspec.msgpack.encode(tool.parameters)  # as it goes from a process that reads bodies
+        msgspec.msgpack.encode(tool.parameters)  # the encoding used between a read worker and the API server
     except (OverflowError, RecursionError):
         raise InvalidRequest(
             f"{where}: the schema of its parameters holds integers of more than 64 bits, or is nested too "

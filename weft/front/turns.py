@@ -1,7 +1,7 @@
-"""Turns of other APIs as the messages that ``Conversation`` has.
+"""Turns of other APIs, converted to the messages of ``Conversation``.
 
-The Responses and Messages APIs have items and blocks where chat has messages. Here they become messages, in
-order; everything after that (templates, tools, grammars, limits) is the same for all of them.
+The Responses and Messages APIs have items and blocks in place of chat messages. Here both become messages,
+in order. All later steps (templates, tools, grammars, limits) are the same for all APIs.
 """
 
 from __future__ import annotations
@@ -14,38 +14,39 @@ from weft.text.chat import ChatFormat
 from weft.text.messages import ImagePart
 
 Parts = list[dict[str, Any] | ImagePart]
-"""Typed content parts, as chat takes them."""
+"""Typed content parts, as in the chat API."""
 
 
 class _Pieces(list[str]):
-    """A text that grows: joined once, since a body may bring very many pieces of it."""
+    """Growing text. Joined once, because a body may have very many pieces."""
 
 
 class Turns:
-    """Messages, as they are added.
+    """List of messages, built turn by turn.
 
-    System texts before anything else are one message, because most templates take one, and only first. A
-    later one is a message in its place where the template shows such messages (``system_inside``); else it is
-    a part of the user's turn, between ``<system-reminder>`` tags. All that an assistant says, thinks and
-    calls between two other messages is one message.
+    System texts at the start become one message, because most templates allow only one, and only first. A
+    later system text stays a message if the template shows such messages (``system_inside``). Otherwise the
+    text becomes part of the user's turn, between ``<system-reminder>`` tags. All text, reasoning and calls
+    of an assistant between two other messages form one message.
     """
 
     def __init__(self, *, system_inside: bool, join_users: bool) -> None:
-        """``join_users``: consecutive messages of the user are one."""
+        """``join_users``: join consecutive user messages."""
         self._messages: list[dict[str, Any]] = []
         self._system_inside = system_inside
         self._join_users = join_users
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All of them, as chat takes them. A list of the caller's own."""
+        """All messages, in chat form. Returns a new list."""
         return [
             {name: "".join(value) if isinstance(value, _Pieces) else value for name, value in message.items()}
             for message in self._messages
         ]
 
     def system(self, text: str) -> None:
-        """An instruction of the application."""
+        """Add an instruction of the application."""
+        # Still at the start: at most one message exists, the system message.
         if all(message["role"] == "system" for message in self._messages):
             if self._messages:
                 self._messages[0]["content"] += ("\n\n", text)
@@ -58,7 +59,7 @@ class Turns:
             self._user([{"type": "text", "text": reminder}], join=True)
 
     def user(self, parts: Parts) -> None:
-        """What the user says."""
+        """Add a message of the user."""
         self._user(parts, join=self._join_users)
 
     def _user(self, parts: Parts, *, join: bool) -> None:
@@ -69,46 +70,46 @@ class Turns:
             self._messages.append({"role": "user", "content": parts})
 
     def says(self, text: str) -> None:
-        """Text of the assistant."""
+        """Add text of the assistant."""
         turn = self._turn()
         if turn["content"] is None:
             turn["content"] = _Pieces()
         turn["content"].append(text)
 
     def thinks(self, text: str) -> None:
-        """A thought of the assistant."""
+        """Add reasoning of the assistant."""
         self._turn().setdefault("reasoning_content", _Pieces()).append(text)
 
     def calls(self, id: str, name: str, arguments: str) -> None:
-        """A tool call of the assistant. ``arguments``: JSON text."""
+        """Add a tool call of the assistant. ``arguments``: JSON text."""
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, content: str | Parts) -> None:
-        """What a call returned."""
+        """Add the result of a call."""
         self._messages.append({"role": "tool", "tool_call_id": id, "content": content})
 
     def _turn(self) -> dict[str, Any]:
-        """The assistant's message that goes on."""
+        """Return the assistant's message under construction."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self._messages.append({"role": "assistant", "content": None})
         return self._messages[-1]
 
 
 def shows_system_inside(chat: ChatFormat) -> bool:
-    """Whether a conversation's template shows a system message that is not the first one."""
+    """Return True if the chat template shows system messages after the first message."""
     return chat.order is not None and chat.order.late("system") is not None
 
 
 def shows_users_apart(chat: ChatFormat) -> bool:
-    """Whether a conversation's template takes two messages of the user in a row."""
+    """Return True if the chat template takes two user messages in a row."""
     return chat.order is not None and chat.order.takes_users_in_a_row
 
 
 def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:
-    """``effort`` where the model's template has a variable for it; else None.
+    """Return ``effort`` if the model's template has a variable for the effort; else None.
 
-    Agents send an effort to whatever model they have, so that there it is a wish.
+    Agents send an effort to every model, so for models without efforts the field is only a hint.
     """
     if effort is None:
         return None
@@ -120,9 +121,9 @@ def effort_shown(effort: str | None, chat: ChatFormat) -> str | None:
 
 
 def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:
-    """An error that names a parameter of a conversation, with its name in the API that the request came by.
+    """Return ``error`` with the parameter's name in the request's API.
 
-    ``names``: where they differ.
+    ``names``: conversation parameter -> API parameter, where the names differ.
     """
     if error.param is None:
         return error

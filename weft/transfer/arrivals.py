@@ -1,9 +1,8 @@
-"""The receiving side of one rank: which writes are taken in, parked or dropped, and when a room has all.
-Pure.
+"""Receiving side of one rank: accept, park or drop writes, and find the end of a transfer. Pure.
 
-write of a room that is expected    checked against what the rank expects, copied, digested
-of one that is not known yet        parked, up to a bound, until ``Expected`` comes or its time is over
-of one that was stopped             dropped: nothing of it is written any more
+write of an expected transfer      checked against the expected spans, copied, digested
+write of an unknown transfer       parked, up to a bound, until ``Expected`` arrives or time is over
+write of a stopped transfer        dropped: no byte is written any more
 """
 
 from __future__ import annotations
@@ -24,40 +23,40 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 class Incoming(_Word, frozen=True):
-    """A write that a rank of a sender asks for."""
+    """A write, as requested by a rank of a sender."""
 
     key: RoomKey
     source: str
-    """The connection that it came by."""
+    """Connection by which the write arrived."""
     number: int
-    """Of the sender's rank and room, from 0 on."""
+    """Number of the write, counted from 0 for each sender's rank and transfer."""
     parts: tuple[tuple[int, np.ndarray], ...]
-    """(region here, int64 [n, 2]: offsets and lengths)."""
+    """(region of the receiving rank, int64 [n, 2]: offsets and lengths)."""
     held_bytes: int
-    """Memory that it takes while it is parked."""
+    """Memory of the write while parked, in bytes."""
     content: Any = None
-    """Of the transport."""
+    """Data of the transport; opaque here."""
 
 
 # ---- events
 
 
 class Expected(_Word, frozen=True):
-    """The head says that a room's bytes will come, and where to."""
+    """The engine process announces a transfer and the expected spans of the rank."""
 
     key: RoomKey
     coverage: Coverage
 
 
 class Copied(_Word, frozen=True):
-    """``Copy`` was carried out."""
+    """``Copy`` was carried out. ``error``: None after a correct copy."""
 
     write: Incoming
     error: ErrorInfo | None
 
 
 class Stopped(_Word, frozen=True):
-    """The head says that the room is over."""
+    """The engine process reports the end of a transfer."""
 
     key: RoomKey
 
@@ -73,20 +72,20 @@ Event = Incoming | Expected | Copied | Stopped | Tick
 
 
 class Copy(_Word, frozen=True):
-    """Copies the bytes and checks their digests; answered with ``Copied`` before any other event."""
+    """Copy the bytes and check the digests. Answered with ``Copied`` before any other event."""
 
     write: Incoming
 
 
 class Answer(_Word, frozen=True):
-    """Tells the sender's rank how its write ended."""
+    """Report the end of a write to the sender's rank. ``error``: None for success."""
 
     write: Incoming
     error: ErrorInfo | None
 
 
 class Report(_Word, frozen=True):
-    """Tells this rank's head how the room stands here."""
+    """Report the rank's outcome of a transfer to the engine process."""
 
     key: RoomKey
     outcome: Outcome
@@ -105,11 +104,11 @@ class _Room:
         self.coverage = coverage
         self.taken = set[tuple[str, int]]()
         self.over = False
-        """Whether its end has been reported."""
+        """True if the outcome, done or failed, was reported."""
 
 
 class Arrivals:
-    """What one rank receives. Used from one thread."""
+    """All writes received by one rank. Used from one thread."""
 
     def __init__(
         self, parked_bytes: int = PARKED_BYTES, parked_s: float = PARKED_S, remember_s: float = REMEMBER_S
@@ -118,22 +117,22 @@ class Arrivals:
         self._early: Parking[Incoming] = Parking(parked_bytes, parked_s)
         self._ended: Tombstones[None] = Tombstones(remember_s)
         self.dropped = 0
-        """Writes that were not taken in."""
+        """Number of dropped writes."""
 
     def __len__(self) -> int:
         return len(self._rooms)
 
     def rooms(self) -> list[RoomKey]:
-        """Rooms that are expected."""
+        """Return the keys of expected transfers."""
         return list(self._rooms)
 
     @property
     def parked(self) -> int:
-        """Bytes."""
+        """Bytes of parked writes."""
         return self._early.used
 
     def on(self, event: Event, now: float) -> list[Action]:
-        """What is to be done, in this order."""
+        """Return the actions for ``event``, in order of execution."""
         match event:
             case Incoming():
                 return self._incoming(event, now)
@@ -175,6 +174,7 @@ class Arrivals:
         return actions
 
     def _take(self, room: _Room, write: Incoming) -> list[Action]:
+        # A repeated write: the first copy counts, and the sender needs only an answer.
         if (write.source, write.number) in room.taken:
             return [Answer(write, None)]
         if room.over:
@@ -191,6 +191,7 @@ class Arrivals:
 
     def _copied(self, write: Incoming, error: ErrorInfo | None) -> list[Action]:
         room = self._rooms.get(write.key)
+        # The transfer ended while the copy ran: answer, but report nothing more.
         if room is None or room.over:
             return [Answer(write, error)]
         if error is not None:

@@ -1,4 +1,4 @@
-"""Which bytes of a room have come to one rank: each exactly once, and nothing beside them."""
+"""Record of received bytes of a transfer at one rank: each expected byte exactly once, and no other byte."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from weft.common.errors import WeftError
 
 
 class BadSpans(WeftError):
-    """Spans that do not belong to the room, or come twice."""
+    """Spans outside the transfer's memory, or received twice."""
 
     code, blame = "bad_spans", "peer"
 
 
 class Coverage:
-    """What a rank expects, and what of it has landed. ``expected``: see ``spans.arriving``."""
+    """Expected and received spans of one rank. ``expected``: region -> int64 [n, 2], see
+    ``spans.arriving``."""
 
     def __init__(self, expected: Mapping[int, np.ndarray]) -> None:
         self._expected = {region: spans for region, spans in expected.items() if len(spans)}
         self._landed: dict[int, list[np.ndarray]] = {region: [] for region in self._expected}
         self.nbytes = sum(int(spans[:, 1].sum()) for spans in self._expected.values())
-        """In all."""
+        """Number of expected bytes."""
         self.landed_bytes = 0
 
     def check(self, region: int, spans: np.ndarray) -> None:
-        """Raises BadSpans unless each of ``spans``, int64 [n, 2], lies in what is expected of ``region``.
+        """Raise BadSpans unless all ``spans``, int64 [n, 2], lie in the expected spans of ``region``.
 
-        To be asked before a byte is written.
+        Call before a byte is written.
         """
         expected = self._expected.get(region)
         if expected is None:
@@ -36,20 +37,23 @@ class Coverage:
         offsets, lengths = spans[:, 0], spans[:, 1]
         if len(spans) and (lengths.min() < 1 or lengths.max() > self.nbytes or offsets.min() < 0):
             raise BadSpans("a span of a length or an offset that cannot be")
+        # [n]: the last expected span that starts at or before each offset.
         at = np.searchsorted(expected[:, 0], offsets, side="right") - 1
         if (at < 0).any() or (offsets > expected[at].sum(axis=1) - lengths).any():
             raise BadSpans(f"a span lies outside what this room has in region {region}")
 
     def add(self, region: int, spans: np.ndarray) -> None:
-        """``spans``, which were checked, have been written, and their digests are right."""
+        """Record checked ``spans`` as written, with correct digests."""
         self._landed[region].append(spans)
         self.landed_bytes += int(spans[:, 1].sum())
 
     def complete(self) -> bool:
-        """Whether everything has landed. Raises BadSpans where some came twice, in place of others."""
+        """Return True if every expected byte was received. Raises BadSpans if enough bytes were received,
+        but some of them twice."""
         if self.landed_bytes < self.nbytes:
             return False
         for region, expected in self._expected.items():
+            # The number of bytes is right. If spans overlap, some bytes came twice and others are missing.
             landed = np.concatenate(self._landed[region]) if self._landed[region] else expected[:0]
             order = np.argsort(landed[:, 0], kind="stable")
             begins, ends = landed[order, 0], landed[order].sum(axis=1)
@@ -59,14 +63,15 @@ class Coverage:
 
 
 class Positions:
-    """Which positions of a sequence are there: half-open ranges, apart from each other, in order."""
+    """Set of positions of a sequence, as disjoint half-open ranges in ascending order."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
     def add(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """``begin`` .. end - 1 are there. Returns those of them that were not before."""
+        """Add positions ``begin`` .. end - 1. Return the ranges that are new to the set."""
         new, at = list[tuple[int, int]](), begin
+        # The sentinel (end, end) closes the gap after the last known range.
         for known, until in [*self._ranges, (end, end)]:
             if at < min(known, end):
                 new.append((at, min(known, end)))
@@ -81,5 +86,5 @@ class Positions:
         return new
 
     def has(self, begin: int, end: int) -> bool:
-        """Whether all of ``begin`` .. end - 1 are there."""
+        """Return True if all positions ``begin`` .. end - 1 are in the set. True for an empty range."""
         return begin >= end or any(low <= begin and end <= high for low, high in self._ranges)

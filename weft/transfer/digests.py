@@ -1,19 +1,21 @@
-"""Digests of transferred bytes: 64 bits a span, made by the writer, checked by the receiver. Pure numpy.
+"""Digests of transferred bytes: 64 bits per span, computed by the writer, checked by the receiver. Pure
+numpy.
 
 Words of 64 bits are summed up in blocks of 128, each with a key of its place in the block; sums are words
-of the next level, until one is left:
+of the next level, until a single word is left. The two sums in ``term`` have 32 bits, all else has 64 bits:
 
-    term(word, key) = (low(word) + low(key)) * (high(word) + high(key)) + word      sums in 32 bits, rest in
-    64 level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
+    term(word, key) = (low(word) + low(key)) * (high(word) + high(key)) + word
+    level(words)    = for each 128 words, sum of term(word i, key i) modulo 2^64
     digest          = mix(last sum ^ seed)
 
-The seed is made of room, attempt, incarnation, the sending and the receiving rank, destination and length, so
-a span that is right and arrives at another place or rank, or in another attempt, has another digest. Any
-change within a block, a flipped bit too, is missed with a probability of at most about 2^-32 over random keys
-(NH: Black et al. 1999, "UMAC"); the keys here are fixed and public, so this holds for what happens by
-chance. Digests find what went wrong, they do not keep out who forges.
+The seed is derived from the transfer key (room, attempt, incarnation), the sending and the receiving rank,
+the destination and the length. So correct bytes at a wrong place, at a wrong rank or in a wrong attempt
+have a wrong digest. Over random keys, a change within a block (a flipped bit, too) is missed with a
+probability of at most about 2^-32 (NH: Black et al. 1999, "UMAC"). The keys here are fixed and public, so
+the bound holds for accidental changes. Digests find faults; digests do not stop forgery.
 
-``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory; this is the definition.
+``weft/ops/cpu/csrc/transfer.cpp`` computes the same bits at the speed of memory. The Python code is the
+definition.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from weft.common.splitmix import mix, mix_array
 from weft.types.rooms import RoomKey
 
 WORDS = 128
-"""Of 64 bits in a block."""
+"""Number of 64-bit words in a block."""
 _MASK = (1 << 64) - 1
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
-_AT_ONCE = 64 * WORDS  # words whose terms stay in a core's cache
+_AT_ONCE = 64 * WORDS  # words per pass: the terms stay in a core's cache
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -37,17 +39,17 @@ _KEYS_LOW, _KEYS_HIGH = _KEYS & _LOW, _KEYS >> _HALF
 
 
 def room_seed(key: RoomKey) -> int:
-    """What all digests of a room begin with."""
+    """Return the common seed of all digests of a transfer."""
     return mix(mix(mix(key.room) ^ key.attempt) ^ key.incarnation)
 
 
 def ranks_seed(key: RoomKey, rank: int, to: int) -> int:
-    """What digests of a room's spans begin with, from the sender's ``rank`` to the receiver's rank ``to``."""
+    """Return the seed for spans from the sender's ``rank`` to the receiver's rank ``to``."""
     return mix(mix(room_seed(key) ^ rank) ^ to)
 
 
 def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """uint64 [n]: the seeds of spans that go to ``offsets`` of the receiver's ``region``.
+    """Return uint64 [n]: the seeds of spans with destination ``offsets`` in the receiver's ``region``.
 
     ``seed``: see ``ranks_seed``. offsets, lengths: int64 [n].
     """
@@ -56,7 +58,7 @@ def span_seeds(seed: int, region: int, offsets: np.ndarray, lengths: np.ndarray)
 
 
 def digest(data: np.ndarray, seed: int) -> int:
-    """The digest of the bytes of ``data``, uint8 [n]."""
+    """Return the digest of the bytes of ``data``, uint8 [n]."""
     size = len(data)
     words = np.zeros(-(-size // 8), np.uint64)
     words.view(np.uint8)[:size] = data
@@ -66,13 +68,13 @@ def digest(data: np.ndarray, seed: int) -> int:
 
 
 def digest_spans(memory: np.ndarray, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """uint64 [n]: the digest of each span. memory: uint8; spans: int64 [n, 2], offset and length."""
+    """Return uint64 [n]: the digest of each span. memory: uint8; spans: int64 [n, 2], offset and length."""
     pairs = zip(spans.tolist(), seeds.tolist(), strict=True)
     return np.array([digest(memory[at : at + size], seed) for (at, size), seed in pairs], np.uint64)
 
 
 def digest_bytes(data: bytes, seed: int) -> int:
-    """The digest of a message."""
+    """Return the digest of a message."""
     return digest(np.frombuffer(data, np.uint8), seed)
 
 

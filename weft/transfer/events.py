@@ -17,39 +17,39 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 class Open(_Record, frozen=True):
-    """A Submit came that names a room. ``peer``: the head at its other end."""
+    """A Submit with transfer parameters arrived. ``peer``: the engine process at the other end."""
 
     key: RoomKey
     peer: Peer
     seconds: float
-    """That the room may take, from its first offer on."""
+    """Maximum seconds of the transfer, counted from the first offer."""
 
 
 class Heard(_Record, frozen=True):
-    """A message came from the head of another group."""
+    """A message arrived from the engine process of another group."""
 
     peer: Peer
     message: r.RoomMessage
 
 
 class PeerLost(_Record, frozen=True):
-    """A process has ended: its owner says so, or another start of it has answered, and its connections are
-    closed.
+    """A process has ended: the owner reports the exit, or a new incarnation has answered and the old
+    connections are closed.
 
-    To be given for nothing less: silence proves nothing.
+    Never sent for less: silence is no proof.
     """
 
     peer: Peer
 
 
 class Revoked(_Record, frozen=True):
-    """``Revoke`` was carried out: the other end of this room cannot reach this side's memory any more."""
+    """``Revoke`` was carried out: the peer can no longer reach the local memory of the transfer."""
 
     key: RoomKey
 
 
 class RankReport(_Record, frozen=True):
-    """A rank of this group says how its part of a room stands; ``pending``: its first bytes moved."""
+    """A local rank reports the outcome of the rank's part. ``pending``: the first bytes have moved."""
 
     key: RoomKey
     rank: int
@@ -58,26 +58,26 @@ class RankReport(_Record, frozen=True):
 
 
 class RankStopped(_Record, frozen=True):
-    """A rank of this group carried out ``Stop``: it touches nothing of the room any more."""
+    """A local rank carried out ``Stop``: the rank touches no memory of the transfer any more."""
 
     key: RoomKey
     rank: int
 
 
 class RankGone(_Record, frozen=True):
-    """The process of a rank of this group has ended, and with it whatever it moved."""
+    """The process of a local rank has ended, and with the process all copies."""
 
     rank: int
 
 
 class RankBack(_Record, frozen=True):
-    """Another process has taken the place of a rank that was gone, and is ready."""
+    """A new process replaces a lost rank and is ready."""
 
     rank: int
 
 
 class Cancel(_Record, frozen=True):
-    """This side needs the room no longer, or cannot go on: its client left, its sequence ended, it drains."""
+    """This side cancels the transfer: the client left, the sequence ended, or the engine process drains."""
 
     key: RoomKey
     error: ErrorInfo
@@ -88,7 +88,8 @@ class Tick(_Record, frozen=True):
 
 
 class Offer(_Record, frozen=True):
-    """Sender: the scheduler has admitted the sequence; ``num_cached`` positions are its own prefix hit."""
+    """Sender: the scheduler admitted the sequence. ``num_cached``: positions of the sender's own prefix
+    hit."""
 
     message: r.Admitted
     num_cached: int = 0
@@ -101,20 +102,20 @@ class Finished(_Record, frozen=True):
 
 
 class Reserve(_Record, frozen=True):
-    """Receiver, answer to ``RoomWanted``: blocks are reserved, where the message says."""
+    """Receiver, answer to ``RoomWanted``: blocks are reserved. ``message`` names the blocks."""
 
     message: r.Bound
 
 
 class Postpone(_Record, frozen=True):
-    """Receiver, answer to ``RoomWanted``: there is no room now."""
+    """Receiver, answer to ``RoomWanted``: no blocks are free now. The sender waits ``seconds``."""
 
     key: RoomKey
     seconds: float
 
 
 class Refuse(_Record, frozen=True):
-    """Receiver, answer to ``RoomWanted``: this will never work."""
+    """Receiver, answer to ``RoomWanted``: refused for good."""
 
     key: RoomKey
     error: ErrorInfo
@@ -129,16 +130,19 @@ ReceiverEvent = Common | Reserve | Postpone | Refuse
 
 
 class Send(_Record, frozen=True):
-    """Sends a message to the head of another group, if there is a connection; it will be said again."""
+    """Send a message to the engine process of another group. Dropped without a connection; the caller
+    repeats."""
 
     peer: Peer
     message: r.RoomMessage
 
 
 class Push(_Record, frozen=True):
-    """Sender: every rank may push what is computed of the room, and what will be, to where ``bound`` says.
+    """Sender: each rank may push computed contents of the transfer, now and later, to the places in
+    ``bound``.
 
-    Positions before ``num_cached`` are in its caches already, and nobody will report them as computed.
+    Positions before ``num_cached`` are in the sender's caches already. The first step with the sequence
+    reports these positions as computed.
     """
 
     key: RoomKey
@@ -148,7 +152,7 @@ class Push(_Record, frozen=True):
 
 
 class Expect(_Record, frozen=True):
-    """Receiver: every rank is to take in the room's bytes, and to report."""
+    """Receiver: each rank accepts the transfer's bytes, and reports."""
 
     key: RoomKey
     offer: r.Admitted
@@ -156,22 +160,23 @@ class Expect(_Record, frozen=True):
 
 
 class Stop(_Record, frozen=True):
-    """Every rank forgets the room and touches nothing of it any more; answered with ``RankStopped``."""
+    """Each rank drops the transfer and touches no memory of the transfer any more. Answered with
+    ``RankStopped``."""
 
     key: RoomKey
 
 
 class Tell(_Record, frozen=True):
-    """Tells the scheduler of ``event``."""
+    """Notify the scheduler of ``event``."""
 
     event: r.RoomEvent
 
 
 class Revoke(_Record, frozen=True):
-    """The other end does not answer a fence. End its process, or its access to this side's memory.
+    """The peer does not answer a fence. End the peer's process, or the peer's access to the local memory.
 
-    Answered with ``PeerLost`` or ``Revoked``, whenever that is proven; nothing waits for it but this room's
-    memory.
+    Answered with ``PeerLost`` or ``Revoked``, once either is proven. Only the memory of the transfer waits
+    for the answer.
     """
 
     key: RoomKey

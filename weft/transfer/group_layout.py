@@ -1,8 +1,9 @@
-"""The caches of a group as rooms describe them to each other: made of the configuration, compared, and
-addressed.
+"""Cache layout of a group, as exchanged by the two sides of a transfer: built from the configuration,
+compared and addressed.
 
-A *region* is the memory of one tensor of one cache kind on one rank. Regions are numbered kind by kind,
-tensor by tensor, alike on all ranks of a group and in all groups that serve one model.
+A *region* is the memory of one tensor of one KV cache group on one rank. Regions are numbered by KV cache
+group, then by tensor. The numbers are the same on all ranks of a group and in all groups that serve one
+model.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ _MOST_BYTES = 1 << 50
 
 
 class Tensor(NamedTuple):
-    """How to address one tensor: strides in bytes; 0 where it has no such dim."""
+    """Addresses of one tensor. Strides are in bytes; 0 for a missing dim."""
 
     layers: int
     layer_stride: int
     blocks: int
-    """Of a state: copies of slots, or snapshots."""
+    """Blocks of the pool. For a recurrent state: copies of slots, or snapshots."""
     block_stride: int
     kv: int
     kv_stride: int
     heads: int
-    """0 where it is not made of heads."""
+    """Number of heads; 0 for a tensor without heads."""
     head_stride: int
     entries: int
-    """Of a block; 1 of a state."""
+    """Entries in a block; 1 for a recurrent state."""
     entry_bytes: int
 
     @property
@@ -46,18 +47,19 @@ class Tensor(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence lies in one kind's pool, on every rank of a group."""
+    """Location of a sequence in the pool of one KV cache group; the same on every rank of a group."""
 
     first: int
-    """Number of the first entry of its block table that ``ids`` has."""
+    """Block table index of the first element of ``ids``."""
     ids: np.ndarray
-    """int64."""
+    """int64 block ids."""
 
 
 def group_dims(whole: KVConfig, local: KVConfig, ranks: int, dtype: str, snapshots: bool) -> GroupDims:
-    """What a group tells its peers. ``whole``: of the whole model; ``local``: of one of its ``ranks``.
+    """Return the cache layout of a group, as sent to peers. ``whole``: configuration of the whole model;
+    ``local``: configuration of one of the ``ranks``.
 
-    ``snapshots``: states are received into (or sent from) snapshots, not the copies of slots.
+    ``snapshots``: True if states move through snapshots; False: through the copies of slots.
     """
     kinds = []
     for model, pool in zip(whole.pools, local.pools, strict=True):
@@ -80,7 +82,8 @@ def group_dims(whole: KVConfig, local: KVConfig, ranks: int, dtype: str, snapsho
 def embedding_dims(
     levels: int, width: int, num_blocks: int, ranks: int, dtype: str, shards: bool
 ) -> GroupDims:
-    """What a group tells its peers of its pool of images' embeddings, which every rank has whole.
+    """Return the layout of a group's pool of image embeddings, as sent to peers. Every rank has the whole
+    pool.
 
     ``levels``: rows of ``width`` for each token of an image. ``shards``: see ``KindDims.shards``.
     """
@@ -98,20 +101,24 @@ def embedding_dims(
 
 
 def tensor_of(dims: TensorDims) -> Tensor:
-    """Raises RoomMessageError for dims that no cache of ours has."""
+    """Return the strides and sizes of a tensor, from the dims sent by a peer. Raises RoomMessageError
+    for dims unknown to every cache."""
     names = [name for name, _ in dims.dims]
     sizes = dict(dims.dims)
     item = ITEM_BYTES.get(dims.dtype)
+    # The dims come from another process: check all before any arithmetic with the sizes.
     if item is None or len(sizes) != len(names) or not names or names[0] != "layer":
         raise RoomMessageError(f"tensor {dims.name!r}: not a cache's dims or dtype")
     if math.prod(sizes.values()) * item > _MOST_BYTES or 0 in sizes.values():
         raise RoomMessageError(f"tensor {dims.name!r}: sizes that cannot be")
+    # Tensors are contiguous: the stride of a dim is the product of all later sizes.
     strides, stride = dict[str, int](), item
     for name, size in reversed(dims.dims):
         strides[name] = stride
         stride *= size
     block = "block" if "block" in sizes else "copy"
     blocks = sizes.get("block", sizes.get("slot", 1) * sizes.get("copy", 1))
+    # One entry: all inner dims except the position, e.g. [head_dim] of one head.
     inner = [name for name in names if name not in _BEFORE_ENTRIES]
     entry_bytes = item * math.prod(sizes[name] for name in inner if name != "position")
     return Tensor(
@@ -129,7 +136,8 @@ def tensor_of(dims: TensorDims) -> Tensor:
 
 
 def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
-    """For each kind its tensors. Raises RoomMessageError where they contradict the kind."""
+    """Return the tensors of each KV cache group. Raises RoomMessageError if a tensor contradicts the
+    group."""
     found = [[tensor_of(tensor) for tensor in kind.tensors] for kind in dims.kinds]
     for kind, tensors in zip(dims.kinds, found, strict=True):
         if kind.block_size % kind.ratio:
@@ -137,6 +145,7 @@ def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
         if kind.shards and kind.kind != "embedding":
             raise RoomMessageError(f"ranks take all rows of kind {kind.kind}, and no shares of them")
         for tensor in tensors:
+            # A tensor holds one entry per `ratio` positions; a state holds one entry in all.
             entries = 1 if kind.kind == "state" else kind.block_size // kind.ratio
             if tensor.layers != len(kind.layers) or tensor.entries != entries:
                 raise RoomMessageError(f"a tensor of kind {kind.kind} has other layers or positions than it")
@@ -146,7 +155,7 @@ def tensors_of(dims: GroupDims) -> list[list[Tensor]]:
 
 
 class Heads(NamedTuple):
-    """[begin, end) of the whole model's heads."""
+    """Range [begin, end) of the whole model's heads."""
 
     begin: int
     end: int
@@ -157,17 +166,19 @@ class Heads(NamedTuple):
 
 
 def heads_of(kind: KindDims, tensor: Tensor, rank: int, ranks: int) -> Heads:
-    """Which heads ``rank`` has of a tensor that is made of them."""
+    """Return the heads of a tensor on ``rank``. The tensor must be made of heads."""
     if kind.kind == "state":
         return Heads(*share(tensor.heads * ranks, rank, ranks))
     return Heads(*share_of_kv(kind.kv_heads, rank, ranks))
 
 
 def compatible(one: GroupDims, other: GroupDims) -> str | None:
-    """Why caches of one group cannot become those of the other; None if they can."""
+    """Return the reason why caches of one group cannot move to the other group; None if the groups are
+    compatible."""
     if len(one.kinds) != len(other.kinds):
         return f"{len(one.kinds)} cache kinds here, {len(other.kinds)} there"
     for number, (a, b) in enumerate(zip(one.kinds, other.kinds, strict=True)):
+        # Block sizes and numbers of ranks may differ: span plans cut at both sides' block ends.
         for field in ("kind", "layers", "window", "ratio", "kv_heads"):
             here, there = getattr(a, field), getattr(b, field)
             if here != there:
@@ -183,11 +194,14 @@ def compatible(one: GroupDims, other: GroupDims) -> str | None:
 def placed(
     blocks: Sequence[Blocks], dims: GroupDims, start: int, num_positions: int, *, grows: bool = False
 ) -> tuple[Place, ...]:
-    """Where a sequence lies, checked: up to ``num_positions`` there are blocks, and those exist; where
-    ``start``, up to which nothing is moved, is there already, none is needed.
+    """Return the checked location of a sequence in each pool of a group. Raises RoomMessageError.
 
-    Of a table that still grows (``grows``), ``num_positions`` are those that it has to have by now, and its
-    states may have no place yet; of one that is added to another, 0. Raises RoomMessageError.
+    The checks: all blocks exist, no block occurs twice, and the blocks cover ``num_positions`` positions.
+    Positions before ``start`` need no blocks: the positions do not move.
+
+    ``grows``: the block table is not complete yet. Then ``num_positions`` counts the positions that must
+    have blocks now, and states may have no place yet. For an addition to another table, ``num_positions``
+    is 0.
     """
     if len(blocks) != len(dims.kinds):
         raise RoomMessageError(f"blocks of {len(blocks)} kinds, of {len(dims.kinds)} needed")
@@ -200,8 +214,10 @@ def placed(
         if len(ids) and (ids.min() < 0 or ids.max() >= pool):
             raise RoomMessageError(f"a block of kind {kind.kind} is outside its pool of {pool}")
         if kind.kind == "state":
+            # A state occupies exactly one place. A growing table may not have the place yet.
             if len(ids) > 1 or (not len(ids) and num_positions and not grows):
                 raise RoomMessageError("a state is in one place")
+        # Block 0 is the null block (evicted window blocks), so only 0 may repeat.
         elif len(np.unique(ids[ids > 0])) != np.count_nonzero(ids):
             raise RoomMessageError(f"a block of kind {kind.kind} is named twice")
         elif num_positions > max(start, (given.first + len(ids)) * kind.block_size):
@@ -211,9 +227,10 @@ def placed(
 
 
 def joined(place: Place, more: Place) -> Place:
-    """``place`` with the entries of ``more`` behind it, or in place of its last ones.
+    """Return ``place`` with the entries of ``more`` appended. Entries of ``more`` may also replace the last
+    entries of ``place``.
 
-    Raises RoomMessageError where entries between them are missing.
+    Raises RoomMessageError for a gap between the two.
     """
     if not len(more.ids):
         return place
@@ -225,7 +242,8 @@ def joined(place: Place, more: Place) -> Place:
 
 
 def blocks_of(table: Sequence[int] | np.ndarray, first: int = 0) -> Blocks:
-    """Entries of a block table, from number ``first`` on, as messages have them."""
+    """Return entries of a block table in message form (little-endian int32). ``first``: index of the first
+    entry."""
     return Blocks(first=first, ids=np.asarray(table, dtype="<i4").tobytes())
 
 
@@ -234,7 +252,7 @@ def _dims(tensor: TensorLayout) -> TensorDims:
 
 
 def _fixed(kind: KindDims, dims: TensorDims, ranks: int) -> tuple[object, ...]:
-    """What of a tensor does not depend on the group that has it."""
+    """Return the sizes of a tensor, which must be equal in both groups, whatever the number of ranks."""
     tensor = tensor_of(dims)
     heads = tensor.heads * ranks if kind.kind == "state" else min(tensor.heads, 1)
     return tensor.kv, heads, tensor.entry_bytes

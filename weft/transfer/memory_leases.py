@@ -1,6 +1,6 @@
-"""Leases on a sender's window, as on a ring of bytes. Pure bookkeeping.
+"""Leases on a sender's window, laid out as a ring of bytes. Pure bookkeeping.
 
-Nothing waits. Where there is no room, ``take`` gives None, and the caller comes back when a lease has ended.
+No call blocks. ``take`` returns None if there is no space; the caller tries again after the end of a lease.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.types.rooms import RoomKey
 
 
 class MemoryLease(NamedTuple):
-    """``size`` bytes from ``offset`` on, of one owner, until they are given back."""
+    """``size`` bytes from ``offset`` on, leased to one owner until ``give_back``."""
 
     number: int
     offset: int
@@ -22,24 +22,27 @@ class MemoryLease(NamedTuple):
 
 
 class Ring:
-    """Memory that is taken in turn. It is free again in the same order, whatever the order of giving back.
+    """Ring of bytes, leased in order. Bytes become free in the order of leasing, whatever the order of
+    ``give_back``.
 
         |....tail######head....|      # leased, or given back behind one that is not
 
-    A lease never wraps around: what is left at the end is skipped with the lease that did not fit there.
+    A lease never wraps around. The bytes left at the end of the ring are skipped, and count as part of the
+    first lease after the wrap.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._leases: dict[int, MemoryLease] = {}
         self._number = 0
-        self._order: deque[tuple[int, int]] = deque()  # (number, bytes with what was skipped before them)
+        # (number, bytes including the skipped bytes before the lease)
+        self._order: deque[tuple[int, int]] = deque()
         self._head = 0
         self.used = 0
-        """Bytes, skipped ones included."""
+        """Bytes in use, skipped bytes included."""
 
     def of(self, owner: RoomKey) -> list[MemoryLease]:
-        """The leases of a room, in the order in which they were taken."""
+        """Return the leases of a transfer, in the order of leasing."""
         return [lease for lease in self._leases.values() if lease.owner == owner]
 
     @property
@@ -47,7 +50,7 @@ class Ring:
         return len(self._leases)
 
     def take(self, size: int, owner: RoomKey) -> MemoryLease | None:
-        """A lease, or None while there is no room. Raises EngineDead for what can never fit."""
+        """Return a lease, or None while there is no space. Raises EngineDead for a size beyond the ring."""
         if not 0 < size <= self.size:
             raise EngineDead(f"a lease of {size} bytes of a ring of {self.size}")
         if not self._order:
@@ -65,7 +68,7 @@ class Ring:
         return lease
 
     def give_back(self, lease: MemoryLease) -> None:
-        """Ends a lease. Raises EngineDead when it does not run."""
+        """End a lease. Raises EngineDead for an inactive lease."""
         if self._leases.pop(lease.number, None) != lease:
             raise EngineDead("a lease was given back that does not run")
         while self._order and self._order[0][0] not in self._leases:

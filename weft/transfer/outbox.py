@@ -1,11 +1,11 @@
-"""Writes of a rank whose caches are not what its peers read: they leave through a ring of host memory. Pure.
+"""Writes of a rank with caches out of the peers' reach: bytes leave through a ring of host memory. Pure.
 
     put ── waits ──► a slot ── copied there ──► sent ── answered ──► the slot is free
              of its peer, in order
 
-The ring consists of slots of one size, which are given back in any order: a peer that does not answer keeps
-its own slots and no others. A peer gets one more as long as more are free than it has, so of S slots n peers
-that answer nothing keep at most S n / (n + 1), and some are left for everybody else.
+The ring consists of slots of equal size, given back in any order. A peer without answers keeps only its own
+slots. A peer gets one more slot only while more slots are free than the peer has. So of S slots, n peers
+without answers keep at most S n / (n + 1), and some slots stay free for all other peers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.types.rooms import RoomKey
 
 
 class Slotted(NamedTuple):
-    """A write that has a slot: its bytes are to be copied there, or are there."""
+    """A write with a slot. The bytes are to be copied to the slot, or are in the slot already."""
 
     slot: int
     write: Write
@@ -31,39 +31,41 @@ class _Taken:
     write: Write
     sent: bool = False
     wanted: bool = True
-    """Whether it is still to be sent when it was copied."""
+    """True if the write is still to be sent after the copy. False after ``cancel``."""
 
 
 class Outbox:
-    """Writes of one rank that leave through a ring, used from one thread. Slots are numbered from 0 on."""
+    """Writes of one rank that leave through a ring. Used from one thread. Slots are numbered from 0."""
 
     def __init__(self, slots: int) -> None:
         self._free = list(range(slots))[::-1]
         self._taken: dict[int, _Taken] = {}
         self._waiting: dict[str, deque[Write]] = {}
-        """Of each peer with waiting writes, in order of turns: a peer that had its turn goes to the end."""
+        """Peer -> writes without a slot. Peers are in round-robin order: after a turn a peer goes to the
+        end."""
 
     @property
     def free(self) -> int:
-        """Slots that nobody has."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def can_begin(self) -> bool:
-        """Whether ``begin`` has something."""
+        """True if ``begin`` would return a write."""
         return any(self._may_take(peer) for peer in self._waiting)
 
     @property
     def waiting(self) -> int:
-        """Writes that have no slot."""
+        """Number of writes without a slot."""
         return sum(len(queue) for queue in self._waiting.values())
 
     def put(self, write: Write) -> None:
-        """Adds a write, behind those of its peer that wait."""
+        """Append a write to the queue of the peer."""
         self._waiting.setdefault(write.peer, deque()).append(write)
 
     def begin(self) -> list[Slotted]:
-        """Writes that have got a slot: the caller copies their bytes there, then says ``copied``."""
+        """Give slots to waiting writes and return the writes. The caller copies the bytes, then calls
+        ``copied``."""
         begun, turns = list[Slotted](), deque(self._waiting)
         while turns and self._free:
             peer = turns.popleft()
@@ -79,7 +81,8 @@ class Outbox:
         return begun
 
     def copied(self, slot: int) -> Write | None:
-        """Nothing reads the caches for it any more. What is to be sent now; None: its room was cancelled."""
+        """Record the end of a slot's copy: the caches are no longer read for the write. Return the write
+        to send now; None for a cancelled transfer. Raises EngineDead for a second call."""
         taken = self._taken[slot]
         if taken.sent:
             raise EngineDead(f"slot {slot} of a ring was copied to twice")
@@ -90,24 +93,26 @@ class Outbox:
         return taken.write
 
     def ended(self, peer: str, key: RoomKey, number: int) -> None:
-        """A write that was sent was answered, or never left: its receiver does not read it any more."""
+        """Free the slot of a sent write after the answer, or of an unsent write: the receiver does
+        not read the slot any more."""
         for slot, taken in list(self._taken.items()):
             write = taken.write
             if taken.sent and (write.peer, write.key, write.number) == (peer, key, number):
                 self._release(slot)
 
     def lost(self, peer: str) -> None:
-        """The connection to it has ended, and with it all that was sent there.
+        """Free all slots of writes sent to ``peer``, because the connection to the peer has ended.
 
-        What the peer may read of a slot afterwards is refused by its digest, in a room that has failed.
+        A late read of the peer from a reused slot fails the digest check, in a transfer that has failed
+        already.
         """
         for slot, taken in list(self._taken.items()):
             if taken.sent and taken.write.peer == peer:
                 self._release(slot)
 
     def cancel(self, key: RoomKey) -> None:
-        """No copy of the room begins any more; those under way end, and are not sent. What was sent keeps its
-        slot until it has ended."""
+        """Drop all waiting writes of a transfer. Copies under way finish, but are not sent. A sent write
+        keeps its slot until ``ended`` or ``lost``."""
         for peer, queue in list(self._waiting.items()):
             kept = deque(write for write in queue if write.key != key)
             if kept:
@@ -118,7 +123,7 @@ class Outbox:
             taken.wanted &= taken.write.key != key
 
     def quiet(self, key: RoomKey) -> bool:
-        """Whether no copy of the room's memory is to come or under way."""
+        """Return True if no copy of the transfer's memory is waiting or under way."""
         copying = any(taken.write.key == key for taken in self._taken.values() if not taken.sent)
         return not copying and all(write.key != key for queue in self._waiting.values() for write in queue)
 

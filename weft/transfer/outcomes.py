@@ -1,4 +1,4 @@
-"""What the ranks of a group say of a room, combined: failed < pending < done, and the least of them holds."""
+"""Combined outcome of a transfer over the ranks of a group: the minimum, with failed < pending < done."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from weft.types.rooms import Outcome
 
 
 class Outcomes:
-    """What the ranks of a group have said of one room. What a rank said last holds, but nothing is taken
-    back: said twice is said once.
-    """
+    """Reports of the ranks of a group about one transfer. The first final report (done or failed) of a rank
+    counts; later reports of the same rank are ignored."""
 
     def __init__(self, ranks: int) -> None:
         self._said = [Outcome.pending] * ranks
         self.error: ErrorInfo | None = None
-        """The first one that came with a failure."""
+        """Error of the first failure report; None without a failure or without an error."""
 
     def take(self, rank: int, outcome: Outcome, error: ErrorInfo | None = None) -> Outcome:
-        """A rank reports. Returns what holds for the group."""
+        """Record a rank's report and return the combined outcome of the group."""
         if self._said[rank] is Outcome.pending:
             self._said[rank] = outcome
             if outcome is Outcome.failed and self.error is None:

@@ -1,8 +1,8 @@
-"""The sending side of one rank: what is pushed behind each layer, and how much is under way. Pure.
+"""Sending side of one rank: push cache contents after each layer, within a window of bytes per peer. Pure.
 
-Each peer has a window of bytes (a ring): what does not fit waits in this queue, never in a caller. So a
-receiver that does not read delays its own rooms and no others. Rooms of one peer take turns, write by
-write; the writes of a room keep their order.
+Each peer has a window of bytes (a ring). Parts beyond the window wait in a queue here, never in a caller.
+So a slow receiver delays its own transfers only. Transfers to one peer take turns, write by write; writes
+of one transfer keep their order.
 """
 
 from __future__ import annotations
@@ -27,46 +27,47 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 class Begin(_Word, frozen=True):
-    """The receiver is bound: to each of its ranks goes what its plan says."""
+    """The receiver is bound: each receiving rank gets the spans of one plan."""
 
     key: RoomKey
     plans: Mapping[str, SpanPlan]
-    """Peer -> what it gets from this rank."""
+    """Peer -> spans from this rank to the peer."""
     end: int
     """Positions of the sequence."""
     start: int = 0
-    """Those before it the receiver has."""
+    """Number of leading positions that the receiver has already."""
 
 
 class Computed(_Word, frozen=True):
-    """The model's ``layers`` have positions ``begin`` .. end - 1 in their caches, whoever computed them; of
-    a recurrent layer, the state after them lies where the room is sent from. What was told before is not
-    pushed again."""
+    """Positions ``begin`` .. end - 1 are in the caches of the model's ``layers``, computed here or found
+    there. For a recurrent layer: the state after the positions is at the place from which the transfer
+    sends. Positions reported before are not pushed again."""
 
     key: RoomKey
     layers: tuple[int, ...]
     begin: int
     end: int
     ready: Any = None
-    """A mark behind which they have (``base.Transport.mark``)."""
+    """Mark of the transport (``base.Transport.mark``): the bytes are valid once the mark is reached."""
 
 
 class Grown(_Word, frozen=True):
-    """The sequence has more blocks: for each kind those that are new. Said before they are ``Computed``."""
+    """The sequence has more blocks: the new blocks of each KV cache group. Must precede their
+    ``Computed``."""
 
     key: RoomKey
     places: tuple[Place, ...]
 
 
 class Spoiled(_Word, frozen=True):
-    """What the room would send cannot be computed on this rank, as ``error`` says. Nothing more is pushed."""
+    """The rank cannot compute the bytes of the transfer, because of ``error``. No further push."""
 
     key: RoomKey
     error: ErrorInfo
 
 
 class Written(_Word, frozen=True):
-    """A write has ended: it was taken in, or it failed."""
+    """A write has ended. ``error``: None if the receiver accepted the write."""
 
     key: RoomKey
     peer: str
@@ -75,13 +76,13 @@ class Written(_Word, frozen=True):
 
 
 class Stopped(_Word, frozen=True):
-    """The head says that the room is over."""
+    """The engine process reports the end of a transfer."""
 
     key: RoomKey
 
 
 class More(_Word, frozen=True):
-    """There is time for one more thing that was told of a room before it began: see ``Pushes.behind``."""
+    """The caller has time for one queued event of a transfer: see ``Pushes.behind``."""
 
     key: RoomKey
 
@@ -90,21 +91,21 @@ Event = Begin | Computed | Grown | Spoiled | Written | Stopped | More
 
 
 class Write(_Word, frozen=True):
-    """Sends bytes to a peer. Answered with ``Written``."""
+    """Send bytes to a peer. Answered with ``Written``."""
 
     key: RoomKey
     peer: str
     number: int
     parts: tuple[Part, ...]
     digests: np.ndarray
-    """uint64, one a span, in order: of what the spans held when they were queued. Of caches that are staged
-    none: their bytes are not on the host yet."""
+    """uint64, one per span, in order: digests of the bytes at the time of queueing. Empty for staged
+    caches, because the bytes are not on the host yet."""
     ready: Any = None
-    """The mark behind which the bytes are there."""
+    """Mark of the transport: the bytes are valid once the mark is reached."""
 
 
 class Report(_Word, frozen=True):
-    """Tells this rank's head how the room stands here."""
+    """Report the rank's outcome of a transfer to the engine process."""
 
     key: RoomKey
     outcome: Outcome
@@ -114,20 +115,21 @@ class Report(_Word, frozen=True):
 Action = Write | Report
 
 WRITE_BYTES = 1 << 20
-"""Of one write at most: what others wait for, and what stays in a core's cache between two passes."""
+"""Maximum bytes of one write. Other writes wait so long, and the bytes stay in a core's cache between
+the digest and the copy."""
 WINDOW_BYTES = 16 << 20
-"""Under way to one peer at most."""
+"""Maximum bytes under way to one peer."""
 MOST_STOPPED = 4096
-"""Rooms that are known to have stopped."""
+"""Maximum number of remembered stopped transfers."""
 _MOST_SPANS = 4096
-"""Of one write."""
+"""Maximum spans of one write."""
 
 Digest = Callable[[RoomKey, str, tuple[Part, ...]], np.ndarray]
-"""Of what a room sends to a peer: see ``base.Transport.digest``."""
+"""Function from parts sent to a peer to their digests: see ``base.Transport.digest``."""
 
 
 class Queued(NamedTuple):
-    """Parts that wait, of which writes will be made."""
+    """Parts of one future write."""
 
     parts: tuple[Part, ...]
     digests: np.ndarray
@@ -138,14 +140,15 @@ class _Room:
     def __init__(self, begin: Begin, layers: Sequence[tuple[int, int]], states: Collection[int]) -> None:
         self.plans, self.start, self.end = begin.plans, begin.start, begin.end
         self.computed = {layer: Positions() for layer in layers}
-        """Of each (kind, number) the positions that have been queued."""
+        """(KV cache group, layer number within the group) -> queued positions."""
         self.missing = {layer for layer in layers if self.start < self.end or layer[0] in states}
-        """(kind, number) of layers of which positions, or the state, have not been queued."""
+        """(KV cache group, layer number within the group) of layers with unqueued positions or an unqueued
+        state."""
         self.queued: dict[str, deque[Queued]] = {peer: deque() for peer in begin.plans}
         self.under_way: dict[tuple[str, int], MemoryLease] = {}
         self.numbers = dict.fromkeys(begin.plans, 0)
         self.behind: deque[Computed | Grown | Spoiled] = deque()
-        """What was told before the room began, and since then, and is not taken in yet."""
+        """Events from before ``Begin``, and later events queued behind such events."""
         self.started = self.over = False
 
     @property
@@ -154,9 +157,8 @@ class _Room:
 
 
 class Pushes:
-    """What one rank sends. Used from one thread. ``layers``: for each cache kind the model's layers that
-    have it.
-    """
+    """All sends of one rank. Used from one thread. ``layers``: for each KV cache group, the model layers in
+    the group."""
 
     def __init__(
         self,
@@ -166,9 +168,9 @@ class Pushes:
         window: int = WINDOW_BYTES,
         states: Collection[int] = (),
     ) -> None:
-        """``digest``: called as soon as a part is queued, when its bytes have just been computed. ``states``:
-        the kinds that are recurrent, of which a receiver gets the state at the end, whatever it has already.
-        """
+        """``digest``: called when a part is queued, while the bytes are still in the core's cache.
+        ``states``: the recurrent KV cache groups. A receiver gets the state at the end, whatever the
+        receiver has already."""
         self._digest = digest
         self._states = frozenset(states)
         self._of_layer: dict[int, list[tuple[int, int]]] = {}
@@ -179,42 +181,43 @@ class Pushes:
         self._rooms: OrderedDict[RoomKey, _Room] = OrderedDict()
         self._early: dict[RoomKey, list[Computed | Grown | Spoiled]] = {}
         self._stopped: OrderedDict[RoomKey, None] = OrderedDict()
-        """The last that stopped: what is computed of them is nobody's concern."""
+        """The last stopped transfers: later events are ignored."""
         self._rings: dict[str, Ring] = {}
         self._catching = False
-        """Whether a room may be behind."""
+        """True if a transfer may have waiting events (see ``behind``)."""
 
     def __len__(self) -> int:
         return len(self._rooms) + len(self._early)
 
     def rooms(self) -> list[RoomKey]:
-        """Rooms that have begun."""
+        """Return the keys of begun transfers."""
         return list(self._rooms)
 
     def waiting(self) -> list[RoomKey]:
-        """Rooms of which something was computed, and that have not begun."""
+        """Return the keys of transfers with events but without ``Begin``."""
         return list(self._early)
 
     def behind(self) -> RoomKey | None:
-        """A room that something was told of before it began: it is taken in by and by, one thing with each
-        ``More``, so that other rooms do not wait for all its digests. Rooms take turns."""
+        """Return a transfer with events from before its ``Begin``; None if there is none. Each ``More``
+        handles one such event, so other transfers do not wait for all digests of one transfer.
+        Transfers take turns."""
         return (
             next((key for key, room in self._rooms.items() if room.behind), None) if self._catching else None
         )
 
     @property
     def under_way(self) -> int:
-        """Bytes that were sent and not answered, to all peers."""
+        """Bytes sent to all peers without an answer yet."""
         return sum(ring.used for ring in self._rings.values())
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait for room in a window."""
+        """Bytes waiting for space in a window."""
         queues = (queue for room in self._rooms.values() for queue in room.queued.values())
         return sum(part.nbytes for queue in queues for queued in queue for part in queued.parts)
 
     def on(self, event: Event) -> list[Action]:
-        """What is to be done, in this order. Time plays no part."""
+        """Return the actions for ``event``, in order of execution. Independent of time."""
         match event:
             case Begin():
                 return self._begin(event)
@@ -222,6 +225,7 @@ class Pushes:
                 room = self._rooms.get(event.key)
                 if room is not None and not room.behind:
                     return self._take(room, event)
+                # Keep the order: an event behind a waiting event waits, too.
                 if room is not None:
                     room.behind.append(event)
                 elif event.key not in self._stopped:
@@ -244,6 +248,7 @@ class Pushes:
             return []
         everything = [pair for pairs in self._of_layer.values() for pair in pairs]
         room = self._rooms[event.key] = _Room(event, everything, self._states)
+        # Early events need digests of all their bytes, so `More` handles them one at a time.
         room.behind.extend(self._early.pop(event.key, []))
         self._catching |= bool(room.behind)
         return self._report(event.key, room)
@@ -270,15 +275,18 @@ class Pushes:
         if room.over:
             return
         ranges = dict[tuple[int, tuple[tuple[int, int], ...]], list[int]]()
-        """(kind, new positions) -> numbers of its layers."""
+        """(KV cache group, new positions) -> layer numbers within the group."""
+        # Layers of a group with the same new positions share one span plan, so collect them first.
         ended = dict[int, list[int]]()
         for kind, number in (pair for layer in event.layers for pair in self._of_layer.get(layer, [])):
             computed = room.computed[kind, number]
             new = computed.add(max(event.begin, 0), min(event.end, room.end))
             ranges.setdefault((kind, tuple(new)), []).append(number)
+            # A layer has ended once its last position is queued; then its recurrent state is queued, too.
             last = computed.has(min(room.start, room.end - 1), room.end)
             if last and (kind, number) in room.missing:
                 ended.setdefault(kind, []).append(number)
+        # One digest per group of parts: computed now, while the bytes are in the core's cache.
         for peer, plan in room.plans.items():
             parts = list[Part]()
             for (kind, new_ones), numbers in ranges.items():
@@ -307,12 +315,14 @@ class Pushes:
         return [Report(key, Outcome.failed, error)]
 
     def _release(self, room: _Room) -> list[Action]:
+        # Late answers find no transfer any more, so give the leases back now.
         for (peer, _), lease in room.under_way.items():
             self._rings[peer].give_back(lease)
         return self._turn({peer for peer, _ in room.under_way})
 
     def _turn(self, peers: Sequence[str] | set[str] | Mapping[str, object]) -> list[Action]:
-        """Sends to each of ``peers`` as much as its window has room for."""
+        """Send to each of ``peers`` as many writes as fit in the peer's window. Transfers take turns, one
+        write each."""
         actions = list[Action]()
         for peer in sorted(peers):
             ring = self._rings.setdefault(peer, Ring(self._window))
@@ -322,6 +332,7 @@ class Pushes:
                 room = self._rooms[key]
                 parts, digests, ready = room.queued[peer][0]
                 lease = ring.take(sum(part.nbytes for part in parts), key)
+                # No space for the first write: the other writes to the peer wait, too.
                 if lease is None:
                     break
                 room.queued[peer].popleft()
@@ -344,12 +355,13 @@ class Pushes:
 
 
 def packed(parts: Sequence[Part], most: int) -> list[tuple[Part, ...]]:
-    """The spans of ``parts`` in order, in groups of at most ``most`` bytes; longer spans are cut."""
+    """Return the spans of ``parts`` in order, in groups of at most ``most`` bytes. Longer spans are cut."""
     groups, group, room, left = list[tuple[Part, ...]](), list[Part](), most, _MOST_SPANS
     for part in parts:
         spans = split(part.spans, most)
         while len(spans):
             ends = np.cumsum(spans[:, 2])
+            # Number of whole spans that still fit in the group.
             count = min(int(np.searchsorted(ends, room, side="right")), left)
             if count:
                 group.append(part._replace(spans=spans[:count]))

@@ -1,4 +1,4 @@
-"""The rooms of a head whose group decodes: it reserves blocks for an offer, and takes bytes in. Pure."""
+"""Transfers of the engine process of a decode group: reserve blocks for an offer, receive the bytes. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from weft.types import rooms as r
 from weft.types.rooms import GroupDims, Outcome, Peer, RoomKey, State
 
 PARKED_BYTES = 64 << 20
-"""Of offers whose Submit has not come yet."""
+"""Maximum bytes of offers without a Submit yet."""
 LATER_S = 1.0
-"""Seconds that a sender is asked to wait while that is full, or while the scheduler keeps its offer."""
+"""Seconds of requested wait for a sender, while the parking space is full, or while the scheduler has not
+answered the offer."""
 
 
 class ReceivingRooms(Rooms):
-    """``on`` and ``next_due`` are all there is to call, from one thread."""
+    """Receiving side of all transfers of an engine process. Call only ``on`` and ``next_due``, from one
+    thread."""
 
     def __init__(
         self,
@@ -26,15 +28,15 @@ class ReceivingRooms(Rooms):
         patience: Patience = Patience(),
         parked_bytes: int = PARKED_BYTES,
     ) -> None:
-        """``dims``: this group's caches."""
+        """``dims``: layout of the local group's caches."""
         super().__init__(dims.ranks, fence, patience)
         self._dims = dims
         self._early: Parking[tuple[Peer, r.Admitted]] = Parking(parked_bytes, patience.bind)
         self._asked: set[RoomKey] = set()
-        """Rooms about which the scheduler has been asked, and has not answered."""
+        """Transfers with a pending ``RoomWanted``: the scheduler has not answered yet."""
 
     def on(self, event: ev.ReceiverEvent, now: float) -> list[ev.Action]:
-        """What is to be done, in this order, when ``event`` happens."""
+        """Return the actions for ``event``, in order of execution."""
         match event:
             case ev.Reserve(message):
                 return self._reserve(message, now)
@@ -54,11 +56,11 @@ class ReceivingRooms(Rooms):
 
     @property
     def parked(self) -> int:
-        """Rooms of which something came before their Submit."""
+        """Number of transfers with an offer but no Submit yet."""
         return len(self._early)
 
     def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence != "copy"  # then senders write to this side's memory
+        return room.was_bound and self._fence != "copy"  # without "copy", senders write to local memory
 
     def _opened(self, room: Room, now: float) -> list[ev.Action]:
         actions: list[ev.Action] = []
@@ -70,7 +72,7 @@ class ReceivingRooms(Rooms):
     def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
         if not isinstance(message, r.Admitted):
             return super()._heard_early(peer, message, now)
-        self._early.flush(message.key)  # of one that is repeated the last is kept
+        self._early.flush(message.key)  # a repeated offer replaces the parked offer
         if self._early.park(message.key, (peer, message), len(r.encode(message)), now):
             return []
         return [ev.Send(peer, r.Later(key=message.key, seconds=LATER_S))]
@@ -105,7 +107,8 @@ class ReceivingRooms(Rooms):
         key = message.key
         room = self._rooms.get(key)
         if room is None or room.offer is None or room.state is not State.new:
-            return [ev.Tell(r.RoomFreed(key))]  # it has ended meanwhile: nobody was told of this memory
+            # The transfer has ended meanwhile, and no peer knows the memory.
+            return [ev.Tell(r.RoomFreed(key))]
         self._asked.discard(key)
         try:
             check_bound(room.offer, message)
@@ -131,7 +134,7 @@ class ReceivingRooms(Rooms):
 
     def _refuse_room(self, room: Room, error: ErrorInfo, now: float) -> list[ev.Action]:
         refused = r.Refused(key=room.key, error=error)
-        room.peer_is_quiet()  # it was given nothing to touch
+        room.peer_is_quiet()  # the peer was given no memory to touch
         actions = self._fail(room, error, now, answer=refused)
         return [ev.Send(room.peer, refused), *actions]
 

@@ -1,13 +1,13 @@
-"""What both sides of rooms have in common: how a room fails, is fenced, and is remembered. Pure.
+"""Common part of both sides of a KV transfer: failure, fencing, and the record of ended transfers. Pure.
 
     new ──► bound ──► active ──► done            RoomLanded, once
       ╰──────┴─────────┴──► failing ──► fenced   RoomFailed at once, RoomFreed when it is fenced
 
-A room that fails stops this group's ranks and tells the other side at once. Its memory is given back when
-everybody who could touch it has said that he does not, or cannot: this group's ranks (``RankStopped``, or
-their process has ended), and the peer, where it has a part in that (``Fenced``, its death, or its access
-revoked). No clock gives memory back. A message is repeated until something answers it, so it may be lost,
-and whatever answers twice changes nothing, so it may be repeated.
+A failing transfer stops the local ranks and notifies the peer at once. Memory of the transfer is given
+back only after every process with access to the memory has confirmed a stop, or can no longer do so: the
+local ranks (``RankStopped``, or process exit), and the peer, if the peer has access (``Fenced``,
+death of the peer, or revoked access). No time-out gives memory back. Messages may be lost: each message is
+repeated until an answer arrives. Messages may be repeated: a second answer changes nothing.
 """
 
 from __future__ import annotations
@@ -22,77 +22,81 @@ from weft.types import rooms as r
 from weft.types.rooms import Outcome, Peer, RoomKey, State
 
 FenceBy = Literal["copy", "connection", "rekey"]
-"""What ends a transport's writes: receivers copy themselves; closed connections; revoked registrations."""
+"""Proof that a transport's writes have ended. "copy": receivers copy the bytes, so stopped receivers prove
+the end. "connection": closed connections. "rekey": revoked registrations."""
 
 
 _TOMBSTONE_BYTES = 512
-"""Of one beside its message."""
+"""Estimated bytes of one tombstone, without the message."""
 
 
 class Patience(NamedTuple):
-    """After how many seconds a room repeats, gives up or forgets."""
+    """Intervals and time-outs of a transfer, in seconds."""
 
     retry: float = 1.0
-    """Between repetitions of a message."""
+    """Seconds between repetitions of a message."""
     bind: float = 60.0
-    """From an offer, or from when a receiver that has no room yet asks for another one, until it is bound."""
+    """Maximum seconds until the transfer is bound. The time starts at an offer, or at a ``Later`` answer
+    from the receiver."""
     fence: float = 10.0
-    """Until a peer that does not answer a fence is to be revoked."""
+    """Seconds until the access of a peer without an answer to a fence is revoked."""
     stop: float = 5.0
-    """Until ranks that have not said that they stopped are told again: a frame may have been lost."""
+    """Seconds until ``Stop`` is repeated for ranks without a ``RankStopped``: a frame may have been lost."""
     longest: float = 60.0
-    """Between repetitions of a stop, a fence or a revocation, each of which waits twice as long as the one
-    before."""
+    """Maximum seconds between repetitions of a stop, a fence or a revocation. Each interval is twice the
+    previous interval."""
     remember: float = 900.0
-    """How long an ended room is known: longer than ``weft.types.rooms.MOST_SECONDS``."""
+    """Seconds for which an ended transfer is remembered. Must exceed ``weft.types.rooms.MOST_SECONDS``."""
 
 
 class Room:
-    """One room on one side."""
+    """State of one transfer on one side."""
 
     def __init__(self, key: RoomKey, peer: Peer, seconds: float, ranks: int) -> None:
         self.key, self.peer, self.seconds = key, peer, seconds
         self.deadline: float | None = None
-        """None before the first offer: how long the sender's queue is says nothing of the room."""
+        """Deadline of the transfer; None before the first offer. Time in the sender's queue does not
+        count."""
         self.state = State.new
         self.was_bound = False
         self.outcomes = Outcomes(ranks)
         self.running = set(range(ranks))
-        """Ranks of this group that have not stopped."""
+        """Local ranks without a ``RankStopped``."""
         self.stop_at = 0.0
-        """When those are told again to stop, if the room fails by then."""
+        """Time of the next ``Stop`` to the ranks in ``running``; used while the transfer is failing."""
         self.stop_after = 0.0
-        """Seconds until the repetition after that."""
+        """Seconds between the last ``Stop`` and the next."""
         self.peer_stopped = False
-        """Whether the peer touches nothing of the room any more. Set by ``peer_is_quiet`` alone."""
+        """True if the peer no longer touches any memory of the transfer. Set by ``peer_is_quiet`` only."""
         self.revoke_at: float | None = None
         self.revoke_after = 0.0
-        """Seconds until the revocation after that."""
+        """Seconds between the last revocation and the next."""
         self.say: r.RoomMessage | None = None
-        """What is repeated until it is answered."""
+        """Message to repeat until an answer arrives; None if no answer is due."""
         self.say_at = 0.0
         self.answer: r.RoomMessage | None = None
-        """Of a room that fails: to what still comes."""
+        """Answer of a failing transfer to late messages."""
         self.peer_asked = False
-        """Whether the peer waits to hear that this side has stopped."""
+        """True if the peer sent a fence and still needs ``Fenced``."""
         self.bind_by: float | None = None
         self.offer: r.Admitted | None = None
         self.num_cached = 0
-        """Of a sender: positions of its own prefix hit."""
+        """Sender only: positions of the sender's own prefix hit."""
         self.bound: r.Bound | None = None
         self.metadata: r.Metadata | None = None
 
     def begin(self, now: float) -> None:
-        """Notes that the room was offered: its time counts from now. Idempotent."""
+        """Start the time-out of the transfer, at the first offer. Idempotent."""
         if self.deadline is None:
             self.deadline = now + self.seconds
 
     def peer_is_quiet(self) -> None:
-        """The peer has said, or it is proven, that it touches nothing of the room: it is not revoked."""
+        """Record a proof, or the peer's statement: the peer touches no memory of the transfer.
+        Cancels a pending revocation."""
         self.peer_stopped, self.revoke_at = True, None
 
     def move(self, state: State) -> None:
-        """Raises AssertionError for a move that there is not."""
+        """Change the state. Raises AssertionError for a backward move and for a move out of an end state."""
         assert state > self.state, f"{self.state.name} -> {state.name}"
         assert not self.state.ended, f"{self.state.name} -> {state.name}"
         self.state = state
@@ -100,11 +104,11 @@ class Room:
 
 
 class Ended(NamedTuple):
-    """What is left of a room that has ended."""
+    """Record of an ended transfer."""
 
     state: State
     answer: r.RoomMessage
-    """To whatever still comes, but for a fence."""
+    """Answer to every late message except a fence."""
 
 
 class _Notice(NamedTuple):
@@ -112,13 +116,13 @@ class _Notice(NamedTuple):
     message: r.Fence
     due: float
     after: float
-    """Seconds until the repetition after that."""
+    """Seconds between the last repetition and the next."""
     until: float
-    """When it is given up, unless this side's memory waits for the answer."""
+    """Time after which the notice is dropped. Ignored while local memory depends on the answer."""
 
 
 class Rooms:
-    """The rooms of one head, on one side."""
+    """All transfers of one engine process, on one side (sending or receiving)."""
 
     def __init__(self, ranks: int, fence: FenceBy = "copy", patience: Patience = Patience()) -> None:
         self._ranks, self._fence, self._patience = ranks, fence, patience
@@ -126,16 +130,17 @@ class Rooms:
         self._ended: Tombstones[Ended] = Tombstones(patience.remember)
         self._notices: dict[RoomKey, _Notice] = {}
         self._gone: set[int] = set()
-        """Ranks of this group whose process has ended, and none has taken its place."""
+        """Local ranks with an ended process and no replacement yet."""
         self.strays = 0
-        """Messages dropped: of peers that have no part in the room, or that cannot be right."""
+        """Number of dropped messages: from a process other than the transfer's peer, or impossible in
+        the present state."""
 
     def __len__(self) -> int:
-        """Rooms that have not ended."""
+        """Return the number of live transfers."""
         return len(self._rooms)
 
     def state(self, key: RoomKey) -> State | None:
-        """The state of a room that is known here."""
+        """Return the state of a live or remembered transfer; None for an unknown transfer."""
         room = self._rooms.get(key)
         if room is not None:
             return room.state
@@ -144,11 +149,11 @@ class Rooms:
 
     @property
     def remembered(self) -> int:
-        """Ended rooms that are not forgotten yet."""
+        """Number of remembered ended transfers."""
         return len(self._ended)
 
     def next_due(self) -> float | None:
-        """When the next ``Tick`` does something; None: never, as things stand."""
+        """Return the time of the next useful ``Tick``; None if no tick is needed in the present state."""
         due: list[float | None] = [notice.due for notice in self._notices.values()]
         for room in self._rooms.values():
             due.append(room.revoke_at)
@@ -159,26 +164,26 @@ class Rooms:
         due.append(self._ended.next_due())
         return min([at for at in due if at is not None], default=None)
 
-    # ---- what the two sides add
+    # ---- extension points of the two sides
 
     def _needs_peer(self, room: Room) -> bool:
-        """Whether the peer may touch this side's memory of a room."""
+        """Return True if the peer may touch local memory of the transfer."""
         raise NotImplementedError
 
     def _opened(self, room: Room, now: float) -> list[ev.Action]:
-        """A room is new."""
+        """Handle a new transfer."""
         return []
 
     def _progressed(self, room: Room, now: float) -> list[ev.Action]:
-        """A rank reported, and none has failed."""
+        """Handle a rank report without a failure."""
         return []
 
     def _heard_of(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
-        """A message from the peer of a room that has not ended, and is no fence."""
+        """Handle a message of the peer about a live transfer, except fences."""
         raise NotImplementedError
 
     def _heard_early(self, peer: Peer, message: r.RoomMessage, now: float) -> list[ev.Action]:
-        """A message of a room that is not known."""
+        """Handle a message of an unknown transfer. Default: answer ``Fenced``."""
         return [ev.Send(peer, r.Fenced(key=message.key))]
 
     # ---- events of both sides
@@ -201,6 +206,7 @@ class Rooms:
             case ev.PeerLost(peer):
                 return self._peer_lost(peer, now)
             case ev.Revoked(key):
+                # A revocation proves the same as a `Fenced`: the peer is quiet.
                 return self._peer_stopped(key, now)
             case ev.Cancel(key, error):
                 room = self._rooms.get(key)
@@ -214,6 +220,7 @@ class Rooms:
         if room is not None and room.peer != event.peer:
             self.strays += 1
             return []
+        # Fences and their answers are valid in every state, even for unknown transfers.
         if isinstance(message, r.Fence):
             return self._fenced_by_peer(event.peer, message, now)
         if isinstance(message, r.Fenced):
@@ -229,6 +236,8 @@ class Rooms:
         if event.key in self._rooms:
             return []
         if (ended := self._ended.get(event.key)) is not None:
+            # A fence may arrive before the Submit: then the transfer has failed already, and has no memory
+            # here.
             if ended.state is not State.fenced:
                 return []
             answer = ended.answer
@@ -238,6 +247,7 @@ class Rooms:
         return self._opened(room, now)
 
     def _tick(self, now: float) -> list[ev.Action]:
+        # A failing transfer has no deadline: only a proof of the fence gives memory back.
         actions: list[ev.Action] = []
         for room in list(self._rooms.values()):
             if room.revoke_at is not None and room.revoke_at <= now:
@@ -258,8 +268,8 @@ class Rooms:
         return actions + self._remind(now)
 
     def _stop_again(self, room: Room, now: float) -> list[ev.Action]:
-        """Of a room that fails: ranks that have not said that they stopped may not have heard, or not been
-        heard."""
+        """Repeat ``Stop`` to the ranks of a failing transfer: the frame, or a rank's answer, may have been
+        lost."""
         if not room.running or room.stop_at > now:
             return []
         room.stop_after = min(2 * room.stop_after, self._patience.longest)
@@ -267,7 +277,7 @@ class Rooms:
         return [ev.Stop(room.key)]
 
     def _remind(self, now: float) -> list[ev.Action]:
-        """Fences that nobody has answered. Those that memory waits for are repeated for ever."""
+        """Repeat fences without an answer. A fence with waiting memory is repeated without end."""
         actions: list[ev.Action] = []
         for key, notice in list(self._notices.items()):
             room = self._rooms.get(key)
@@ -297,7 +307,7 @@ class Rooms:
         return self._settle(room, now)
 
     def _all_there(self, room: Room, now: float) -> list[ev.Action]:
-        """Fails a room that has just been bound when a rank is gone: nobody would move its part."""
+        """Fail a newly bound transfer if a local rank is gone: the rank's part would never move."""
         lost = Unavailable("a process that would have a part in the transfer was lost")
         return self._fail(room, lost.info(), now) if self._gone else []
 
@@ -308,6 +318,7 @@ class Rooms:
             if room.was_bound and room.state is not State.failing:
                 lost = Unavailable("a process that had a part in the transfer was lost")
                 actions += self._fail(room, lost.info(), now)
+            # `_fail` may have ended the transfer.
             if room.key in self._rooms:
                 actions += self._rank_stopped(room.key, rank, now)
         return actions
@@ -316,13 +327,14 @@ class Rooms:
         actions: list[ev.Action] = []
         for key in [key for key, notice in self._notices.items() if notice.peer == peer]:
             del self._notices[key]
+        # A dead peer touches no memory, so the transfers need no fence.
         for room in [room for room in self._rooms.values() if room.peer == peer]:
             room.peer_is_quiet()
             actions += self._fail(room, PeerEnded("the other end of the transfer was lost").info(), now)
         return actions
 
     def _peer_stopped(self, key: RoomKey, now: float) -> list[ev.Action]:
-        """``Fenced`` came, or its access was revoked."""
+        """Handle proof of a quiet peer (``Fenced`` or revoked access). Fails the transfer if still live."""
         self._notices.pop(key, None)
         room = self._rooms.get(key)
         if room is None:
@@ -335,19 +347,19 @@ class Rooms:
         if room is not None:
             room.peer_asked = True
             return self._fail(room, fence.error, now)
-        # What comes later of a room that is not known here finds that it has ended.
+        # Remember a fence for an unknown transfer: a later Submit for the transfer must fail.
         size = len(r.encode(fence)) + _TOMBSTONE_BYTES
         self._ended.add_of(peer, fence.key, Ended(State.fenced, fence), size, now)
         return [ev.Send(peer, r.Fenced(key=fence.key))]
 
-    # ---- how a room ends
+    # ---- end of a transfer
 
     def _fail(
         self, room: Room, error: ErrorInfo, now: float, answer: r.RoomMessage | None = None
     ) -> list[ev.Action]:
-        """The room fails, unless it does already; its memory is given back when it is fenced.
+        """Fail the transfer, unless the transfer is failing already. Memory is given back after the fence.
 
-        ``answer``: to what still comes, if not a fence.
+        ``answer``: answer to late messages; default: the fence.
         """
         actions: list[ev.Action] = []
         if room.state < State.failing:
@@ -355,8 +367,10 @@ class Rooms:
             room.say, room.answer = None, answer or fence
             actions.append(ev.Tell(r.RoomFailed(room.key, error)))
             actions.append(ev.Stop(room.key))
+            # A lost rank cannot answer `Stop`; the end of its process is the proof.
             room.running -= self._gone
-            if not room.was_bound:  # ranks know at most what they have computed of it
+            # Before the bind, ranks have no peer addresses: no rank can touch the peer.
+            if not room.was_bound:
                 room.running.clear()
             room.stop_after = self._patience.stop
             room.stop_at = now + room.stop_after
@@ -371,7 +385,8 @@ class Rooms:
         return actions + self._settle(room, now)
 
     def _reject(self, event: ev.Open, error: ErrorInfo, now: float) -> list[ev.Action]:
-        """A room that cannot begin here; its other end, which may wait for it, is told."""
+        """Refuse a transfer before its start. Notifies the scheduler and fences the peer, which may be
+        waiting."""
         fence = r.Fence(key=event.key, error=error)
         retry = self._patience.retry
         until = now + self._patience.remember
@@ -380,7 +395,8 @@ class Rooms:
         return [*told, ev.Send(event.peer, fence)]
 
     def _settle(self, room: Room, now: float) -> list[ev.Action]:
-        """Goes on with a failing room as far as what is known allows."""
+        """Move a failing transfer on: answer the peer's fence and give memory back, once all ranks have
+        stopped."""
         actions: list[ev.Action] = []
         if room.running:
             return actions
@@ -395,12 +411,12 @@ class Rooms:
         return actions
 
     def _end(self, room: Room, answer: r.RoomMessage, now: float) -> None:
-        """The room is over. ``answer``: to what still comes."""
+        """Remove the transfer and remember the end. ``answer``: answer to late messages."""
         del self._rooms[room.key]
         self._ended.add(room.key, Ended(room.state, answer), now)
 
     def _say(self, room: Room, message: r.RoomMessage, now: float) -> list[ev.Action]:
-        """Sends ``message``, and again until it is answered."""
+        """Send ``message`` now, and schedule repetitions until an answer arrives."""
         room.say, room.say_at = message, now + self._patience.retry
         return [ev.Send(room.peer, message)]
 

@@ -1,4 +1,5 @@
-"""The rooms of a head whose group prefills: it offers, pushes, keeps its blocks until they land. Pure."""
+"""Transfers of the engine process of a prefill group: offer, push, pin blocks until the receiver is done.
+Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from weft.types.rooms import State
 
 
 class TransferRefused(WeftError):
-    """The other end of a transfer can have no part in it, as it says itself or as its answer shows."""
+    """The peer cannot take part in the transfer, by the peer's own statement or answer."""
 
     code, blame = "transfer_refused", "peer"
 
 
 class SendingRooms(Rooms):
-    """``on`` and ``next_due`` are all there is to call, from one thread."""
+    """Sending side of all transfers of an engine process. Call only ``on`` and ``next_due``, from one
+    thread."""
 
     def __init__(
         self,
@@ -29,12 +31,12 @@ class SendingRooms(Rooms):
         patience: Patience = Patience(),
         incarnation: int | None = None,
     ) -> None:
-        """``incarnation``: of this process; rooms that were minted for another one fail at once."""
+        """``incarnation``: of the local process. Transfers made for another incarnation fail at once."""
         super().__init__(ranks, fence, patience)
         self._incarnation = incarnation
 
     def on(self, event: ev.SenderEvent, now: float) -> list[ev.Action]:
-        """What is to be done, in this order, when ``event`` happens."""
+        """Return the actions for ``event``, in order of execution."""
         match event:
             case ev.Open(key) if self._incarnation not in (None, key.incarnation):
                 error = TransferRefused("the transfer was meant for another start of this process").info()
@@ -47,7 +49,7 @@ class SendingRooms(Rooms):
                 return self._common(event, now)
 
     def _needs_peer(self, room: Room) -> bool:
-        return room.was_bound and self._fence == "copy"  # then receivers read this side's memory
+        return room.was_bound and self._fence == "copy"  # with "copy", receivers read local memory
 
     def _offer(self, message: r.Admitted, num_cached: int, now: float) -> list[ev.Action]:
         room = self._rooms.get(message.key)
@@ -71,10 +73,11 @@ class SendingRooms(Rooms):
                 return self._bind(room, room.offer, message, now)
             case r.Later(seconds=seconds) if room.state is State.new and room.offer is not None:
                 room.say_at = now + max(seconds, self._patience.retry)
-                room.bind_by = room.say_at + self._patience.bind  # it lives: only the deadline ends that
+                # The receiver is alive: only the deadline ends the wait.
+                room.bind_by = room.say_at + self._patience.bind
                 return []
             case r.Refused(error=error) if room.state is State.new:
-                room.peer_is_quiet()  # nothing was bound there
+                room.peer_is_quiet()  # the receiver bound nothing
                 return self._fail(room, error, now)
             case r.Landed() if room.metadata is not None and State.new < room.state < State.failing:
                 room.move(State.done)
@@ -101,7 +104,7 @@ class SendingRooms(Rooms):
 
 
 def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
-    """Raises TransferRefused, or RoomMessageError, for an answer that does not fit the offer."""
+    """Raise TransferRefused, or RoomMessageError, if the answer ``bound`` does not fit the offer."""
     why = compatible(offer.dims, bound.dims)
     if why is not None:
         raise TransferRefused(f"the caches of the two groups differ: {why}")
@@ -113,17 +116,18 @@ def check_bound(offer: r.Admitted, bound: r.Bound) -> None:
 
 
 def sealed(message: r.Metadata) -> r.Metadata:
-    """``message`` with its digest."""
+    """Return ``message`` with the digest set."""
     return msgspec.structs.replace(message, digest=_digest(message))
 
 
 def intact(message: r.Metadata) -> bool:
-    """Whether the digest is that of the message."""
+    """Return True if the digest of ``message`` is correct."""
     return message.digest == _digest(message)
 
 
 def not_needed() -> ErrorInfo:
-    """The error that cancels a room after its sequence has reached its end: no failure for anybody."""
+    """Return the error for cancelling a transfer of an ended sequence. Not a failure of the client
+    request."""
     return EndedElsewhere("the sequence has ended at the other end of the transfer").info()
 
 

@@ -1,17 +1,18 @@
-"""Which bytes of a sender's rank go where in a receiver's: planned as data, for any two TP and block sizes.
+"""Span plans: which bytes of a sender's rank go where at a receiver's rank, for any two TP and block sizes.
 
     sender's blocks     [ 0 1 2 3 | 4 5 6 7 ]          block 4
     receiver's blocks   [ 0 1 2 3 4 5 6 7 | 8 .. ]     block 8
     runs                  0 .. 3    4 .. 7             cut where either side's block ends
     spans                 runs x (key, value) x the heads that both ranks have, merged where both sides adjoin
 
-Every byte of a receiver's rank comes from one rank of the sender: of heads that several ranks of the sender
-have, and of what each of them has whole, one is chosen by the receiver's rank. Layers have equal plans but
-for an offset. The lengths of a sequence and the layout of both groups decide all of it.
+Every byte of a receiver's rank comes from exactly one rank of the sender. Where several ranks of the sender
+have the same heads, or the same whole tensor, the number of the receiver's rank selects one of them. Plans
+of different layers are equal except for an offset. A plan depends only on the length of the sequence and
+the layout of both groups.
 
-The embedding of an image is moved as a sequence of as many positions as it has rows. Where the receiver says
-so (``KindDims.shards``), each of its ranks gets its share of the rows, at the rows' own places; the ranges of
-all ranks are next to each other, and together they are all rows.
+The embedding of an image moves like a sequence with one position per row. If the receiver sets
+``KindDims.shards``, each receiving rank gets a share of the rows, at the rows' own places. The shares of
+all ranks are adjacent, and together cover all rows.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from weft.types.rooms import GroupDims, KindDims, RoomMessageError
 
 
 class Side(NamedTuple):
-    """A sequence in the caches of one group."""
+    """Location of a sequence in the caches of one group."""
 
     dims: GroupDims
     places: tuple[Place, ...]
-    """For each kind."""
+    """One location per KV cache group."""
 
 
 class Part(NamedTuple):
-    """Bytes from one region to another."""
+    """Spans from one region of the sender to one region of the receiver."""
 
     source: int
     """Region of the sender's rank."""
     target: int
     """Region of the receiver's rank."""
     spans: np.ndarray
-    """int64 [n, 3]: offset in the source, offset in the target, length; in order of the target's offsets
-    within a layer."""
+    """int64 [n, 3]: offset in the source, offset in the target, length. Ordered by target offset within a
+    layer."""
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +52,10 @@ class Part(NamedTuple):
 
 
 def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
-    """From which position on entries of a kind are sent, of a sequence that goes on at ``end``.
+    """Return the first position to send for a KV cache group, for a sequence of ``end`` positions.
 
-    ``start``: where the receiver's prefix hit ends. Of a window, what the next token reads, and the rest of
-    the blocks that hold it, as far as both sides have them.
+    ``start``: end of the receiver's prefix hit. For a sliding window: the positions read for the next
+    token, rounded down to the start of a block on both sides.
     """
     if not sender.window:
         return start
@@ -64,8 +65,9 @@ def first_position(sender: KindDims, receiver: KindDims, start: int, end: int) -
 
 
 def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: int) -> tuple[int, int]:
-    """[begin, end) of what of positions ``begin`` .. end - 1 a rank of the receiver gets, of ``total`` that
-    the sequence has: all of them, or those in its share. Where it gets none, begin == end."""
+    """Return a receiving rank's part [begin, end) of positions ``begin`` .. end - 1.
+    ``total``: length of the sequence. The part is the whole range, or with ``shards`` the rank's share. An
+    empty part has begin == end."""
     if not kind.shards:
         return begin, end
     low, high = balanced_share(total, rank, ranks)
@@ -74,12 +76,13 @@ def rows_of(kind: KindDims, rank: int, ranks: int, begin: int, end: int, total: 
 
 
 class SpanPlan:
-    """What one rank of a sender pushes to one rank of a receiver."""
+    """Spans from one rank of a sender to one rank of a receiver."""
 
     def __init__(
         self, sender: Side, sender_rank: int, receiver: Side, receiver_rank: int, start: int, end: int
     ) -> None:
-        """Of a sequence of ``end`` positions, of which the receiver has those before ``start``."""
+        """``end``: positions of the sequence. ``start``: number of leading positions at the receiver
+        already."""
         self._sender, self._receiver = sender, receiver
         self._ranks = sender_rank, receiver_rank
         self._start, self._end = start, end
@@ -88,13 +91,14 @@ class SpanPlan:
         self._made: dict[tuple[int, int, int], list[tuple[Part, int, int]]] = {}
 
     def grow(self, places: tuple[Place, ...]) -> None:
-        """The sender's block tables go on so."""
+        """Add ``places`` to the sender's block tables, see ``joined``."""
         pairs = zip(self._sender.places, places, strict=True)
         self._sender = self._sender._replace(places=tuple(joined(*pair) for pair in pairs))
         self._made.clear()
 
     def entries(self, kind: int, numbers: Sequence[int], begin: int, end: int) -> list[Part]:
-        """What to push of the kind's layers ``numbers`` when positions ``begin`` .. end - 1 are computed."""
+        """Return the parts to push for layers ``numbers`` of KV cache group ``kind`` after positions
+        ``begin`` .. end - 1 are computed. Empty for a recurrent state."""
         sender, receiver = self._sender.dims.kinds[kind], self._receiver.dims.kinds[kind]
         if sender.kind == "state":
             return []
@@ -104,13 +108,14 @@ class SpanPlan:
         return self._layers(kind, numbers, begin, end)
 
     def state(self, kind: int, numbers: Sequence[int]) -> list[Part]:
-        """What to push of a recurrent kind's layers ``numbers`` when the whole prompt is computed."""
+        """Return the parts to push for layers ``numbers`` of recurrent group ``kind`` after the whole
+        prompt is computed. Empty for any other KV cache group."""
         if self._sender.dims.kinds[kind].kind != "state":
             return []
         return self._layers(kind, numbers, 0, 1)
 
     def everything(self) -> Iterator[Part]:
-        """All parts, kind by kind, tensor by tensor."""
+        """Yield all parts, ordered by KV cache group, then by tensor."""
         for kind, dims in enumerate(self._sender.dims.kinds):
             numbers = range(len(dims.layers))
             yield from self.entries(kind, numbers, self._start, self._end)
@@ -120,17 +125,20 @@ class SpanPlan:
         made = self._made.get((kind, begin, end))
         if made is None:
             made = self._made[kind, begin, end] = list(self._plan(kind, begin, end))
-            if len(self._made) > 4 * len(self._sender.dims.kinds):  # chunks go forward only
+            # Chunks go forward, so drop the oldest range.
+            if len(self._made) > 4 * len(self._sender.dims.kinds):
                 del self._made[next(iter(self._made))]
         moved = []
         for part, source_stride, target_stride in made:
             strides = np.array([source_stride, target_stride, 0], np.int64)
             shifts = np.array(numbers, np.int64)[:, None] * strides
+            # [layers, 1, 3] + [n, 3] -> [layers * n, 3]
             moved.append(part._replace(spans=(shifts[:, None] + part.spans).reshape(-1, 3)))
         return moved
 
     def _plan(self, kind: int, begin: int, end: int) -> Iterator[tuple[Part, int, int]]:
-        """Parts of the kind's first layer, and how far its next layer is, on both sides."""
+        """Yield the parts of the KV cache group's first layer, with the layer strides of both sides in
+        bytes."""
         if begin >= end:
             return
         sender, receiver = self._sender.dims.kinds[kind], self._receiver.dims.kinds[kind]
@@ -149,9 +157,12 @@ class SpanPlan:
     def _shared(
         self, sender: KindDims, receiver: KindDims, source: Tensor, target: Tensor
     ) -> tuple[int, int, int] | None:
-        """(first head at the source, at the target, how many), of what this pair exchanges; None: nothing."""
+        """Return (first head at the source, first head at the target, number of heads) exchanged by the
+        pair of ranks; None if the pair exchanges nothing of the tensor."""
         rank, to = self._ranks
         ranks, ranks_to = self._sender.dims.ranks, self._receiver.dims.ranks
+        # No heads: every rank has the whole tensor, so one rank of the sender serves each rank of the
+        # receiver.
         if not source.heads:
             return (0, 0, 1) if rank == to * ranks // ranks_to else None
         own = heads_of(sender, source, rank, ranks)
@@ -163,7 +174,8 @@ class SpanPlan:
 
 
 def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int) -> dict[int, np.ndarray]:
-    """What a rank of the receiver gets in all: region -> int64 [n, 2], offsets and lengths, in order."""
+    """Return all spans to one rank of the receiver: region -> int64 [n, 2], offsets and lengths, in
+    ascending order."""
     expected = dict[int, np.ndarray]()
     region = 0
     for number, (kind, theirs) in enumerate(zip(receiver.dims.kinds, sender.kinds, strict=True)):
@@ -173,6 +185,7 @@ def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int)
         runs = _runs(kind, place, kind, place, begin, 1 if is_state else until)
         for dims in tensors_of(receiver.dims)[number]:
             spans = _spans(runs, dims, dims, 0, 0, max(dims.heads, 1))
+            # [layers, 1] + [n] -> [layers * n]
             layers = np.arange(dims.layers, dtype=np.int64)[:, None] * dims.layer_stride
             offsets = (layers + spans[:, 1]).ravel()
             lengths = np.broadcast_to(spans[:, 2], (dims.layers, len(spans))).ravel()
@@ -184,7 +197,7 @@ def arriving(receiver: Side, rank: int, sender: GroupDims, start: int, end: int)
 
 
 class _Runs(NamedTuple):
-    """Entries that lie side by side on both sides; int64 [n] each."""
+    """Entries that are contiguous on both sides; int64 [n] each."""
 
     source_blocks: np.ndarray
     source_entries: np.ndarray
@@ -197,7 +210,7 @@ def _runs(sender: KindDims, source: Place, receiver: KindDims, target: Place, be
     if sender.kind == "state":
         zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
         return _Runs(source.ids, zero, target.ids, zero, one)
-    ratio = sender.ratio  # of a group that is not complete there is nothing to send
+    ratio = sender.ratio  # an incomplete group of `ratio` positions has no entry to send
     first, last = begin // ratio, max(end // ratio, begin // ratio)
     per_source, per_target = sender.block_size // ratio, receiver.block_size // ratio
     cuts = np.unique(np.concatenate([_cuts(first, last, per) for per in (per_source, per_target)]))
@@ -212,14 +225,15 @@ def _runs(sender: KindDims, source: Place, receiver: KindDims, target: Place, be
 
 
 def _cuts(first: int, last: int, per: int) -> np.ndarray:
-    """``first``, and the multiples of ``per`` between it and ``last``."""
+    """Return int64 [n]: ``first``, and the multiples of ``per`` between ``first`` and ``last``."""
     if first >= last:
         return np.empty(0, np.int64)
     return np.concatenate([[first], np.arange((first // per + 1) * per, last, per)]).astype(np.int64)
 
 
 def _blocks(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
-    """The blocks of entries ``numbers`` of the block table. Raises RoomMessageError where one is missing."""
+    """Return the block ids of block table entries ``numbers``. Raises RoomMessageError for a missing entry
+    or the null block."""
     at = numbers - place.first
     if len(at) and (at.min() < 0 or at.max() >= len(place.ids)):
         raise RoomMessageError(f"the block table of kind {kind.kind} lacks positions that are sent")
@@ -232,12 +246,14 @@ def _blocks(place: Place, numbers: np.ndarray, kind: KindDims) -> np.ndarray:
 def _spans(
     runs: _Runs, source: Tensor, target: Tensor, source_head: int, target_head: int, heads: int
 ) -> np.ndarray:
-    """int64 [n, 3] of a tensor's first layer."""
+    """Return the spans of a tensor's first layer, int64 [n, 3]."""
+    # kv: [kv, 1]; head: [1, heads]; inside: [kv, heads]
     kv, head = np.arange(source.kv)[:, None], np.arange(heads)[None, :]
     inside = kv * source.kv_stride + (source_head + head) * source.head_stride
     inside_target = kv * target.kv_stride + (target_head + head) * target.head_stride
     froms = runs.source_blocks * source.block_stride + runs.source_entries * source.entry_bytes
     tos = runs.target_blocks * target.block_stride + runs.target_entries * target.entry_bytes
+    # [runs, kv * heads, (source offset, target offset, length)]
     spans = np.empty((len(froms), inside.size, 3), np.int64)
     spans[..., 0] = froms[:, None] + inside.ravel()
     spans[..., 1] = tos[:, None] + inside_target.ravel()
@@ -246,9 +262,11 @@ def _spans(
 
 
 def merged(spans: np.ndarray) -> np.ndarray:
-    """Spans in the same order, with each that adjoins the one before it on both sides made part of that."""
+    """Return the spans in the same order. A span adjacent to the predecessor on both sides is merged into
+    the predecessor."""
     if len(spans) < 2:
         return spans
+    # A span starts a new run unless both its offsets continue the previous span.
     ends = spans[:-1, :2] + spans[:-1, 2:]
     begins = np.concatenate([[True], (spans[1:, :2] != ends).any(axis=1)])
     at = np.flatnonzero(begins)
@@ -258,11 +276,12 @@ def merged(spans: np.ndarray) -> np.ndarray:
 
 
 def split(spans: np.ndarray, most: int) -> np.ndarray:
-    """``spans`` cut into spans of at most ``most`` bytes each."""
+    """Return ``spans`` cut into spans of at most ``most`` bytes each."""
     pieces = -(-spans[:, 2] // most)
     if not len(spans) or pieces.max() <= 1:
         return spans
     rows = np.repeat(np.arange(len(spans)), pieces)
+    # [pieces]: bytes of the span before each piece.
     done = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
     cut: np.ndarray = spans[rows]
     cut[:, 0] += done
@@ -272,8 +291,10 @@ def split(spans: np.ndarray, most: int) -> np.ndarray:
 
 
 def _owner(kind: KindDims, tensor: Tensor, heads: Heads, rank: int, ranks: int, to: int) -> int:
-    """Which of the sender's ranks that have these heads gives them to rank ``to`` of the receiver."""
+    """Return the sender's rank for sending the heads to rank ``to`` of the receiver."""
     if kind.kind == "state" or kind.kv_heads >= ranks:
         return rank
+    # Fewer heads than ranks: several ranks have the same heads. Spread the receiving ranks over these
+    # ranks.
     same = [r for r in range(ranks) if heads_of(kind, tensor, r, ranks) == heads]
     return same[to % len(same)]

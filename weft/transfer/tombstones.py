@@ -1,4 +1,4 @@
-"""What is known of rooms that have ended: long enough for the last message about them to be told apart."""
+"""Record of ended transfers, so that late messages about an ended transfer are recognised as late."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ T = TypeVar("T")
 
 
 class Tombstones(Generic[T]):
-    """Rooms that ended, each with how, for ``seconds``: the longest deadline of a room, and some more.
+    """Ended transfers with a value each (how the transfer ended), remembered for ``seconds``.
 
-    Nothing that belongs to a room is under way longer than its deadline.
+    ``seconds`` must exceed the longest deadline of a transfer: no message of a transfer is under way after
+    its deadline.
     """
 
     def __init__(self, seconds: float, most: int = 16 << 20) -> None:
-        """``most``: bytes of what one stranger has ended."""
+        """``most``: maximum bytes of entries added on behalf of one stranger (``add_of``)."""
         self._seconds, self._most = seconds, most
         self._ended: OrderedDict[RoomKey, tuple[float, T]] = OrderedDict()
         self._of: dict[Hashable, OrderedDict[RoomKey, int]] = {}
-        """Stranger -> bytes of each."""
+        """Stranger -> bytes of each entry, oldest first."""
         self._by: dict[RoomKey, Hashable] = {}
         self._bytes: dict[Hashable, int] = {}
 
@@ -33,11 +34,12 @@ class Tombstones(Generic[T]):
         return key in self._ended
 
     def add(self, key: RoomKey, how: T, now: float) -> None:
-        """``key`` has ended. How it ended first holds."""
+        """Record the end of ``key``. The first recorded end wins."""
         self._ended.setdefault(key, (now + self._seconds, how))
 
     def add_of(self, stranger: Hashable, key: RoomKey, how: T, size: int, now: float) -> None:
-        """A room that was never known here has ended, as ``stranger`` says; its oldest make room."""
+        """Record the end of a transfer unknown here, as reported by ``stranger``. The stranger's oldest
+        entries are dropped above ``most`` bytes."""
         if key in self._ended:
             return
         self.add(key, how, now)
@@ -59,29 +61,30 @@ class Tombstones(Generic[T]):
         return None if entry is None else entry[1]
 
     def expire(self, now: float) -> None:
-        """Forgets those whose time is over."""
+        """Drop all expired entries."""
         while self._ended and next(iter(self._ended.values()))[0] <= now:
             self._forget(next(iter(self._ended)))
 
     def next_due(self) -> float | None:
-        """When the next one is forgotten."""
+        """Return the time of the next expiry; None if nothing is remembered."""
         return next(iter(self._ended.values()))[0] if self._ended else None
 
 
 class Parking(Generic[T]):
-    """What came before its room is known here: kept for ``seconds``, up to ``most`` bytes in all."""
+    """Messages or writes of unknown transfers. Each entry stays for ``seconds``; all entries
+    together have at most ``most`` bytes."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._parked: OrderedDict[RoomKey, tuple[float, list[tuple[int, T]]]] = OrderedDict()
         self.used = 0
-        """Bytes."""
+        """Bytes in use."""
 
     def __len__(self) -> int:
         return len(self._parked)
 
     def park(self, key: RoomKey, what: T, size: int, now: float) -> bool:
-        """Keeps ``what``, of ``size`` bytes, if there is room."""
+        """Store ``what``, of ``size`` bytes. Return False, and store nothing, if there is no space."""
         if self.used + size > self._most:
             return False
         self._parked.setdefault(key, (now + self._seconds, []))[1].append((size, what))
@@ -89,14 +92,15 @@ class Parking(Generic[T]):
         return True
 
     def flush(self, key: RoomKey) -> list[T]:
-        """What came for ``key``, in order; none of it is kept."""
+        """Remove and return all entries of ``key``, in order of arrival."""
         _, parked = self._parked.pop(key, (0.0, []))
         self.used -= sum(size for size, _ in parked)
         return [what for _, what in parked]
 
     def expire(self, now: float) -> list[tuple[RoomKey, T]]:
-        """Gives up what nobody has come for, and returns it."""
+        """Remove and return all expired entries."""
         late = list[tuple[RoomKey, T]]()
+        # The time of a key starts at the first entry, so the dict is ordered by expiry.
         while self._parked and next(iter(self._parked.values()))[0] <= now:
             key = next(iter(self._parked))
             late += [(key, what) for what in self.flush(key)]

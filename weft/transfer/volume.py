@@ -1,4 +1,4 @@
-"""How many bytes a room moves, from lengths and layouts alone."""
+"""Number of bytes moved by a transfer, computed from lengths and layouts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from weft.types.rooms import GroupDims, KindDims
 
 
 def room_bytes(sender: GroupDims, receiver: GroupDims, start: int, end: int) -> int:
-    """Bytes of positions ``start`` .. end - 1, and of states after them, that all ranks of ``receiver``
-    get.
-    """
+    """Return the number of bytes for all ranks of ``receiver`` together: positions ``start`` .. end - 1,
+    and one recurrent state of each state group."""
     total = 0
     for source, target, tensors in zip(sender.kinds, receiver.kinds, tensors_of(receiver), strict=True):
         entries = _entries(source, target, start, end)
@@ -28,7 +27,8 @@ def _entries(sender: KindDims, receiver: KindDims, start: int, end: int) -> int:
 
 
 def _heads(kind: KindDims, tensor: Tensor, ranks: int) -> int:
-    """Of all ranks: what several have alike goes to each of them, unless they take shares of it."""
+    """Return the number of copies of one entry over all ranks. A tensor without heads goes whole to each
+    rank, except where ranks take shares of the rows."""
     if not tensor.heads:
         return 1 if kind.shards else ranks
     return sum(heads_of(kind, tensor, rank, ranks).size for rank in range(ranks))

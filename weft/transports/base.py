@@ -1,17 +1,18 @@
-"""What moves bytes between ranks of groups, as one contract; loopback, shared memory and TCP keep it.
+"""Contract of transports, which move bytes between ranks of groups: loopback, shared memory and TCP.
 
-A transport does no more than move: which bytes of which room, and whether they may be written, is decided by
-``weft.transfer`` (``Pushes``, ``Arrivals``), which ``RankTransfer`` runs beside it on one thread.
+A transport only moves bytes. ``weft.transfer`` (``Pushes``, ``Arrivals``) decides which bytes of which
+transfer move, and accepts or refuses writes. ``RankTransfer`` runs both on one thread.
 
     sender's rank                                    receiver's rank
     write(peer, write) ── spans and their digests ──► poll() -> Incoming
-                                                     take(incoming): copies, checks the digests, before it
-                                                     returns
-    poll() -> Written ◄──── taken in, or why not ──── answer(incoming, error)
+                                                     take(incoming): copies and checks the digests,
+                                                     then returns
+    poll() -> Written ◄──── success or error ──────── answer(incoming, error)
 
-Where a receiver copies itself (``fence`` is "copy"), no peer can write its memory. A one-sided engine writes
-there: its ``write`` starts the engine's own transfer and sends the digests when that has ended; ``take``
-checks them in place; and its ``fence`` says what makes sure that no write of a peer is under way any more.
+If the receiver copies (``fence`` is "copy"), no peer can write to the receiver's memory. A one-sided engine
+writes to remote memory: ``write`` starts the engine's own transfer and sends the digests after the end of
+the transfer, ``take`` checks the digests in place, and ``fence`` names the proof of the end of all writes
+of a peer.
 """
 
 from __future__ import annotations
@@ -33,63 +34,67 @@ if TYPE_CHECKING:
 
 
 class TransferCorrupt(WeftError):
-    """Bytes arrived that are not those that were sent."""
+    """Bytes arrived with a wrong digest."""
 
     code, blame, retryable, http_status = "transfer_corrupt", "engine", True, 503
 
 
 class Transport(Protocol):
-    """Moves bytes between ranks of groups. Used from one thread, but for ``wake`` and ``mark``. Only
-    ``poll`` waits, and never beyond its time.
-    """
+    """Moves bytes between ranks of groups. All methods except ``wake`` and ``mark`` are called from one
+    thread. Only ``poll`` blocks, at most for its time-out."""
 
     name: str
     fence: FenceBy
     write_bytes: int
-    """Of one write, at most: what other rooms wait for."""
+    """Maximum bytes of one write. Other transfers wait for so long."""
     window_bytes: int
-    """Under way to one peer, at most."""
+    """Maximum bytes under way to one peer."""
     endpoint: Endpoint
-    """Where peers reach this rank."""
+    """Address of this rank for peers."""
 
     def register(self, regions: Sequence[torch.Tensor]) -> None:
-        """This rank's memory, uint8 [bytes] each, numbered as ``group_layout`` does; once, for life."""
+        """Register the memory of this rank, uint8 [bytes] per region, numbered as in ``group_layout``. Call
+        once."""
 
     def connect(self, peer: Endpoint, rank: int, deadline: float) -> str:
-        """The name by which ``write`` knows the receiver's ``rank``. Connects when it is first written to.
+        """Return a name for the receiver's ``rank``, for use in ``write``. The first write connects.
 
-        ``deadline``: seconds that connecting may take.
+        ``deadline``: maximum seconds for connecting.
         """
 
     def mark(self) -> Any:
-        """What was launched before this call by the thread that calls, any: a write that was made of it has
-        it as ``ready``, and reads nothing before it is done. None where it is done already."""
+        """Return a mark for all device work launched so far by the calling thread; None if no work is
+        pending. Callable from any thread. A write with the mark as ``ready`` reads no byte before the end
+        of the marked work."""
 
     def digest(self, key: RoomKey, peer: str, parts: Sequence[Part]) -> np.ndarray:
-        """uint64, one a span: of this rank's memory as it is now, bound to the room and both ranks. Empty
-        where that is not on the host: then they are made when it is, before it is sent."""
+        """Return uint64, one per span: digests of the present bytes of this rank, bound to the transfer and
+        both ranks. Empty for caches outside host memory: then the digests are computed later, before the
+        send."""
 
     def write(self, write: Write) -> None:
-        """Sends the spans of ``write``. Its end comes out of ``poll`` as ``Written``, once."""
+        """Send the spans of ``write``. ``poll`` later returns exactly one ``Written``, except after
+        ``cancel`` or ``close``."""
 
     def poll(self, seconds: float) -> list[Incoming | Written]:
-        """What has come, and which writes have ended; waits up to ``seconds`` for the first."""
+        """Return received writes and ended writes. Blocks up to ``seconds`` for the first event."""
 
     def take(self, incoming: Incoming) -> ErrorInfo | None:
-        """Writes the bytes to this rank's regions, and says whether they are what was sent."""
+        """Copy the bytes of a received write to this rank's regions. Return None if all digests are
+        correct, else the error."""
 
     def answer(self, incoming: Incoming, error: ErrorInfo | None) -> None:
-        """Tells the writer how its write ended. ``incoming`` is not needed any more."""
+        """Send the result of a write to the writer. ``incoming`` must not be used afterwards."""
 
     def cancel(self, key: RoomKey) -> None:
-        """Reads this rank's memory for no write of a room any more, once it is ``quiet``."""
+        """Stop all reads of this rank's memory for a transfer. Reads under way may go on until ``quiet``."""
 
     def quiet(self, key: RoomKey) -> bool:
-        """Whether nothing reads this rank's memory for a room that was cancelled. ``poll`` returns in time
-        for it to be asked again."""
+        """Return True if no read of this rank's memory is under way for a cancelled transfer. While a read
+        is under way, ``poll`` returns early enough for the next call of ``quiet``."""
 
     def wake(self) -> None:
-        """From any thread: ``poll`` returns."""
+        """Make ``poll`` return. Callable from any thread."""
 
     def close(self) -> None:
-        """Gives back everything. Writes that are under way end without a word."""
+        """Free all resources. Writes under way end without a ``Written``."""

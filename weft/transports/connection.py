@@ -1,4 +1,5 @@
-"""One socket that never waits: frames go out of a queue, and come in whole. For a thread that selects."""
+"""Non-blocking socket with frames: outgoing frames are queued, incoming frames arrive whole. For a select
+loop."""
 
 from __future__ import annotations
 
@@ -19,24 +20,25 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _MOST_VECTORS = 512
-"""Pieces in one call; the system's limit is 1,024."""
+"""Maximum buffers in one call; the system's limit is 1,024."""
 _READ = 64 << 10
 UNPROVEN_BODY = 4 << 10
-"""Of a frame of a peer whose hand-shake is not over."""
+"""Maximum bytes of a frame body before the end of the handshake."""
 MOST_FDS = 253
-"""Descriptors that one message can carry."""
+"""Maximum file descriptors of one message."""
 
 
 class Got(NamedTuple):
-    """A frame that came."""
+    """A received frame."""
 
     frame: f.Frame
     payload: torch.Tensor | None
-    """uint8, of its own memory."""
+    """uint8, in a separate buffer; None without a payload."""
 
 
 class _Outgoing:
-    """A frame on its way. It has its number when its first byte is out, so it may be dropped before."""
+    """A frame under way. The frame gets its number with the first sent byte, so an unsent frame may be
+    dropped."""
 
     __slots__ = ("begun", "fds", "frame", "header", "key", "payload", "pieces", "room")
 
@@ -51,26 +53,25 @@ class _Outgoing:
         self.frame, self.room, self.fds, self.key = frame, room, list(fds), key
         self.payload = sum(len(piece) for piece in payload)
         self.header: memoryview | None = None
-        """What is not out of header and body; None before they are made."""
+        """Unsent bytes of header and body; None before encoding."""
         self.pieces = deque(piece for piece in payload if len(piece))
-        """What is not out of the payload."""
+        """Unsent pieces of the payload."""
         self.begun = False
-        """Whether a byte is out."""
+        """True after the first sent byte."""
 
 
 class Connection:
-    """A non-blocking socket that carries frames. Raises OSError when the other end is gone, BadFrame for
-    what it sent.
-    """
+    """Non-blocking socket for frames. Raises OSError if the peer is gone, BadFrame for bad bytes of the
+    peer."""
 
     def __init__(self, sock: socket.socket, buffer: Callable[[int], torch.Tensor], takes_fds: bool) -> None:
-        """``buffer(bytes)`` gives memory for a payload."""
+        """``buffer(nbytes)`` returns memory for a payload."""
         self.sock = sock
         self.out_key = self.in_key = f.NO_KEY
         self.proven = False
-        """Whether the hand-shake is over. Before, frames are short and have no payload."""
+        """True after the handshake. Before, received frames must be short and without a payload."""
         self.fds: list[int] = []
-        """Descriptors that came, and nobody has taken."""
+        """Received file descriptors, not consumed yet."""
         self._buffer, self._takes_fds = buffer, takes_fds
         self._queue: deque[_Outgoing] = deque()
         self._sent = self._received = 0
@@ -90,14 +91,16 @@ class Connection:
         room: RoomKey | None = None,
         fds: Sequence[int] = (),
     ) -> None:
-        """Queues a frame with the bytes of ``payload``, which belong to ``room`` until they are out."""
+        """Queue a frame with the bytes of ``payload``. The bytes belong to transfer ``room``, and must not
+        change before the send."""
         self._queue.append(_Outgoing(frame, payload, room, fds, self.out_key))
 
     def cancel(self, room: RoomKey) -> list[f.Frame]:
-        """Reads no memory of ``room`` any more. A frame that is out in part goes on with zeros; others, which
-        it returns, never leave."""
+        """Stop reading memory of transfer ``room``. A partly sent frame continues with zeros. All other
+        frames of the transfer are dropped; return the dropped frames."""
         unsent = [out.frame for out in self._queue if not out.begun and out.room == room]
         self._queue = deque(out for out in self._queue if out.begun or out.room != room)
+        # Only the first frame of the queue can be partly sent.
         if self._queue and self._queue[0].room == room:
             first = self._queue[0]
             left = sum(len(piece) for piece in first.pieces)
@@ -105,7 +108,7 @@ class Connection:
         return unsent
 
     def flush(self) -> None:
-        """Sends what goes out without waiting."""
+        """Send as many bytes as possible without blocking."""
         while self._queue:
             first = self._queue[0]
             if first.header is None:
@@ -116,6 +119,7 @@ class Connection:
                 self._queue.popleft()
 
     def _send_some(self, out: _Outgoing, header: memoryview) -> bool:
+        # One system call for header and payload: at most `_MOST_VECTORS` pieces.
         vector = [out.pieces[at] for at in range(min(len(out.pieces), _MOST_VECTORS))]
         extra = []
         if out.fds:
@@ -124,6 +128,7 @@ class Connection:
             sent = self.sock.sendmsg([header, *vector] if len(header) else vector, extra)
         except (BlockingIOError, InterruptedError):
             return False
+        # Frames are numbered (for the MAC) in order of sending, so dropped frames leave no gap.
         if not out.begun:
             out.begun = True
             self._sent += 1
@@ -139,9 +144,10 @@ class Connection:
         return True
 
     def receive(self, most: int) -> Iterator[Got]:
-        """Frames that have come, as far as can be read without waiting, of about ``most`` bytes.
+        """Yield received frames, as far as readable without blocking. Stops after about ``most`` bytes.
 
-        Each is handed out before the next is read, so a key or a limit that it changes holds for the next.
+        Each frame is yielded before the next is parsed. So a key or a limit changed by the caller applies
+        to the next frame.
         """
         read = 0
         while read < most:
@@ -173,7 +179,7 @@ class Connection:
         return len(data)
 
     def _next_read(self) -> int:
-        """Not more than what is known to be no payload, which goes to memory of its own."""
+        """Return the size of the next read. Stops before a payload, which is read into a separate buffer."""
         if not self.proven:
             return UNPROVEN_BODY
         if self._header is None:
@@ -189,11 +195,12 @@ class Connection:
         return count
 
     def _next(self) -> Got | None:
-        """The next frame, if all of it has come."""
+        """Return the next frame, or None if the frame is incomplete."""
         if self._header is None:
             if len(self._in) < f.HEADER.size:
                 return None
             body, payload, mac = f.HEADER.unpack_from(self._in)
+            # Check the sizes before any memory is allocated for the frame.
             f.check_sizes(body, payload)
             if not self.proven and (body > UNPROVEN_BODY or payload):
                 raise f.BadFrame("a peer sent more than a hand-shake before it was over")
@@ -202,6 +209,7 @@ class Connection:
         body, payload, mac = self._header
         if len(self._in) < body:
             return None
+        # The payload buffer starts with the bytes already read after the body.
         if payload and self._payload is None:
             self._begin_payload(body, payload)
         if self._filled < payload:
@@ -222,7 +230,7 @@ class Connection:
             del self._in[body : body + len(already)]
 
     def close(self) -> None:
-        """Closes the socket and what descriptors came."""
+        """Close the socket and all unconsumed file descriptors."""
         for fd in self.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -232,5 +240,5 @@ class Connection:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a uint8 tensor on the CPU."""
+    """Return the bytes of a uint8 tensor on the CPU, without a copy."""
     return memoryview(cast("Buffer", tensor.numpy()))

@@ -1,8 +1,8 @@
-"""Keys of a connection between hosts: only who knows the secret of the groups can make them.
+"""Keys of a connection between hosts, derived from the secret of the groups.
 
-Writer and receiver each draw a nonce. Frames of each direction are numbered and carry a MAC whose key is
-made of the secret, the direction and both nonces, so none can be made, changed, left out or repeated by
-others, in this connection or another.
+Writer and receiver each draw a nonce. Frames of each direction are numbered and carry a MAC. The MAC key is
+derived from the secret, the direction and both nonces. So no outsider can forge, change, drop or repeat a
+frame, in the same connection or in another.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ NONCE_BYTES = 32
 
 
 def new_nonce() -> bytes:
+    """Return a random nonce of ``NONCE_BYTES`` bytes."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def keys(secret: bytes, writer_nonce: bytes, receiver_nonce: bytes) -> tuple[bytes, bytes]:
-    """Keys of frames of the writer, and of the receiver, 32 bytes each."""
+    """Return the MAC keys for frames of the writer and of the receiver, 32 bytes each."""
     base = hashlib.blake2b(secret, digest_size=32, person=b"weft-transfer").digest()
 
     def key(who: bytes) -> bytes:

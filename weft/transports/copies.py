@@ -1,12 +1,13 @@
-"""Copies between a rank's caches and host memory that peers read or that came from them: on a CPU, on a GPU.
+"""Copies between a rank's caches and the host memory of transfers, on a CPU or a GPU.
 
-    mark()     on the thread that computes: behind all that it has launched
-    out        caches -> a piece of host memory, behind a mark; the host goes on
+    mark()     on the computing thread: a mark for all work launched so far
+    out        caches -> a piece of host memory, after a mark; the host goes on
     into       host memory -> caches; the host goes on
     settle     the host waits for all ``into``
 
-On a GPU they run on a stream of their own, beside the one that computes. Spans lie scattered and are small,
-so the device gathers them into one piece of its memory, which one copy then moves, and the other way round.
+On a GPU the copies run on a separate stream, beside the compute stream. Spans are scattered and small. So
+the device gathers the spans into one piece of device memory, and one copy moves the piece to the host.
+``into`` works in reverse.
 """
 
 from __future__ import annotations
@@ -27,42 +28,43 @@ Tensor = torch.Tensor
 _POLL_S = 0.00002
 _SETTLE_S = 30.0
 _MOST_UNIT = 4096
-"""Bytes of a row that a gather moves, at most."""
+"""Maximum bytes of a row in a gather."""
 _SMALL_UNIT = 64
-"""Bytes of the smallest rows for whose numbers pinned memory is there from the start."""
+"""Smallest row, in bytes, for whose index pinned memory is allocated at the start."""
 
 
 class Copies(Protocol):
-    """Copies between caches and staging memory. Used from the thread of a rank's transfers, but for
-    ``mark``.
-    """
+    """Copies between caches and staging memory. All methods except ``mark`` are called from the rank's
+    transfer thread."""
 
     def pin(self, memory: Tensor) -> None:
-        """``memory``, uint8 on the host, is what is copied to or from, until ``close``."""
+        """Prepare ``memory``, uint8 on the host, as source or target of copies, until ``close``."""
 
     def mark(self) -> Any:
-        """What was launched before this call, from the thread that calls. None: it has been done."""
+        """Return a mark for all device work launched so far by the calling thread; None if the work is
+        done."""
 
     def out(self, regions: Sequence[Tensor], parts: Sequence[Part], to: Tensor, ready: Any) -> Any:
-        """Copies the spans of ``parts``, one behind the other, to the begin of ``to``, behind the mark
-        ``ready``. What ``ended`` is asked with."""
+        """Start a copy of the spans of ``parts``, back to back, to the start of ``to``. The copy waits for
+        the mark ``ready``. Return a handle for ``ended``."""
 
     def ended(self, copy: Any) -> bool:
-        """Whether the bytes of an ``out`` are there, and nothing reads the caches for it any more."""
+        """Return True if the copy of an ``out`` has ended: the bytes are there, and the caches are no
+        longer read."""
 
     def into(self, source: Tensor, region: Tensor, spans: np.ndarray) -> None:
-        """Copies ``source``, whose bytes lie one behind the other, to ``spans``, int64 [n, 2], of ``region``.
-        ``source`` may change behind ``settle``."""
+        """Start a copy of ``source``, whose bytes lie back to back, to ``spans``, int64 [n, 2], of
+        ``region``. ``source`` must not change before ``settle``."""
 
     def settle(self) -> None:
-        """Waits until every ``into`` has ended. Raises EngineDead when that takes too long."""
+        """Block until every ``into`` has ended. Raises EngineDead after a time-out."""
 
     def close(self) -> None:
-        """Waits until nothing is under way any more. Raises EngineDead when that takes too long."""
+        """Block until no copy is under way. Raises EngineDead after a time-out."""
 
 
 class HostCopies:
-    """Between memory of the host: done when the call returns."""
+    """Copies between host memory; each copy is done when the call returns."""
 
     def pin(self, memory: Tensor) -> None:
         return
@@ -94,14 +96,14 @@ class HostCopies:
 
 
 class CudaCopies:
-    """Between a GPU and pinned memory, on one stream of its own.
+    """Copies between a GPU and pinned memory, on a separate stream.
 
-    INVARIANT: the copies of each direction share one piece of device memory, which is free of races because
-    they all run on one stream, in order.
+    INVARIANT: all copies share one piece of device memory. No race is possible, because all copies run in
+    order on one stream.
     """
 
     def __init__(self, device: torch.device, most: int) -> None:
-        """``most``: bytes of one copy."""
+        """``most``: maximum bytes of one copy."""
         self._device, self._most = device, most
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._through = torch.empty(most, dtype=torch.uint8, device=device)
@@ -110,7 +112,7 @@ class CudaCopies:
         self._warm_up()
 
     def pin(self, memory: Tensor) -> None:
-        """Raises EngineDead where the system does not let this process lock so much."""
+        """See ``Copies.pin``. Raises EngineDead if the process may not lock so much memory."""
         if memory.numel():
             with torch.cuda.device(self._device):
                 status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
@@ -132,6 +134,7 @@ class CudaCopies:
                 self._stream.wait_event(ready)
             through, done = self._checked(sum(part.nbytes for part in parts)), 0
             for part in parts:
+                # rows: [region bytes / unit, unit]; index: rows of the spans, in order
                 rows, index = self._rows(regions[part.source], part.spans[:, ::2], done)
                 end = done + part.nbytes
                 gathered = through[done:end].view(rows.dtype).view(len(index), -1)
@@ -148,6 +151,7 @@ class CudaCopies:
             through = self._checked(source.numel())
             through[: source.numel()].copy_(source, non_blocking=True)
             rows, index = self._rows(region, spans, 0)
+            # [rows of the spans, unit]
             moved = through[: source.numel()].view(rows.dtype).view(len(index), -1)
             rows.index_copy_(0, index, moved)
             self._last = self._recorded()
@@ -164,13 +168,12 @@ class CudaCopies:
         self._pinned.clear()
 
     def _warm_up(self) -> None:
-        """The first call of a kernel loads it, and pinned memory of a new size is allocated: either waits
-        for all that the device does, so it is done before there is anything.
-        """
+        """Load the kernels and fill the allocator's cache of pinned memory. The first launch of a kernel,
+        and a new size of pinned memory, wait for all work of the device, so do both before any transfer."""
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             sizes = [8 << power for power in range((self._most // _SMALL_UNIT).bit_length())]
             kept = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-            del kept  # the allocator keeps them
+            del kept  # the allocator keeps the freed blocks
             index = torch.zeros(1, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
             for dtype in (torch.uint8, torch.int64):
                 rows = torch.zeros((1, 1), dtype=dtype, device=self._device)
@@ -178,17 +181,20 @@ class CudaCopies:
                 rows.index_copy_(0, index, torch.zeros_like(rows))
 
     def _checked(self, size: int) -> Tensor:
-        """The device's memory for a copy of ``size`` bytes."""
+        """Return the device memory for a copy of ``size`` bytes. Raises EngineDead for more than ``most``
+        bytes."""
         if size > self._most:
             raise EngineDead(f"a copy of {size} bytes between groups; at most {self._most} were said")
         return self._through
 
     def _rows(self, region: Tensor, spans: np.ndarray, at: int) -> tuple[Tensor, Tensor]:
-        """``region`` as rows of one size, and which of them ``spans``, int64 [n, 2], are, on the device.
+        """Return ``region`` as rows of equal size, and the row numbers of ``spans``, int64 [n, 2], on the
+        device.
 
-        ``at``: where in other memory the same bytes begin, which is to be seen as rows, too.
+        ``at``: offset of the same bytes in other memory, which must be divisible into the same rows.
         """
         unit = unit_of(region.numel(), spans)
+        # Words of 8 bytes, if the alignment allows: fewer elements per row.
         dtype = torch.int64 if (unit | at) % 8 == 0 else torch.uint8
         rows = region.view(dtype).view(-1, unit // dtype.itemsize)
         numbers = torch.from_numpy(rows_of(spans, unit))
@@ -201,6 +207,7 @@ class CudaCopies:
 
     def _wait(self, event: torch.cuda.Event) -> None:
         until = time.monotonic() + _SETTLE_S
+        # A blocking wait would hold the thread without a time-out.
         while not event.query():
             if time.monotonic() > until:
                 raise EngineDead("a GPU did not end a copy between groups in time")
@@ -208,25 +215,25 @@ class CudaCopies:
 
 
 def copies_of(device: torch.device, most: int) -> Copies:
-    """For caches on ``device``. ``most``: bytes of one copy."""
+    """Return the copies for caches on ``device``. ``most``: maximum bytes of one copy."""
     return CudaCopies(device, most) if device.type == "cuda" else HostCopies()
 
 
 def unit_of(size: int, spans: np.ndarray) -> int:
-    """Bytes of which ``size``, and all offsets and lengths of ``spans``, int64 [n, 2], are multiples: as many
-    as there are, up to a bound."""
+    """Return the largest common divisor of ``size`` and all offsets and lengths of ``spans``, int64 [n, 2],
+    limited to ``_MOST_UNIT`` or a divisor of it."""
     unit = int(np.gcd.reduce(np.append(spans.ravel(), size)))
     return unit if unit <= _MOST_UNIT else int(np.gcd(unit, _MOST_UNIT))
 
 
 def rows_of(spans: np.ndarray, unit: int) -> np.ndarray:
-    """int64: the numbers of the rows of ``unit`` bytes that ``spans``, int64 [n, 2], are, in their order."""
+    """Return int64: the numbers of the rows of ``unit`` bytes in ``spans``, int64 [n, 2], in order."""
     firsts, counts = spans[:, 0] // unit, spans[:, 1] // unit
     rows: np.ndarray = np.repeat(firsts - _begins(counts), counts) + np.arange(counts.sum())
     return rows
 
 
 def _begins(lengths: np.ndarray) -> np.ndarray:
-    """Where each begins, one behind the other."""
+    """Return the start of each length in a back-to-back layout."""
     begins: np.ndarray = np.cumsum(lengths) - lengths
     return begins

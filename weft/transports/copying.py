@@ -1,7 +1,7 @@
-"""Copies and digests of spans: in C++ where the extension is built, else in numpy. Neither holds Python's
-lock.
+"""Copies and digests of spans: in C++ if the extension is built, else in numpy. Both release Python's lock.
 
-(numpy lets it go in copies of more than a few hundred elements, and takes it again between two spans.)
+(numpy releases the lock in copies of more than a few hundred elements, and takes the lock again between two
+spans.)
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Tensor = torch.Tensor
 
 
 def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """uint64 [n]: see ``digests.digest_spans``. memory: uint8 [bytes], on the CPU; seeds: uint64 [n].
+    """Return uint64 [n], see ``digests.digest_spans``. memory: uint8 [bytes], on the CPU; seeds: uint64
+    [n].
 
-    Raises IndexError for a span that leaves the memory.
+    Raises IndexError for a span outside the memory.
     """
     if cpu.load():
         with _inside():
@@ -33,7 +34,8 @@ def digest_spans(memory: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.nda
 
 
 def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) -> np.ndarray:
-    """uint64, one a span, of what ``parts`` send of ``regions``. ``seed``: see ``digests.ranks_seed``."""
+    """Return uint64, one per span: digests of ``parts``, read from ``regions``. ``seed``: see
+    ``digests.ranks_seed``."""
     made = [np.empty(0, np.uint64)]
     for part in parts:
         seeds = digests.span_seeds(seed, part.target, part.spans[:, 1], part.spans[:, 2])
@@ -42,10 +44,10 @@ def digest_parts(regions: Sequence[Tensor], parts: Sequence[Part], seed: int) ->
 
 
 def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-    """Copies, and digests what was copied: uint64 [n].
+    """Copy spans and return the digests of the copied bytes, uint64 [n].
 
-    source, target: uint8 [bytes], on the CPU. spans: int64 [n, 3], from, to and length. Raises IndexError
-    for a span that leaves its memory, before anything is written.
+    source, target: uint8 [bytes], on the CPU. spans: int64 [n, 3], source offset, target offset and length.
+    Raises IndexError for a span outside its memory, before any write.
     """
     if cpu.load():
         with _inside():
@@ -61,7 +63,7 @@ def copy_spans(source: Tensor, target: Tensor, spans: np.ndarray, seeds: np.ndar
 
 @contextmanager
 def _inside() -> Iterator[None]:
-    """The operations check their spans themselves: what they raise becomes an IndexError."""
+    """Turn the C++ operations' span errors into IndexError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Connections between ranks as a transport keeps them, and what came over them."""
+"""Connections between ranks, as kept by a socket transport, and the sources of received writes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from weft.types.rooms import Endpoint, RoomKey
 
 
 class Source(NamedTuple):
-    """What a write's bytes are read from: ``content`` of an ``Incoming``."""
+    """Source memory of a received write: ``content`` of an ``Incoming``."""
 
     memory: tuple[torch.Tensor, ...]
-    """For each part."""
+    """Source memory of each part."""
     parts: tuple[tuple[int, np.ndarray], ...]
-    """(region here, int64 [n, 3])."""
+    """(region of the receiving rank, int64 [n, 3])."""
     digests: np.ndarray
     rank: int
-    """Of the writer."""
+    """Rank of the writer."""
     peer: str = ""
-    """The writer, for logs."""
+    """Name of the writer, for logs."""
 
 
 class PeerRank(NamedTuple):
-    """A receiver's rank that was named to this one."""
+    """Rank of a receiver, as given to ``connect``."""
 
     endpoint: Endpoint
     rank: int
@@ -37,31 +37,31 @@ class PeerRank(NamedTuple):
 
 
 class Link:
-    """One connection, of which this rank is the writer (it connected) or the receiver (it accepted)."""
+    """One connection. This rank is the writer (the connecting end) or the receiver (the accepting end)."""
 
     def __init__(self, name: str, connection: Connection, writer: bool, until: float, host: str = "") -> None:
         self.name, self.connection, self.writer = name, connection, writer
         self.host = host
-        """Address of the one that connected; "" where all are of this host."""
+        """Address of the connecting end; "" if all peers are on this host."""
         self.until: float | None = until
-        """By when the hand-shake must be over; None when it is."""
+        """Deadline of the handshake; None after the handshake."""
         self.address: object = None
-        """Of a writer that the other end's queue had no room for: to be connected again."""
+        """Address for the next attempt to connect; None unless the receiver's accept queue was full."""
         self.said_hello = False
         self.nonce = b""
         self.peer = name
-        """The other end, for logs."""
+        """Name of the peer, for logs."""
         self.rank = 0
-        """Of the other end, as its Hello says."""
+        """Rank of the peer, from the peer's Hello."""
         self.regions: tuple[torch.Tensor, ...] = ()
-        """Of a receiver: the writer's memory, where it shows it."""
+        """Receiver only: memory of the writer, if shared."""
         self.waiting: list[Write] = []
-        """For the end of the hand-shake."""
+        """Writes to send after the handshake."""
         self.unanswered: dict[tuple[RoomKey, int], None] = {}
 
 
 def check_hello(hello: f.Hello, transport: str, incarnation: int, meant: PeerRank | None) -> None:
-    """Raises BadFrame for a Hello of another version, or of or for another start of a rank.
+    """Raise BadFrame for a Hello of another version, incarnation or rank.
 
     ``incarnation``: of this rank. ``meant``: the receiver that a writer connected to; None at a receiver.
     """
@@ -79,7 +79,7 @@ def check_hello(hello: f.Hello, transport: str, incarnation: int, meant: PeerRan
 
 
 def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
-    """Raises BadFrame unless all spans lie in ``size`` bytes."""
+    """Raise BadFrame unless all spans lie within ``size`` bytes."""
     if len(offsets) and (
         lengths.min() < 1 or lengths.max() > size or offsets.min() < 0 or (offsets > size - lengths).any()
     ):
@@ -87,7 +87,8 @@ def check_inside(offsets: np.ndarray, lengths: np.ndarray, size: int) -> None:
 
 
 def info_of(error: Exception) -> ErrorInfo:
-    """What a room is told of ``error``: a WeftError's own words, of any other that its connection broke."""
+    """Return the error for a transfer. A WeftError stays as is; any other exception becomes a broken
+    connection."""
     if isinstance(error, WeftError):
         return error.info()
     return Unavailable("the connection to a rank of the other group broke").info()

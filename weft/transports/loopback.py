@@ -1,7 +1,7 @@
-"""A network inside one process, on any clock, with whatever faults a test or a simulation asks for.
+"""Network inside one process, on any clock, with configurable faults for tests and simulations.
 
-It can be of either kind: a receiver that copies, or one-sided writes into the receiver's memory, which land
-when they land, whoever has that memory by then (``Faults.late``).
+Two modes: receivers copy, or writers write one-sided into the receiver's memory. One-sided bytes land at
+their time of arrival, whatever the use of the memory by then (``Faults.late``).
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ from weft.types.rooms import Endpoint, RoomKey
 
 
 class Faults(NamedTuple):
-    """Probabilities for each write or answer, and seconds."""
+    """Probabilities per write or answer, and times in seconds."""
 
     delay: float = 0.001
-    """Up to so long each takes; where they differ, they overtake each other."""
+    """Maximum delay. Delays are random, so messages may overtake each other."""
     lost: float = 0.0
     repeated: float = 0.0
     flipped: float = 0.0
-    """One bit of the bytes changes on the way."""
+    """Probability that one bit of the bytes changes."""
     swapped: float = 0.0
-    """Bytes of the first span of each part and of another as long, if there is one, change places."""
+    """Probability that the first span of each part and another span of equal length (if any) swap their
+    bytes."""
     moved: float = 0.0
-    """Spans land one row of bytes beside their place."""
+    """Probability that the spans of the first part land one span length beside the right place."""
     late: float = 0.0
-    """The write takes ``late_s`` longer."""
+    """Probability that the write takes ``late_s`` longer."""
     late_s: float = 10.0
 
 
 class _Carried(NamedTuple):
-    """What a write is on its way."""
+    """A write under way."""
 
     peer: str
     memory: list[torch.Tensor]
     spans: list[tuple[int, np.ndarray]]
-    """(region there, int64 [n, 3])."""
+    """(region of the receiver, int64 [n, 3])."""
     digests: np.ndarray
     damage: str
     rank: int
-    """Of the writer."""
+    """Rank of the writer."""
     name: str
-    """By which the writer knows the receiver."""
+    """Name of the receiver, as used by the writer."""
 
 
 class LoopbackNetwork:
@@ -69,7 +70,8 @@ class LoopbackNetwork:
         self._count = 0
 
     def send(self, to: str, what: Incoming | Written) -> None:
-        """``what`` arrives at the transport ``to``, some time, or never, or twice."""
+        """Schedule the arrival of ``what`` at transport ``to``. By chance ``what`` is lost, repeated or
+        late."""
         faults, draw = self.faults, self.rng.random
         if draw() < faults.lost:
             return
@@ -82,7 +84,7 @@ class LoopbackNetwork:
         return self._under_way[0][0] if self._under_way else None
 
     def arrived(self) -> None:
-        """Hands over what is due. One-sided bytes land now, whoever has the memory."""
+        """Deliver all due messages. One-sided bytes land now, whatever the present use of the memory."""
         while self._under_way and self._under_way[0][0] <= self.now():
             _, _, to, what = heapq.heappop(self._under_way)
             transport = self.transports.get(to)
@@ -95,12 +97,12 @@ class LoopbackNetwork:
             transport.came.append(what)
 
     def connected(self, one: str, other: str) -> bool:
-        """Whether neither has cut the other off."""
+        """Return True if neither side has cut the other off."""
         return other not in self.transports[one].cut and one not in self.transports[other].cut
 
 
 class LoopbackTransport:
-    """See ``base.Transport``."""
+    """Transport over a ``LoopbackNetwork``; see ``base.Transport``."""
 
     name = "loopback"
     write_bytes = WRITE_BYTES
@@ -118,7 +120,7 @@ class LoopbackTransport:
         self.endpoint = Endpoint(self.name, address, incarnation)
         self.came: list[Incoming | Written] = []
         self.cut = set[str]()
-        """Peers whose writes no longer reach this memory: a closed connection, a revoked key."""
+        """Peers cut off from the receiver's memory, as by a closed connection or a revoked key."""
         self._regions: list[torch.Tensor] = []
         self._cancelled = set[RoomKey]()
         self._peers: dict[str, tuple[str, int]] = {}
@@ -178,11 +180,12 @@ class LoopbackTransport:
         return None
 
     def land(self, incoming: Incoming) -> None:
-        """Writes the bytes, as they are in the sender's memory now, and as the way has changed them."""
+        """Write the bytes, as now present in the sender's memory and with the damage of the network."""
         carried: _Carried = incoming.content
         for number, (memory, (region, spans)) in enumerate(zip(carried.memory, carried.spans, strict=True)):
             source, target = memory.numpy(), self._regions[region].numpy()
             froms = spans[:, 0].copy()
+            # Swap the first and the last span of equal length.
             if carried.damage == "swapped":
                 alike = np.flatnonzero(spans[:, 2] == spans[0, 2])[[0, -1]]
                 froms[alike] = froms[alike[::-1]]

@@ -1,12 +1,12 @@
-"""A rank's caches as a transport sees them: memory that peers read themselves, or memory behind a ring.
+"""Caches of a rank, as seen by a transport: direct memory, read by peers, or memory behind a ring.
 
-    Direct    the caches are host memory: peers read them, and what comes is copied into them
-    Staged    they are anywhere, as on a GPU: what leaves is copied into a ring of host memory first, from
-              which it is sent; what comes is copied, with its digest, into an inbox, and from there into
+    Direct    the caches are host memory: peers read the caches, and received bytes are copied into the caches
+    Staged    the caches are anywhere, e.g. on a GPU. To send: copy to a ring of host memory, send from
+              the ring. To receive: copy to an inbox and compute the digests, then copy from the inbox to
               the caches
 
-What peers see is the same: spans of regions that a sender shows. A rank whose caches are staged shows one,
-the ring; where its own caches are concerns it alone.
+Peers see no difference: spans of the regions shown by a sender. A rank with staged caches shows one region,
+the ring; peers never learn where the caches are.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ log = get_logger(__name__)
 
 _NOT_COPIED = EngineDead("a rank could not copy what a transfer sends").info()
 _SOONEST_S, _LATEST_S = 0.0005, 0.004
-"""Until copies under way are asked for again."""
+"""Minimum and maximum seconds between checks of copies under way."""
 _PIECE = 1 << 20
-"""Bytes that go to the caches while the next ones are copied into the inbox."""
+"""Bytes moved to the caches while the next bytes are copied into the inbox."""
 
 
 class Memory(Protocol):
-    """A rank's caches, as a transport reads and writes them. Used from the transport's thread."""
+    """Caches of a rank, as read and written by a transport. Used from the transport's thread."""
 
     staged: bool
     regions: Sequence[Tensor]
     """The caches, uint8 [bytes] each."""
     shown: Sequence[Tensor]
-    """What the writes that are to be sent name: uint8 on the host."""
+    """Regions for the source spans of outgoing writes: uint8 on the host."""
     shared: Sequence[SharedMemory]
-    """``shown``, where peers can map it."""
+    """``shown``, if peers can map the memory."""
 
     def put(self, write: Write) -> Write | None:
-        """What is to be sent now; None: it comes out of ``ready``."""
+        """Accept a write. Return the write if ready to send; None if ``ready`` will return the write
+        later."""
 
     def ready(self) -> list[Write]:
-        """What is to be sent by now, in terms of ``shown``, without digests."""
+        """Return writes ready to send, with spans in terms of ``shown`` and without digests."""
 
     def failed(self) -> list[Written]:
-        """Writes whose bytes could not be copied, since the last call."""
+        """Return writes with a failed copy, since the last call."""
 
     def patience(self) -> float | None:
-        """Seconds until ``ready`` may have something; None: whoever has a slot must answer first."""
+        """Return the seconds until the next useful ``ready``; None if only an answer of a peer can make
+        progress."""
 
     def ended(self, peer: str, key: RoomKey, number: int) -> None:
         """See ``Outbox.ended``."""
@@ -76,16 +78,17 @@ class Memory(Protocol):
         """See ``Outbox.quiet``."""
 
     def mark(self) -> Any:
-        """See ``Copies.mark``. From the thread that computes."""
+        """See ``Copies.mark``. Call from the computing thread."""
 
     def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """See ``copying.copy_spans``: into a region. The bytes are there behind ``settle``."""
+        """Copy spans into a region, see ``copying.copy_spans``. Return the digests. The bytes are in the
+        caches after ``settle``."""
 
     def settle(self) -> None:
-        """Everything that was taken is in the caches."""
+        """Block until all bytes of ``take`` calls are in the caches."""
 
     def close(self) -> None:
-        """Nothing reads or writes the caches any more. Raises EngineDead when that takes too long."""
+        """Stop all reads and writes of the caches. Raises EngineDead after a time-out."""
 
 
 class Direct:
@@ -94,7 +97,7 @@ class Direct:
     staged = False
 
     def __init__(self, regions: Sequence[Tensor], shared: Sequence[SharedMemory] = ()) -> None:
-        """``shared``: of a rank whose peers map them."""
+        """``shared``: the same regions, if peers map the caches."""
         self.regions = self.shown = regions
         self.shared = shared
 
@@ -136,13 +139,13 @@ class Direct:
 
 
 class Sizes(NamedTuple):
-    """Sizes of what caches are staged in, in bytes."""
+    """Sizes of the staging memory, in bytes."""
 
     slot: int = 4 << 20
-    """Of one write that leaves, at most."""
+    """Maximum bytes of one outgoing write."""
     slots: int = 16
     inbox: int = 16 << 20
-    """Of one span that comes, at most."""
+    """Maximum bytes of one received span."""
 
 
 class _Copying(NamedTuple):
@@ -152,10 +155,10 @@ class _Copying(NamedTuple):
 
 
 class Staged:
-    """Caches behind a ring and an inbox, whose memory it owns.
+    """Caches behind a ring and an inbox. Owns the memory of both.
 
-    INVARIANT: a slot of the ring is written to again only when its receiver has answered, or the connection
-    to it has ended; of a room that was cancelled a copy out of the caches may be under way until it is
+    INVARIANT: a slot of the ring is reused only after the receiver's answer, or after the end of the
+    connection to the receiver. A cancelled transfer may have a copy out of the caches under way until
     ``quiet``.
     """
 
@@ -164,7 +167,7 @@ class Staged:
     def __init__(
         self, regions: Sequence[Tensor], copies: Copies, sizes: Sizes, *, sends: bool, takes: bool
     ) -> None:
-        """A rank that does not send has no ring, one that takes nothing no inbox. Raises EngineDead."""
+        """Allocate and pin the ring (if ``sends``) and the inbox (if ``takes``). Raises EngineDead."""
         self.regions, self.sizes = regions, sizes
         self._copies = copies
         self._outbox = Outbox(sizes.slots if sends else 0)
@@ -200,9 +203,10 @@ class Staged:
         for slot, write in self._outbox.begin():
             try:
                 copy = self._copies.out(self.regions, write.parts, self._slot(slot), write.ready)
-            except Exception:  # what is wrong with one write ends its room alone
+            except Exception:  # a fault of one write ends only its transfer
                 log.exception("a write of transfer %d/%d could not be copied", *write.key[:2])
                 self._failed.append(Written(write.key, write.peer, write.number, _NOT_COPIED))
+                # The slot goes back at once: mark the copy as done, then the write as ended.
                 self._outbox.copied(slot)
                 self._outbox.ended(write.peer, write.key, write.number)
                 continue
@@ -242,11 +246,12 @@ class Staged:
         return self._copies.mark()
 
     def take(self, source: Tensor, region: int, spans: np.ndarray, seeds: np.ndarray) -> np.ndarray:
-        """Raises EngineDead for a span that is longer than the inbox."""
+        """See ``Memory.take``. Raises EngineDead for a span longer than the inbox."""
         made, at = [np.empty(0, np.uint64)], 0
         ends = np.cumsum(spans[:, 2])
         while at < len(spans):
             before = int(ends[at - 1]) if at else 0
+            # At least one span per piece, even if the span is longer than a piece.
             until = max(at + 1, int(np.searchsorted(ends, before + _PIECE, side="right")))
             made.append(self._into(source, region, spans[at:until], seeds[at:until]))
             at = until
@@ -266,10 +271,11 @@ class Staged:
         size = int(spans[:, 2].sum())
         if size > self._inbox.nbytes:
             raise EngineDead(f"{size} bytes of a cache came at once; {self._inbox.nbytes} can be taken in")
+        # The inbox is full: wait for the copies to the caches, then start at its beginning.
         if self._filled + size > self._inbox.nbytes:
             self.settle()
         begin = self._filled
-        # What is gathered is aligned for whatever the device reads it as.
+        # Gathered bytes are aligned for every dtype used on the device.
         self._filled = begin + -(-size // 16) * 16
         moves = spans.copy()
         moves[:, 1] = begin + np.cumsum(spans[:, 2]) - spans[:, 2]
@@ -281,7 +287,7 @@ class Staged:
         return self._ring.tensor[slot * self.sizes.slot : (slot + 1) * self.sizes.slot]
 
     def _in_slot(self, write: Write, slot: int) -> Write:
-        """The write as it lies in the ring."""
+        """Return the write with spans in the ring: the parts lie back to back from the start of the slot."""
         parts, at = [], slot * self.sizes.slot
         for part in write.parts:
             spans = part.spans.copy()

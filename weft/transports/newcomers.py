@@ -1,48 +1,53 @@
-"""Places for connections whose hand-shake is not over. Pure.
+"""Places for connections in the handshake. Pure.
 
-Whoever connects gets a place; where there is none, the connection that has waited longest gives its own. A
-hand-shake takes milliseconds, so those that wait long are silent. No address takes the places of others, and
-addresses of peers that have proven themselves lose theirs last.
+Every new connection gets a place. If no place is free, the oldest waiting connection loses its place. A
+handshake takes milliseconds, so old connections are silent ones. An address over its own limit loses its
+own oldest place. Over the total limit, the unknown address with most places loses one; addresses of proven
+peers lose places last.
 """
 
 from __future__ import annotations
 
 MOST_UNPROVEN = 64
-"""Connections of one address whose hand-shake is not over."""
+"""Maximum connections of one address in the handshake."""
 MOST = 512
-"""Connections of all addresses."""
+"""Maximum connections of all addresses in the handshake."""
 
 
 class Newcomers:
-    """Connections by address, the oldest first. An address is "" where all connections are of this host."""
+    """Connections in the handshake by address, oldest first. The address is "" if all peers are on this
+    host."""
 
     def __init__(self, each: int, most: int = MOST) -> None:
         self._each, self._most = each, most
         self._waiting: dict[str, dict[str, None]] = {}
         self._known: set[str] = set()
-        """Addresses of peers that know the secret."""
+        """Addresses of peers with a finished handshake."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def add(self, address: str, connection: str) -> str | None:
-        """``connection`` waits. Returns another one that makes room for it; None where there is room."""
+        """Add ``connection``. Return the connection that must be closed to make room; None if there is
+        room."""
         victim = None
         if len(self._waiting.get(address, ())) >= self._each:
             victim = self._oldest(address)
         elif len(self) >= self._most:
+            # Proven addresses, and the address of the new connection, lose places only if no other address
+            # is left.
             strangers = [one for one in self._waiting if one not in self._known and one != address]
             victim = self._oldest(max(strangers or self._waiting, key=lambda one: len(self._waiting[one])))
         self._waiting.setdefault(address, {})[connection] = None
         return victim
 
     def proved(self, address: str, connection: str) -> None:
-        """The hand-shake of ``connection`` is over."""
+        """Record the end of the handshake of ``connection``."""
         self._known.add(address)
         self.left(address, connection)
 
     def left(self, address: str, connection: str) -> None:
-        """``connection`` waits no more. Idempotent."""
+        """Remove ``connection``. Idempotent."""
         waiting = self._waiting.get(address, {})
         waiting.pop(connection, None)
         if not waiting:

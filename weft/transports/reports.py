@@ -1,4 +1,4 @@
-"""What a rank's transfers tell its head, from their thread to the one that serves the head."""
+"""Reports from a rank's transfer thread to the thread that serves the engine process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.transfer.events import RankReport, RankStopped
 
 
 class RoomReports:
-    """A queue with a descriptor that can be read from as long as something waits in it."""
+    """Queue with a file descriptor, readable while the queue is not empty."""
 
     def __init__(self) -> None:
         self._waiting: deque[RankReport | RankStopped] = deque()
@@ -19,11 +19,11 @@ class RoomReports:
 
     @property
     def descriptor(self) -> int:
-        """For polls; nobody else reads from it."""
+        """File descriptor for polling. Only ``take`` reads from the descriptor."""
         return self._event
 
     def tell(self, report: RankReport | RankStopped) -> None:
-        """From any thread; does not wait. After ``close`` nobody hears it."""
+        """Append a report. Callable from any thread; does not block. Ignored after ``close``."""
         with self._lock:
             if self._event >= 0:
                 if not self._waiting:
@@ -31,7 +31,7 @@ class RoomReports:
                 self._waiting.append(report)
 
     def take(self) -> list[RankReport | RankStopped]:
-        """All that wait, in order; cheap when none does."""
+        """Remove and return all reports, in order. Cheap for an empty queue."""
         if not self._waiting:
             return []
         with self._lock:
@@ -42,7 +42,7 @@ class RoomReports:
         return told
 
     def close(self) -> None:
-        """Gives the descriptor back. What waits is dropped."""
+        """Close the descriptor and drop all waiting reports."""
         with self._lock:
             self._waiting.clear()
             if self._event >= 0:

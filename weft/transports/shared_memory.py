@@ -1,8 +1,8 @@
-"""Memory that a process shares by descriptor: no name, no file, no limit of /dev/shm.
+"""Memory shared by file descriptor: no name, no file, no limit of /dev/shm.
 
-The owner maps it for reading and writing, then seals it: its size never changes, and nobody can map it for
-writing any more, whoever has the descriptor. So a receiver reads what a sender shows, and can never change
-it, nor be ended by memory that is cut off behind its back.
+The owner maps the memory for reading and writing, then seals the memory. After the seal the size never
+changes, and no process can map the memory for writing, even with the descriptor. So a receiver can read a
+sender's memory, but never change it, and the sender cannot crash the receiver by shrinking the memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from weft.common.shared_bytes import SEALED, is_sealed, new_memory
 
 
 class SharedMemory:
-    """Zeros, which take no memory until they are written. ``tensor`` is uint8 [bytes]."""
+    """Zeroed shared memory. Pages take no memory before the first write. ``tensor`` is uint8 [bytes]."""
 
     def __init__(self, nbytes: int, name: str = "weft-cache") -> None:
-        """Raises OSError."""
+        """Raises OSError if the system has no memory or descriptor left."""
         self.nbytes = nbytes
         self.fd = new_memory(max(nbytes, 1), name)
         try:
@@ -33,16 +33,17 @@ class SharedMemory:
         self.tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
 
     def close(self) -> None:
-        """Gives up the descriptor; the tensor lives on."""
+        """Close the descriptor. The tensor stays valid."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def map_read_only(fd: int, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] of another process's ``SharedMemory``; ``fd`` is not needed any more afterwards.
+    """Return uint8 [nbytes]: another process's ``SharedMemory``, mapped read-only. The caller may close
+    ``fd`` afterwards.
 
-    Raises EngineDead for memory that is not sealed, or not of this size.
+    Raises EngineDead for memory without seals, or of another size.
     """
     size = max(nbytes, 1)
     try:
@@ -54,6 +55,6 @@ def map_read_only(fd: int, nbytes: int) -> torch.Tensor:
     pages = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
     import warnings
 
-    with warnings.catch_warnings():  # torch warns of memory that it must not write; nothing writes it
+    with warnings.catch_warnings():  # torch warns about read-only memory; no code writes to the tensor
         warnings.simplefilter("ignore")
         return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]

@@ -1,7 +1,8 @@
-"""Ranks on one host: the receiver maps the sender's caches, read-only, and copies out of them itself.
+"""Ranks on one host: the receiver maps the sender's caches, read-only, and copies from the mapped memory.
 
-The sender copies nothing; it says which spans are ready. Its regions are ``SharedMemory``, whose
-descriptors it passes over a Unix socket when it connects. Only processes of the same user are heard.
+The sender copies nothing, and only sends the spans of ready bytes. The sender's regions are
+``SharedMemory``. Their descriptors go over a Unix socket at connection. Only processes of the same user, or
+of root, may connect.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from weft.transports.sockets import SocketTransport
 
 
 class ShmTransport(SocketTransport):
-    """Listens at a socket in ``folder``, which only this user may enter."""
+    """Shared memory transport. Listens on a Unix socket in ``folder``. Only this user may enter
+    ``folder``."""
 
     name = "shm"
     write_bytes = 16 << 20
@@ -33,12 +35,13 @@ class ShmTransport(SocketTransport):
     takes_fds = True
 
     def __init__(self, folder: str, rank: int, incarnation: int) -> None:
-        """Raises ConfigError when the socket cannot be made."""
+        """Raises ConfigError if the socket cannot be made."""
         self._path = os.path.join(folder, f"t{rank}-{incarnation & 0xFFFFFFFF:x}")
         super().__init__(rank, incarnation)
 
     def share(self, regions: Sequence[SharedMemory]) -> None:
-        """``register`` of a rank that sends: peers map these. Raises EngineDead for too many regions."""
+        """Register regions that peers may map, in place of ``register``. Raises EngineDead for too many
+        regions."""
         if len(regions) > MOST_FDS:
             raise EngineDead(f"{len(regions)} regions of caches, of at most {MOST_FDS} that can be shared")
         self._use(Direct([region.tensor for region in regions], list(regions)))
@@ -75,6 +78,7 @@ class ShmTransport(SocketTransport):
 
     def _met(self, link: Link, hello: f.Hello) -> None:
         if not link.writer:
+            # The mappings stay valid without the descriptors, so close all descriptors, on errors too.
             fds, link.connection.fds = link.connection.fds, []
             try:
                 if len(fds) != len(hello.regions):

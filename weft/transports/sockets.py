@@ -1,15 +1,16 @@
-"""What shared memory and TCP have in common: connections between ranks, their hand-shake, writes and answers.
+"""Common part of shared memory and TCP: connections between ranks, the handshake, writes and answers.
 
     writer                            receiver
-      Hello(wanted incarnation) ───►    refused if another start of this rank is meant, or another version
+      Hello(wanted incarnation) ───►    refused for another incarnation of the rank, or another version
       ◄─── Hello(own incarnation)
-      (with a secret) Proof ───►        nothing else is taken before it
-      ◄─── (with a secret) Proof        nor written before that
+      (with a secret) Proof ───►        no other frame is accepted before the proof
+      ◄─── (with a secret) Proof        and no write is sent before the proof
       WriteFrame ... ───►
       ◄─── AnswerFrame ...
 
-A connection that breaks ends every write that was not answered on it. What a stranger sends ends its
-connection and nothing else, and costs a bounded amount of memory and, if it says nothing, of time.
+A broken connection ends all writes without an answer on the connection. Bytes from a stranger can end only
+the stranger's own connection. A stranger costs a bounded amount of memory; a silent stranger also a bounded
+time.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ from weft.types.rooms import Endpoint, RoomKey
 log = get_logger(__name__)
 
 HELLO_S = 10.0
-"""Seconds within which a peer says who it is."""
+"""Maximum seconds of a handshake."""
 MOST_PEERS = 1024
 _PAUSE_S = 0.05
-"""Until what the system had no room for is tried again."""
+"""Seconds until a retry after the system refused a connection for lack of resources."""
 _AT_ONCE = 2 << 20
-"""Bytes read of a connection before others have their turn."""
+"""Bytes read from one connection before other connections have a turn."""
 
 
 class SocketTransport:
-    """What ``shm`` and ``tcp`` have in common; see ``base.Transport`` for what its methods promise."""
+    """Common base of ``shm`` and ``tcp``. ``base.Transport`` documents the public methods."""
 
     name = ""
     fence: FenceBy = "copy"
     write_bytes = WRITE_BYTES
     window_bytes = WINDOW_BYTES
     slot_bytes = WRITE_BYTES
-    """Of a write of caches that are staged."""
+    """Maximum bytes of one write of staged caches."""
     takes_fds = False
-    """Whether descriptors come with a Hello."""
+    """True if file descriptors come with a Hello."""
 
     def __init__(self, rank: int, incarnation: int) -> None:
         self.rank, self.incarnation = rank, incarnation
@@ -85,51 +86,52 @@ class SocketTransport:
         self._newcomers = Newcomers(MOST_UNPROVEN)
         self._strangers = CountedLog(log)
         self._again: float | None = None
-        """When connections are made and accepted again, of which some could not be."""
+        """Time of the next attempt to accept or connect, after a failed attempt; None without a failure."""
         self._events: list[Incoming | Written] = []
         self._buffers = Buffers()
         self._answered: dict[str, Link] = {}
-        """Links with answers that have not been sent."""
+        """Links with unsent answers, by name."""
         self.refused = 0
-        """Connections that ended because of what came."""
+        """Number of connections refused, or closed because of the peer's bytes or silence."""
         self.corrupt = 0
-        """Writes whose digests were wrong."""
+        """Number of writes with an error in ``take``, mostly wrong digests."""
 
-    # ---- what each kind of socket adds
+    # ---- extension points of shm and tcp
 
     def _listen(self) -> tuple[socket.socket, str]:
         raise NotImplementedError
 
     def _socket(self, address: str) -> tuple[socket.socket, object]:
-        """A socket, and what to connect it to."""
+        """Return a new socket, and the address for ``connect``. Raises BadFrame for a bad address."""
         raise NotImplementedError
 
     def _admit(self, sock: socket.socket) -> None:
-        """Raises BadFrame for a peer that may not connect."""
+        """Check a new connection. Raises BadFrame for a forbidden peer."""
 
     def _hello(self, link: Link, wanted: int) -> None:
-        """Says hello as a writer."""
+        """Send the writer's Hello."""
         link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, wanted, self.rank))
 
     def _met(self, link: Link, hello: f.Hello) -> None:
-        """The other end has said hello, and it is as it should be: goes on with the hand-shake."""
+        """Continue the handshake after a valid Hello of the peer."""
         if not link.writer:
             link.connection.send(f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank))
         self._open(link)
 
     def _proven(self, link: Link) -> None:
-        """The other end has sent a ``Proof``."""
+        """Handle a ``Proof`` of the peer. Raises BadFrame if the transport has no proofs."""
         raise f.BadFrame("a proof came that nobody asked for")
 
     def _payload(self, write: Write) -> list[memoryview]:
         return []
 
     def _sources(self, link: Link, parts: Sequence[tuple[f.Spans, np.ndarray]], got: Got) -> Source:
-        """Raises BadFrame unless the spans lie in what the writer shows or has sent."""
+        """Return the source memory of a write. Raises BadFrame for spans outside the writer's memory or
+        payload."""
         raise NotImplementedError
 
     def _payload_of(self, source: Source) -> torch.Tensor | None:
-        """The payload that a write came with."""
+        """Return the payload buffer of a write, if any."""
         return None
 
     def _held_bytes(self, frame: f.WriteFrame, got: Got) -> int:
@@ -141,7 +143,7 @@ class SocketTransport:
         self._use(Direct(list(regions)))
 
     def stage(self, memory: Staged) -> None:
-        """``register`` of caches that are staged. ``memory`` is closed with this."""
+        """Register staged caches, in place of ``register``. ``close`` also closes ``memory``."""
         self.write_bytes = memory.sizes.slot
         self.window_bytes = min(self.window_bytes, memory.sizes.slot * memory.sizes.slots)
         self._use(memory)
@@ -171,12 +173,15 @@ class SocketTransport:
         link = self._links.get(write.peer)
         try:
             link = link or self._dial(write.peer)
+            # Not connected or in the handshake: the write waits in the link, and `_open` sends all waiting
+            # writes.
             if link.until is not None:
                 link.waiting.append(write)
                 return
             self._send_write(link, write)
         except Exception as error:
             self._lost(link, error)
+            # Without a link, `_lost` knows nothing of the write.
             if link is None:
                 self._ended(write.peer, write.key, write.number, info_of(error))
 
@@ -186,6 +191,7 @@ class SocketTransport:
         self._answered.clear()
         self._try_again()
         self._send_staged()
+        # Pending events must not wait for the sockets.
         timeout = 0.0 if self._events else max(0.0, min(seconds, self._patience()))
         for key, mask in self._selector.select(timeout):
             if key.fileobj is self._listener:
@@ -210,7 +216,7 @@ class SocketTransport:
         if link is None:
             return
         link.connection.send(f.AnswerFrame(incoming.key, incoming.number, error))
-        self._answered[link.name] = link  # answers of one turn go out together
+        self._answered[link.name] = link  # `poll` sends all answers of one turn together
 
     def cancel(self, key: RoomKey) -> None:
         self._memory.cancel(key)
@@ -221,6 +227,7 @@ class SocketTransport:
             for number in unsent:
                 self._memory.ended(link.name, key, number)
             link.waiting = [write for write in link.waiting if write.key != key]
+            # A partly sent frame goes on with zeros. No answer is due any more: forget the write.
             for known in [known for known in link.unanswered if known[0] == key]:
                 del link.unanswered[known]
 
@@ -244,7 +251,7 @@ class SocketTransport:
     # ---- writes
 
     def _send_staged(self) -> None:
-        """Digests and sends what is in host memory by now."""
+        """Send staged writes with finished copies, with digests of the bytes in host memory."""
         for write in self._memory.ready():
             seed = ranks_seed(write.key, self.rank, self._peers[write.peer].rank)
             digests = digest_parts(self._memory.shown, write.parts, seed)
@@ -278,7 +285,7 @@ class SocketTransport:
         try:
             sock.connect(address)  # type: ignore[arg-type]
         except BlockingIOError as error:
-            if error.errno == errno.EAGAIN:  # a Unix socket whose queue is full: nothing is under way
+            if error.errno == errno.EAGAIN:  # a Unix socket with a full accept queue: no connect is under way
                 link.address, self._again = address, time.monotonic() + _PAUSE_S
                 return
         self._selector.register(sock, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
@@ -301,7 +308,7 @@ class SocketTransport:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 log.error("connections for transfers cannot be accepted: %s", error.strerror)
-                self._selector.unregister(self._listener)  # it would be ready at once, again and again
+                self._selector.unregister(self._listener)  # the listener would be ready without end
                 self._again = time.monotonic() + _PAUSE_S
             return
         try:
@@ -333,10 +340,11 @@ class SocketTransport:
             if mask & selectors.EVENT_READ:
                 for got in link.connection.receive(_AT_ONCE):
                     self._got(link, got)
+                    # A frame may have closed its own link.
                     if not self._lives(link):
                         return
             self._watch(link)
-        except Exception as error:  # whatever a peer does ends its own connection alone
+        except Exception as error:  # any fault of a peer ends only the peer's own connection
             self._lost(link, error)
 
     def _flush(self, link: Link) -> None:
@@ -353,13 +361,15 @@ class SocketTransport:
 
     def _watch(self, link: Link) -> None:
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.connection.wants_to_write else 0)
+        # A link that waits for another connect is not registered with the selector.
         if not self._lives(link) or link.address is not None:
             return
         if self._selector.get_key(link.connection.sock).events != mask:
             self._selector.modify(link.connection.sock, mask, link)
 
     def _lost(self, link: Link | None, error: Exception) -> None:
-        """The connection has ended, or is ended because of what came."""
+        """Close a connection after an error or a bad frame. Ends all writes without an answer. No effect
+        for a closed link or None."""
         if link is None or not self._lives(link):
             return
         if isinstance(error, WeftError):
@@ -374,6 +384,7 @@ class SocketTransport:
             self._selector.unregister(link.connection.sock)
         link.connection.close()
         self._memory.lost(link.name)
+        # Writes without an answer fail here. Each write must end exactly once.
         for key, number in [*link.unanswered, *((write.key, write.number) for write in link.waiting)]:
             self._ended(link.name, key, number, info_of(error))
 
@@ -408,6 +419,7 @@ class SocketTransport:
                     del link.unanswered[key, number]
                     self._ended(link.name, key, number, error)
                 else:
+                    # Late answer after `cancel`: free the slot, but report nothing.
                     self._memory.ended(link.name, key, number)
             case _:
                 raise f.BadFrame(f"a {type(got.frame).__name__} came out of turn")
@@ -416,7 +428,7 @@ class SocketTransport:
         check_hello(hello, self.name, self.incarnation, self._peers[link.name] if link.writer else None)
 
     def _open(self, link: Link) -> None:
-        """The hand-shake is over."""
+        """Finish the handshake and send all waiting writes."""
         link.until = None
         link.connection.proven = True
         if not link.writer:
@@ -437,6 +449,7 @@ class SocketTransport:
         parts = [(part, f.spans_of(part)) for part in frame.parts]
         spans = sum(len(each) for _, each in parts)
         for part, each in parts:
+            # Numbers from a peer are not trusted: check each target before the event leaves this class.
             if part.target >= len(self._memory.regions):
                 raise f.BadFrame("a write names a region that there is not")
             check_inside(each[:, 1], each[:, 2], self._memory.regions[part.target].numel())

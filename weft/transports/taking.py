@@ -1,4 +1,4 @@
-"""Taking a write in: its bytes into this rank's memory, and whether they are what was sent."""
+"""Receipt of a write: copy the bytes into this rank's memory and check the digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ log = get_logger(__name__)
 
 
 def take_in(to: Memory, incoming: Incoming, rank: int, address: str) -> ErrorInfo | None:
-    """``rank``, ``address``: of the receiver. Nothing writes to its memory any more when this returns."""
+    """Copy a write's bytes to ``to`` and check the digests. Return None, or the error for a wrong digest.
+
+    ``rank``, ``address``: of the receiver. No write to the receiver's memory is under way after the return.
+    """
     source: Source = incoming.content
     seed, done = ranks_seed(incoming.key, source.rank, rank), 0
     try:

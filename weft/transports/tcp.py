@@ -1,7 +1,7 @@
-"""Ranks on several hosts: bytes go over TCP into the receiver's memory, which copies them where they belong.
+"""Ranks on several hosts: bytes go over TCP to the receiver, which copies the bytes to their places.
 
-Only who knows the secret is heard: see ``weft.transports.connection_keys``. A write's bytes are read from the
-sender's caches as they go out, and pass on the other side through a buffer of one write.
+Only peers with the secret are accepted: see ``weft.transports.connection_keys``. The bytes of a write are
+read from the sender's caches during the send. At the receiver the bytes pass through a buffer of one write.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from weft.transports.links import Link, Source
 from weft.transports.sockets import SocketTransport
 
 SILENCE_S = 15
-"""Seconds after which a connection breaks whose other end acknowledges nothing, or takes nothing."""
+"""Seconds until a connection without acknowledgements from the peer breaks."""
 
 
 class TcpTransport(SocketTransport):
-    """Listens at a port of ``host`` that the system chooses."""
+    """TCP transport. Listens on ``host``, at a port chosen by the system."""
 
     name = "tcp"
 
     def __init__(self, host: str, rank: int, incarnation: int, secret: bytes) -> None:
-        """Raises ConfigError for a short secret, or an address that cannot be listened at."""
+        """Raises ConfigError for a short secret, or for an address without permission to listen."""
         check_secret(secret)
         self._host, self._secret = host, secret
         super().__init__(rank, incarnation)
@@ -69,7 +69,7 @@ class TcpTransport(SocketTransport):
         nonce = new_nonce()
         link.connection.send(
             f.Hello(f.VERSION, self.name, self.incarnation, 0, self.rank, nonce)
-        )  # has no key
+        )  # without a key: the writer needs the receiver's nonce to make the keys
         writer, receiver = keys(self._secret, hello.nonce, nonce)
         link.connection.in_key, link.connection.out_key = writer, receiver
 
@@ -108,7 +108,8 @@ class TcpTransport(SocketTransport):
 
 
 def numeric(address: str) -> tuple[str, int]:
-    """Host and port. Raises BadFrame for a name: looking it up would hold up all transfers of a rank."""
+    """Return host and port of an address. Raises BadFrame for a host name: a DNS lookup would block all
+    transfers of a rank."""
     host, _, port = address.rpartition("|")
     try:
         ipaddress.ip_address(host)
@@ -121,13 +122,13 @@ def numeric(address: str) -> tuple[str, int]:
 
 
 def _configure(sock: socket.socket) -> None:
-    """Sets the options of a connection, or of a listener, whose connections inherit them.
+    """Set the options of a connection, or of a listener; accepted connections inherit the options.
 
-    Buffers are left to the system: a size that is asked for ends its own tuning, and may be smaller.
+    Buffer sizes are left to the system: an explicit size disables the system's tuning, and may be smaller.
     """
     tcp = socket.IPPROTO_TCP
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
-    # A connection that a router forgot carries nothing, and no end hears of it: by default for 15 minutes.
+    # A connection forgotten by a router carries nothing, and by default no end notices for 15 minutes.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         sock.setsockopt(tcp, socket.TCP_KEEPIDLE, SILENCE_S // 3)

@@ -1,14 +1,14 @@
-"""Frames between two ranks: what sockets carry beside payload.
+"""Frames between two ranks: the socket protocol except the payload.
 
     length   u32     of the body, at most MOST_BODY
     payload  u32     bytes behind the body, at most MOST_PAYLOAD
     mac      16 B    keyed BLAKE2b of the frame's number on this connection, both lengths and the body
     body             one of the structs below, msgpack
-    payload          the spans of a Write, one behind the other; their digests are in the body
+    payload          the spans of a Write, back to back; the digests are in the body
 
-The key is the connection's own, made of a secret and of what both ends drew by chance
-(``weft.transports.connection_keys``), or none on one host. Payload is proven by its digests, which find
-faults; it is neither secret nor proof against forgers who sit between two hosts.
+The key belongs to one connection: derived from the secret and from random nonces of both ends
+(``weft.transports.connection_keys``). On one host there is no key. The payload is covered by digests only:
+digests find faults, but give neither secrecy nor protection against an attacker between two hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COUNT = struct.Struct("<QII")
 
 
 class BadFrame(WeftError):
-    """Bytes that are no frame of this version, or come from who does not know the secret."""
+    """Bytes that form no valid frame, or a frame from a peer without the secret."""
 
     code, blame = "bad_transfer_frame", "peer"
 
@@ -44,25 +44,24 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, 
 
 
 class Hello(_Frame, frozen=True):
-    """Both ways, the first frame of a connection: who this is."""
+    """First frame of a connection, in both directions: identity of the sending rank."""
 
     version: int
     transport: str
     incarnation: U64
-    """Of the sender of this frame."""
+    """Incarnation of the frame's sender."""
     wanted: U64
-    """Of a writer: the incarnation of the rank that it means to reach. Of a receiver: 0."""
+    """From a writer: expected incarnation of the receiving rank. From a receiver: 0."""
     rank: U64
-    """Of the sender of this frame, within its group."""
+    """Rank of the frame's sender within its group."""
     nonce: Annotated[bytes, Meta(max_length=32)] = b""
     regions: Annotated[tuple[U64, ...], Meta(max_length=4096)] = ()
-    """Of a writer that shows its memory: bytes of each region. Their descriptors come with this frame."""
+    """From a writer with shared memory: bytes of each region. The descriptors come with the frame."""
 
 
 class Proof(_Frame, frozen=True):
-    """Where there is a secret, first from the writer, then from the receiver: only who knows it can make
-    it.
-    """
+    """Proof of the secret, first from the writer, then from the receiver. The MAC is the proof. Only with a
+    secret."""
 
 
 class Spans(_Frame, frozen=True):
@@ -75,17 +74,17 @@ class Spans(_Frame, frozen=True):
 
 
 class WriteFrame(_Frame, frozen=True):
-    """Writer to receiver: take in these spans."""
+    """Writer to receiver: take these spans."""
 
     key: RoomKey
     number: U64
     parts: Annotated[tuple[Spans, ...], Meta(max_length=4096)]
     digests: bytes
-    """uint64, one a span, in order."""
+    """uint64, one per span, in order."""
 
 
 class AnswerFrame(_Frame, frozen=True):
-    """Receiver to writer: what became of a write."""
+    """Receiver to writer: result of a write."""
 
     key: RoomKey
     number: U64
@@ -99,14 +98,15 @@ _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def pack(frame: Frame, number: int, key: bytes, payload: int = 0) -> bytes:
-    """Header and body of the ``number``-th frame of a direction. Raises BadFrame over a limit."""
+    """Return header and body of the ``number``-th frame of a direction. Raises BadFrame for a frame over a
+    limit."""
     body = _encoder.encode(frame)
     check_sizes(len(body), payload)
     return HEADER.pack(len(body), payload, _mac(key, number, len(body), payload, body)) + body
 
 
 def unpack(body: bytes | bytearray | memoryview, mac: bytes, number: int, key: bytes, payload: int) -> Frame:
-    """Raises BadFrame."""
+    """Return the frame of ``body``. Raises BadFrame for a wrong MAC or an invalid body."""
     if not hmac.compare_digest(mac, _mac(key, number, len(body), payload, body)):
         raise BadFrame("a frame that was not made with this connection's key, or was changed on its way")
     try:
@@ -116,20 +116,20 @@ def unpack(body: bytes | bytearray | memoryview, mac: bytes, number: int, key: b
 
 
 def check_sizes(body: int, payload: int) -> None:
-    """Raises BadFrame for what no frame of this version has."""
+    """Raise BadFrame for sizes over the limits."""
     if body > MOST_BODY or payload > MOST_PAYLOAD:
         raise BadFrame(f"a frame of {body} bytes and {payload} bytes of payload is over the limits")
 
 
 def spans_of(part: Spans) -> np.ndarray:
-    """int64 [n, 3]. Raises BadFrame."""
+    """Return int64 [n, 3]. Raises BadFrame for a wrong size."""
     if len(part.spans) % 24:
         raise BadFrame("spans are not a whole number of three int64")
     return np.frombuffer(part.spans, "<i8").reshape(-1, 3).copy()
 
 
 def digests_of(frame: WriteFrame, spans: int) -> np.ndarray:
-    """uint64 [spans]. Raises BadFrame."""
+    """Return uint64 [spans]. Raises BadFrame for a wrong size."""
     if len(frame.digests) != 8 * spans:
         raise BadFrame("not one digest a span")
     return np.frombuffer(frame.digests, "<u8")

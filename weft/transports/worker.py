@@ -1,11 +1,11 @@
-"""A rank's part in transfers: one thread that runs ``Pushes`` and ``Arrivals`` over a transport.
+"""Transfers of one rank: a thread with ``Pushes`` and ``Arrivals`` over a transport.
 
-    step loop      begin, computed (behind each layer), expect, stop: they queue and return
-    this thread    plans, digests, writes; reads, checks, copies; waits in ``poll`` alone
-    tell(...)      reports for this rank's head, called on this thread: it must not wait
+    step loop      begin, computed (after each layer), expect, stop: queue a command and return
+    this thread    plans, digests, writes; reads, checks, copies; blocks only in ``poll``
+    tell(...)      reports for this rank's engine process, called on this thread: must not block
 
-Whatever one room does to this thread ends that room alone, and what a peer does, its connection. If the
-thread itself fails, all rooms do, and those that come later; it goes on to answer ``stop``.
+A fault of one transfer ends only the transfer; a fault of a peer ends only the peer's connection. If the
+thread fails, all present and later transfers fail, but the thread still answers ``stop``.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ _END_S = 5.0
 
 
 class Began(NamedTuple):
-    """A sender's room begins: what is computed of it may be pushed."""
+    """Start a transfer of a sender: computed parts may be pushed."""
 
     offer: Admitted
     bound: Bound
     blocks: tuple[Blocks, ...]
-    """Where the sequence lies in this group's own caches, as far as it has blocks yet."""
+    """Blocks of the sequence in the group's own caches, so far."""
     num_cached: int
 
 
 class Growing(NamedTuple):
-    """A sender's sequence has more blocks."""
+    """The sequence of a sender's transfer has more blocks."""
 
     key: RoomKey
     blocks: tuple[Blocks, ...]
 
 
 class Failing(NamedTuple):
-    """What a sender's room is of cannot be computed."""
+    """The contents of a sender's transfer cannot be computed."""
 
     key: RoomKey
     error: ErrorInfo
 
 
 class Expecting(NamedTuple):
-    """A receiver's room begins: its bytes may come."""
+    """Start a transfer of a receiver: bytes may arrive."""
 
     offer: Admitted
     bound: Bound
 
 
 class Ending(NamedTuple):
-    """One room ends."""
+    """End one transfer."""
 
     key: RoomKey
 
 
 class EndingAll(NamedTuple):
-    """All rooms end."""
+    """End all transfers."""
 
     carried_out: threading.Event
 
@@ -82,9 +82,8 @@ _Command = Began | Growing | Failing | Expecting | Ending | EndingAll | p.Comput
 
 
 class RankTransfer:
-    """A rank's transfers, in a thread of their own. Made and closed by the rank's process; its methods may
-    be called from any thread.
-    """
+    """Transfers of one rank, in a separate thread. Created and closed by the rank's process; the methods
+    are callable from any thread."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class RankTransfer:
         start: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``dims``: of this rank's group. Without ``start`` there is no thread: call ``turn``."""
+        """``dims``: layout of this rank's group. ``start=False``: no thread; the caller calls ``turn``."""
         self._rank, self._transport, self._tell = rank, transport, tell
         self.dims = dims
         self._clock = clock
@@ -111,11 +110,11 @@ class RankTransfer:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._done = False
         self._stopping: list[RoomKey] = []
-        """Rooms that were stopped and of whose memory copies are under way."""
+        """Stopped transfers with copies out of the caches under way."""
         self._all_stop: list[threading.Event] = []
-        """Set when none is left of those."""
+        """Events to set once ``_stopping`` is empty."""
         self.failure: Exception | None = None
-        """What ended this thread's part in transfers, for good: only another process has one again."""
+        """Error that ended all transfers of the rank for good. Only a new process can transfer again."""
         self._thread = threading.Thread(target=self._run, name=f"weft-transfer-{rank}", daemon=True)
         self._started = start
         if start:
@@ -124,39 +123,39 @@ class RankTransfer:
     # ---- from other threads
 
     def begin(self, offer: Admitted, bound: Bound, blocks: tuple[Blocks, ...], num_cached: int = 0) -> None:
-        """Carries out ``Push``: what is computed of the room is pushed, and what will be.
+        """Carry out ``Push``: push the contents computed so far, and later contents as computed.
 
-        ``num_cached``: so many positions were in this rank's caches when the sequence was admitted, for which
-        ``blocks`` must suffice; () says that there are none yet. They are pushed when they are told as
-        ``computed``, not before: the step that makes sure of all of them may not have run yet.
+        ``num_cached``: number of positions found in the rank's caches at admission. ``blocks`` must cover
+        these positions; () means no blocks yet. The cached positions are pushed only after a ``computed``
+        call: the step that ensures the cached contents may not have run yet.
         """
         self._put(Began(offer, bound, blocks, num_cached))
 
     def grow(self, key: RoomKey, blocks: tuple[Blocks, ...]) -> None:
-        """The sequence got these blocks, for each kind; to be said before they are ``computed``."""
+        """Add new blocks of the sequence, for each KV cache group. Must precede the ``computed`` of the
+        blocks."""
         self._put(Growing(key, blocks))
 
     def computed(self, key: RoomKey, layers: tuple[int, ...], begin: int, end: int) -> None:
-        """See ``pushes.Computed``. It may come before ``begin``. On a device that computes behind the host's
-        back it is enough that all of it was launched, by the thread that calls."""
+        """Report computed positions, see ``pushes.Computed``. May precede ``begin``. On a device with
+        asynchronous execution, the work must only be launched, by the calling thread."""
         self._put(p.Computed(key, layers, begin, end, self._transport.mark()))
 
     def fail(self, key: RoomKey, error: ErrorInfo) -> None:
-        """What the room would send cannot be computed here: it fails, as soon as it has begun."""
+        """Fail the transfer, as soon as the transfer has begun: the contents cannot be computed."""
         self._put(Failing(key, error))
 
     def expect(self, offer: Admitted, bound: Bound) -> None:
-        """Carries out ``Expect``: the room's bytes are taken in."""
+        """Carry out ``Expect``: accept the bytes of the transfer."""
         self._put(Expecting(offer, bound))
 
     def stop(self, key: RoomKey) -> None:
-        """Carries out ``Stop``; answered with ``RankStopped`` when nothing here touches the room's memory."""
+        """Carry out ``Stop``. ``RankStopped`` follows once the rank touches no memory of the transfer."""
         self._put(Ending(key))
 
     def stop_all(self) -> None:
-        """``stop`` of every room that has begun, that is expected, or that something was computed of. Waits
-        until nothing here touches memory of any; raises EngineDead when that takes too long.
-        """
+        """Stop all transfers: begun, expected, or with a ``computed`` call. Blocks until this rank touches
+        no memory of the transfers. Raises EngineDead after a time-out."""
         carried_out = threading.Event()
         self._put(EndingAll(carried_out))
         if not self._started:
@@ -165,7 +164,7 @@ class RankTransfer:
             raise EngineDead("the thread that moves caches between groups does not stop")
 
     def close(self) -> None:
-        """Ends the thread, and the transport with it. Raises EngineDead when that takes too long."""
+        """End the thread, which closes the transport. Raises EngineDead after a time-out."""
         self._put(None)
         if self._thread.is_alive():
             self._thread.join(_END_S)
@@ -190,8 +189,9 @@ class RankTransfer:
             self._transport.close()
 
     def _fail_all(self, error: ErrorInfo) -> None:
-        """No room goes on here, none begins, and the transport is closed; ``Stop`` is answered as ever."""
+        """Fail all present and later transfers and close the transport. ``Stop`` is still answered."""
         self._transport.close()
+        # The transport is closed, so no copy is under way: every stop is carried out.
         for key in self._stopping:
             self._tell(RankStopped(key, self._rank))
         for event in self._all_stop:
@@ -210,7 +210,8 @@ class RankTransfer:
                     self._report(offer.key, Outcome.failed, error)
 
     def turn(self, seconds: float) -> None:
-        """Does what there is to do, waiting up to ``seconds`` for it."""
+        """Carry out queued commands, one late event, and the events of one ``poll``. Blocks up to
+        ``seconds``."""
         while not self._done:
             try:
                 command = self._commands.get_nowait()
@@ -220,9 +221,11 @@ class RankTransfer:
         if self._done:
             return
         late = self.pushes.behind()
+        # One late event per turn, then poll without a wait: other transfers need their turns.
         if late is not None:
             self._guard(late, lambda: self._push(self.pushes.on(p.More(late))))
             seconds = 0.0
+        # Wake up in time to drop parked writes.
         due = self.arrivals.next_due()
         if due is not None:
             seconds = max(0.0, min(seconds, due - self._clock()))
@@ -262,7 +265,7 @@ class RankTransfer:
                 self._guard(key, lambda: self._push(self.pushes.on(command)))
 
     def _guard(self, key: RoomKey, work: Callable[[], None]) -> None:
-        """Does ``work`` of a room; if that fails, the room does, and nothing else."""
+        """Run ``work`` of one transfer. An exception fails only the transfer."""
         try:
             work()
         except Exception as error:
@@ -283,6 +286,7 @@ class RankTransfer:
 
     def _expect(self, expecting: Expecting) -> None:
         offer, bound = expecting.offer, expecting.bound
+        # The sender plans with `bound.dims`, so both must agree on shares of rows.
         if [kind.shards for kind in bound.dims.kinds] != [kind.shards for kind in self.dims.kinds]:
             what = "shares of rows" if any(kind.shards for kind in bound.dims.kinds) else "whole rows"
             raise RoomMessageError(f"a transfer of {what} came to a rank that does not take these")
@@ -291,8 +295,8 @@ class RankTransfer:
         self._arrive(a.Expected(offer.key, Coverage(expected)))
 
     def _stop(self, key: RoomKey) -> None:
-        """Copies into this rank's memory run on this thread, so none is under way now, and no other will
-        begin. Copies out of it may be under way: they end first."""
+        """Stop one transfer. Copies into the rank's memory run on the same thread, so none is under way here.
+        Copies out of the memory may be under way: ``_stopped`` waits for the end of such copies."""
         self._transport.cancel(key)
         self._push(self.pushes.on(p.Stopped(key)))
         self._arrive(a.Stopped(key))
@@ -300,7 +304,7 @@ class RankTransfer:
         self._stopped()
 
     def _stopped(self) -> None:
-        """Tells of the rooms whose memory nothing here touches any more."""
+        """Report all stopped transfers without a copy under way."""
         quiet = [key for key in self._stopping if self._transport.quiet(key)]
         self._stopping = [key for key in self._stopping if key not in quiet]
         for key in quiet:
@@ -321,6 +325,7 @@ class RankTransfer:
         for action in self.arrivals.on(event, self._clock()):
             match action:
                 case a.Copy(write):
+                    # `Arrivals` requires `Copied` before any other event.
                     self._arrive(a.Copied(write, self._take(write)))
                 case a.Answer(write, error):
                     self._transport.answer(write, error)

@@ -1,1 +1,1 @@
-"""POST /v1/messages: Anthropic's API over the same generation path as chat completions."""
+"""POST /v1/messages: Anthropic's API, on the same generation path as chat completions."""

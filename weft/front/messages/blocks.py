@@ -1,4 +1,4 @@
-"""Content blocks and tools that a request of the Messages API may hold."""
+"""Content blocks and tools in requests of the Messages API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class TextBlock(_Block, frozen=True, kw_only=True):
     text: str
     citations: list[dict[str, Any]] | None = None
-    """Of an earlier answer; not shown to the model."""
+    """Citations of an earlier answer; not shown to the model."""
 
 
 class TextSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class DocumentBlock(_Block, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """As the model is shown it."""
+        """Text shown to the model."""
         return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
 
 
@@ -62,7 +62,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True):
     id: str
     name: str
     input: Any = None
-    """An object; anything else is what came of a call that was cut."""
+    """An object. Any other value comes from a call that was cut off."""
     caller: dict[str, Any] | None = None
     toolset_name: str | None = None
 
@@ -80,7 +80,7 @@ class ThinkingBlock(_Block, frozen=True, kw_only=True):
 
 
 class RedactedBlock(_Block, frozen=True, kw_only=True):
-    """A thought that only its maker can read: not shown to the model."""
+    """Reasoning readable only by its maker. Not shown to the model."""
 
     data: str
 
@@ -102,7 +102,7 @@ _KINDS = {"system": _TEXTS, "user": _USER, "assistant": _ASSISTANT, "result": _R
 
 
 def blocks(content: Any, place: Literal["system", "user", "assistant", "result"], where: str) -> list[Any]:
-    """The blocks of a content, which may be a text. ``place``: which kinds may be there.
+    """Return the blocks of a content, which may be a plain text. ``place`` selects the allowed kinds.
 
     Raises InvalidRequest, naming ``where``.
     """
@@ -116,9 +116,9 @@ def blocks(content: Any, place: Literal["system", "user", "assistant", "result"]
 
 
 def _block(block: Any, kinds: dict[str, type[Any]], echoed: bool, where: str) -> Any:
-    """``echoed``: an answer that comes back, of this server or another one: what it may hold beside what is
-    known here is no instruction, and is dropped.
-    """
+    """Return one block. ``echoed``: the block belongs to an answer sent back by the client, of this or
+    another server. Unknown fields of such a block are no instructions, and are dropped. Raises
+    InvalidRequest, naming ``where``."""
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise InvalidRequest(f"{where} must be an object with a type", param=where)
@@ -136,7 +136,7 @@ def _block(block: Any, kinds: dict[str, type[Any]], echoed: bool, where: str) ->
 
 
 class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs."""
+    """A tool run by the client."""
 
     name: str
     input_schema: dict[str, Any]
@@ -144,16 +144,16 @@ class ToolBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     description: str | None = None
     strict: bool | None = None
     input_examples: list[dict[str, Any]] | None = None
-    """Shown with the description."""
+    """Examples, shown to the model with the description."""
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = None
-    """Arguments are streamed as they come, whatever this says."""
+    """No effect: arguments are always streamed as they arrive."""
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
 def tool(value: Any, where: str) -> ToolBlock:
-    """Raises InvalidRequest, naming the tool, for what the server cannot offer."""
+    """Return a tool. Raises InvalidRequest, naming the tool, for a tool that the server cannot offer."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "custom":
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The content blocks of a message, built as its output comes."""
+"""Content blocks of a message, built while the output arrives."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from weft.text.parsing.events import CallArguments, CallBegin, Content, OutputEv
 
 
 class Blocks:
-    """Blocks in the order in which their text comes, and the events that tell of them."""
+    """Content blocks in output order, and the events for the stream."""
 
     def __init__(self, *, omit_thoughts: bool = False) -> None:
         self.done: list[e.ContentBlock] = []
-        """Those that have ended."""
+        """Ended blocks."""
         self._omit_thoughts = omit_thoughts
         self._open: e.ContentBlock | None = None
         self._pieces: list[str] = []
-        """Of the open block's text, thought or input."""
+        """Pieces of the open block's text, reasoning or input."""
 
     def take(self, found: OutputEvent) -> list[Any]:
-        """The events of what the parser found."""
+        """Return the events for one parsed output event."""
         if isinstance(found, Content):
             opened = self._enter(e.TextBlock(text=""))
             return [*opened, self._piece(found.text, e.TextPiece(text=found.text))]
         if isinstance(found, Reasoning):
+            # Omitted reasoning goes out only in the signature, at the end of the block.
             opened = self._enter(e.ThinkingBlock(thinking="", signature=""))
             if self._omit_thoughts:
                 self._pieces.append(found.text)
@@ -41,7 +42,7 @@ class Blocks:
         return self.close()
 
     def close(self) -> list[Any]:
-        """The events of the open block's end, if there is one."""
+        """End the open block, if any, and return the events."""
         block, self._open = self._open, None
         if block is None:
             return []
@@ -61,12 +62,12 @@ class Blocks:
         return [*last, e.BlockStop(index=index)]
 
     def _enter(self, block: e.ContentBlock) -> list[Any]:
-        """The events that lead to a block of this kind: none where one is open already."""
+        """Return the events that open ``block``; none if a block of the same type is open already."""
         if type(self._open) is type(block):
             return []
         ended = self.close()
         self._open = block
-        # The event is encoded later, when the block may have been filled.
+        # Events are encoded later, and the block may be filled by then: send a copy.
         shown = msgspec.structs.replace(block)
         return [*ended, e.BlockStart(index=len(self.done), content_block=shown)]
 
@@ -76,14 +77,13 @@ class Blocks:
 
 
 def _digest(thought: str) -> str:
-    """A signature for clients that want one. Nothing depends on it."""
+    """Return a signature for clients that want one. The server never checks the signature."""
     return hashlib.sha256(thought.encode("utf-8", "replace")).hexdigest()
 
 
 def _input(text: str) -> Any:
-    """The arguments of a call as an object. What is none (the output was cut short) is kept as it is, under
-    ``partial_json``.
-    """
+    """Return the arguments of a call as an object. Invalid arguments (of a cut output) are kept as text
+    under ``partial_json``."""
     if not text.strip():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What a request of the Messages API asks, in the form that all APIs share."""
+"""Requests of the Messages API, converted to the common form of all APIs."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from weft.text.parsing.parser import Tool
 from weft.types.sampling import SamplingParams
 
 ATTRIBUTION = ("x-anthropic-billing-header:",)
-"""How lines begin that a client puts before its instructions to be billed by: they differ between calls."""
+"""Prefixes of billing lines, which some clients put before their instructions. The lines differ between
+calls."""
 NAMES = {"stop": "stop_sequences"}
-"""Parameters of a conversation by the names that they have here."""
+"""Conversation parameter -> parameter name in this API."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer needs to know of the request."""
+    """Facts of the request for the answer."""
 
     max_tokens: int = 0
-    """As it was asked for."""
+    """Output limit, as requested."""
     omit_thoughts: bool = False
-    """Whether thoughts are only in their signatures."""
+    """True if reasoning goes out only in signatures."""
     attribution: bool = False
-    """Whether a line of attribution was left out of the prompt."""
+    """True if an attribution line was dropped from the prompt."""
 
 
 def conversation(
     asked: CountRequest, *, system_inside: bool, keep_attribution: bool
 ) -> tuple[Conversation, Facts]:
-    """What is asked, and what the answer needs to know of it. Raises InvalidRequest.
+    """Return the request in common form, and the facts for the answer. Raises InvalidRequest.
 
-    ``system_inside``: see ``Turns``. ``keep_attribution``: lines of attribution are a part of the prompt.
+    ``system_inside``: see ``Turns``. ``keep_attribution``: keep attribution lines in the prompt.
     """
     turns = Turns(system_inside=system_inside, join_users=True)
     system, moved = _system(asked.system, keep_attribution)
@@ -61,6 +62,7 @@ def conversation(
         _add(turns, message, f"messages[{number}]")
     messages = turns.messages
     continues = _continues(messages)
+    # A request that only counts tokens has no sampling parameters.
     params = _sampling(asked) if isinstance(asked, MessagesRequest) else SamplingParams(max_tokens=1)
     made = Conversation(
         messages=messages,
@@ -100,7 +102,7 @@ def _constraint(asked: CountRequest) -> Constraint | None:
 
 
 def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -> tuple[str, bool]:
-    """(the system prompt, whether a line of attribution was left out of it)."""
+    """Return (system prompt, True if an attribution line was dropped)."""
     if not system:
         return "", False
     texts = [block.text for block in b.blocks(system, "system", "system")]
@@ -114,7 +116,7 @@ def _system(system: str | list[dict[str, Any]] | None, keep_attribution: bool) -
 def _add(turns: Turns, message: dict[str, Any], where: str) -> None:
     role = message.get("role")
     unknown = message.keys() - {"role", "content", "id", "cache_control"}
-    # An answer that comes back has all fields that its server wrote.
+    # An answer sent back by the client has all fields of its server.
     if unknown and role != "assistant":
         shown = printable(min(unknown), 40)
         raise InvalidRequest(f"{where} has an unknown field: {shown}", param=where)
@@ -136,6 +138,7 @@ def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
     parts: Parts = []
     results = False
     for number, block in enumerate(found):
+        # Results are separate messages, so text before a result ends the user's message.
         if isinstance(block, b.ToolResultBlock):
             results = True
             if parts:
@@ -149,7 +152,7 @@ def _add_user(turns: Turns, found: list[b.Block], where: str) -> None:
 
 
 def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
-    """What the model is shown of a user's block."""
+    """Return the content part for a user's block. Raises InvalidRequest."""
     if isinstance(block, b.ImageBlock):
         return ImagePart(block.source.url, where, kind="image")
     assert isinstance(block, b.TextBlock | b.DocumentBlock)
@@ -161,9 +164,11 @@ def _shown(block: b.Block, where: str) -> dict[str, Any] | ImagePart:
 
 
 def _result(block: b.ToolResultBlock, where: str) -> str | Parts:
-    """What a call returned: a text, where it has no images. An error says so."""
+    """Return the result of a call: plain text if there are no images. The text of a failed call starts with
+    "Error"."""
     found = [] if block.content is None else b.blocks(block.content, "result", where)
     if any(isinstance(part, b.ImageBlock) for part in found):
+        # With images the parts stay separate; otherwise the texts are joined.
         parts: Parts = [_shown(part, f"{where}[{number}]") for number, part in enumerate(found)]
         return [{"type": "text", "text": "Error:"}, *parts] if block.is_error else parts
     text = "\n".join(part.text for part in found)
@@ -182,7 +187,8 @@ def _add_assistant(turns: Turns, block: b.Block) -> None:
 
 
 def _continues(messages: list[dict[str, Any]]) -> bool:
-    """Whether the answer goes on from the assistant's last message, which says something then."""
+    """Return True if the answer continues the assistant's last message. Removes an empty last message of
+    the assistant. Raises InvalidRequest for a last message with calls."""
     last = messages[-1] if messages else {"role": "user"}
     if last["role"] != "assistant":
         return False
@@ -198,7 +204,7 @@ def _continues(messages: list[dict[str, Any]]) -> bool:
 
 
 def _tools(asked: CountRequest) -> ToolUse:
-    """The tools, and the choice among them."""
+    """Return the tools and the choice among them. Raises InvalidRequest."""
     tools = [_tool(value, f"tools[{number}]") for number, value in enumerate(asked.tools or ())]
     choice = asked.tool_choice
     parallel = choice is None or isinstance(choice, ChooseNone) or not choice.disable_parallel_tool_use
@@ -220,7 +226,8 @@ def _tool(value: dict[str, Any], where: str) -> Tool:
 
 
 def _effort(asked: CountRequest) -> str | None:
-    """As chat's ``reasoning_effort`` has it."""
+    """Return the reasoning effort in the form of chat's ``reasoning_effort``; None leaves the decision to
+    the model."""
     if isinstance(asked.thinking, Disabled):
         return "none"
     effort = None if asked.output_config is None else asked.output_config.effort

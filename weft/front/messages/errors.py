@@ -1,4 +1,4 @@
-"""Errors in the shape that clients of the Messages API read."""
+"""Errors in the shape of the Messages API."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from weft.common.errors import ErrorInfo, Overloaded
 from weft.front.messages.events import MessagesError, MessagesErrorDetail
 
 ROUTES = "/v1/messages"
-"""The route whose errors have this shape, and those below it."""
+"""Root of the routes with this error shape."""
 OVERLOADED = 529
-"""The status that says: the server, not the caller, has too much to do."""
+"""Status for an overloaded server, as opposed to a caller above its own limit."""
 
 _TYPES = {
     400: "invalid_request_error",
@@ -26,14 +26,13 @@ _TYPES = {
 
 
 def applies(path: str) -> bool:
-    """Whether errors of this path have this shape."""
+    """Return True if errors of ``path`` have the shape of the Messages API."""
     return path == ROUTES or path.startswith(ROUTES + "/")
 
 
 def translated(error: ErrorInfo) -> ErrorInfo:
-    """``error`` with the status that these clients know: a queue that is full, and a server without an
-    engine, are 529, where 429 is for the caller's own limit.
-    """
+    """Return ``error`` with a status known to clients of this API. A full queue, and a server without an
+    engine, become 529; 429 stays for the caller's own limit."""
     full = error.http_status == Overloaded.http_status and error.code == Overloaded.code
     if full or error.http_status == 503:
         return msgspec.structs.replace(error, http_status=OVERLOADED)
@@ -41,7 +40,7 @@ def translated(error: ErrorInfo) -> ErrorInfo:
 
 
 def error_body(error: ErrorInfo) -> MessagesError:
-    """``error``, which was translated, as a client sees it."""
+    """Return the body for ``error``, which must be translated already."""
     kind = _TYPES.get(error.http_status)
     if kind is None:
         kind = "invalid_request_error" if error.http_status < 500 else "api_error"

@@ -1,4 +1,4 @@
-"""Answers of the Messages API and the events of its streams. UNSET fields are left out, None becomes null."""
+"""Answers of the Messages API and events of its streams. UNSET fields are left out, None becomes null."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThinkingBlock(msgspec.Struct, kw_only=True):
 
 
 class Direct(msgspec.Struct, frozen=True, kw_only=True):
-    """Who called: the model itself."""
+    """Caller of the tool: the model itself."""
 
     type: Literal["direct"] = "direct"
 
@@ -44,25 +44,26 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 class ThinkingTokens(msgspec.Struct, kw_only=True):
     thinking_tokens: int
-    """Tokens that the text of the thoughts takes."""
+    """Tokens of the reasoning text."""
 
 
 class CacheCreation(msgspec.Struct, kw_only=True):
-    """Blocks stay while there is room: they have no time to live."""
+    """Newly cached tokens. Blocks stay while there is room, without a fixed lifetime."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int = 0
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """The prompt has ``input_tokens + cache_read_input_tokens + cache_creation_input_tokens`` tokens."""
+    """Token counts. Prompt length: ``input_tokens + cache_read_input_tokens +
+    cache_creation_input_tokens``."""
 
     input_tokens: int
-    """Prompt tokens that were computed and are in no full block of the cache now."""
+    """Prompt tokens computed now, and not in a full cache block afterwards."""
     cache_creation_input_tokens: int
-    """Prompt tokens that were computed and are in full blocks of the cache now."""
+    """Prompt tokens computed now, and in full cache blocks afterwards."""
     cache_read_input_tokens: int
-    """Prompt tokens that were found in the cache."""
+    """Prompt tokens found in the cache."""
     output_tokens: int
     cache_creation: CacheCreation
     output_tokens_details: ThinkingTokens
@@ -139,7 +140,7 @@ class InputPiece(msgspec.Struct, kw_only=True):
 
 class Ending(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None
-    """Null where the message was aborted."""
+    """Null for an aborted message."""
     stop_sequence: str | None
     stop_details: None = None
     container: None = None
@@ -162,13 +163,13 @@ class MessagesErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
-    """An error's answer, and the event that ends a stream that failed."""
+    """Body of an error answer, and last event of a failed stream."""
 
     type: Literal["error"] = "error"
     error: MessagesErrorDetail
 
 
 class TokenCount(msgspec.Struct, kw_only=True):
-    """Tokens of the prompt that a request would have."""
+    """Tokens of a request's prompt."""
 
     input_tokens: int

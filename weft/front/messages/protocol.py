@@ -1,7 +1,7 @@
-"""Requests of the Messages API as clients may write them.
+"""Bodies of requests of the Messages API.
 
-``cache_control`` is accepted wherever the API has it and has no effect: the prefix cache keeps what it can of
-every prompt. So are labels (``metadata``, ``user_profile_id`` ...).
+``cache_control`` is accepted wherever the API has the field, without effect: the prefix cache keeps as much
+as possible of every prompt. Labels (``metadata``, ``user_profile_id`` ...) have no effect either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.front.protocol.parse import Body, between, short
 from weft.types.sampling import StopIn
 
 MAX_LABEL = 4096
-"""Characters of a label. Agents put JSON into ``metadata.user_id``."""
+"""Maximum characters of a label. Agents put JSON into ``metadata.user_id``."""
 UNSUPPORTED = frozenset(("container", "mcp_servers", "diagnostics", "speed", "inference_geo", "fallbacks"))
 
 
@@ -32,33 +32,33 @@ class Metadata(_Strict, frozen=True, kw_only=True):
 
 
 class Enabled(_Strict, frozen=True, kw_only=True, tag="enabled", tag_field="type"):
-    """Think, for at most so many tokens."""
+    """Reason, for at most ``budget_tokens`` tokens."""
 
     budget_tokens: int
     display: Literal["summarized", "omitted"] | None = None
 
 
 class Adaptive(_Strict, frozen=True, kw_only=True, tag="adaptive", tag_field="type"):
-    """Think as the model does by itself."""
+    """Leave reasoning to the model."""
 
     display: Literal["summarized", "omitted"] | None = None
 
 
 class Disabled(_Strict, frozen=True, kw_only=True, tag="disabled", tag_field="type"):
-    """Do not think."""
+    """Do not reason."""
 
 
 Thinking = Enabled | Adaptive | Disabled
 
 
 class SchemaFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
-    """JSON that is valid under a schema."""
+    """JSON valid under a schema."""
 
     schema: dict[str, Any]
 
 
 class OutputConfig(_Strict, frozen=True, kw_only=True):
-    """The answer's form, and how much effort it takes."""
+    """Form of the answer, and reasoning effort."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
@@ -69,28 +69,28 @@ class _Choice(_Strict, frozen=True, kw_only=True):
 
 
 class ChooseAuto(_Choice, frozen=True, kw_only=True, tag="auto", tag_field="type"):
-    """Text or calls."""
+    """Allow text or calls."""
 
 
 class ChooseAny(_Choice, frozen=True, kw_only=True, tag="any", tag_field="type"):
-    """At least one call."""
+    """Require at least one call."""
 
 
 class ChooseTool(_Choice, frozen=True, kw_only=True, tag="tool", tag_field="type"):
-    """A call of this tool."""
+    """Require a call of this tool."""
 
     name: str
 
 
 class ChooseNone(_Choice, frozen=True, kw_only=True, tag="none", tag_field="type"):
-    """No call."""
+    """Allow no call."""
 
 
 ToolChoice = ChooseAuto | ChooseAny | ChooseTool | ChooseNone
 
 
 class CountRequest(Body, frozen=True, kw_only=True):
-    """POST /v1/messages/count_tokens, and what both routes take."""
+    """POST /v1/messages/count_tokens, and the parameters common to both routes."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         "tools": is_one_of([]),
@@ -103,7 +103,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
     model: str | None = None
-    """Without a name: the model that the server has."""
+    """Model name; default: the server's model."""
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -111,10 +111,10 @@ class CountRequest(Body, frozen=True, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: SchemaFormat | None = None
-    """The older name of ``output_config.format``."""
+    """Older name of ``output_config.format``."""
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
-    """Only edits that change nothing: ``clear_thinking`` that keeps all."""
+    """Only an edit without effect is accepted: ``clear_thinking`` that keeps all."""
     betas: list[str] | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
@@ -129,6 +129,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
             raise InvalidRequest("messages must hold at least one message", param="messages")
         if isinstance(self.thinking, Enabled):
             between("thinking.budget_tokens", self.thinking.budget_tokens, 1, 1 << 31)
+        # `output_format` is the old name of `output_config.format`: only one of both may be set.
         if self.output_format is not None and self.form is not self.output_format:
             raise InvalidRequest("output_format is output_config.format; send one", param="output_format")
         for edit in self._edits():
@@ -149,7 +150,7 @@ class CountRequest(Body, frozen=True, kw_only=True):
 
     @property
     def form(self) -> SchemaFormat | None:
-        """The form that the answer must have."""
+        """Required form of the answer; None without a form."""
         config = self.output_config
         return self.output_format if config is None or config.format is None else config.format
 
@@ -160,7 +161,7 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     max_tokens: int
     stop_sequences: list[str] | None = None
     stop_in: StopIn | None = None
-    """Whether stop sequences are looked for in text blocks alone, as is the default, or everywhere."""
+    """Scope of stop sequences: text blocks only (the default), or the whole output."""
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

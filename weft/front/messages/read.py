@@ -1,4 +1,4 @@
-"""Reads bodies of the Messages API."""
+"""Readers for bodies of the Messages API."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def read_messages(reader: Reader, body: bytes) -> Job:
-    """A request for a message. Raises WeftError."""
+    """Read a request for a message. Raises WeftError."""
     return _read(reader, parse(body, MessagesRequest))
 
 
 def read_count(reader: Reader, body: bytes) -> Job:
-    """A request to count a prompt's tokens: a job that is not to be submitted. Raises WeftError."""
+    """Read a request to count a prompt's tokens. The returned job must not be submitted. Raises WeftError."""
     return _read(reader, parse(body, CountRequest))
 
 
@@ -35,10 +35,10 @@ def _read(reader: Reader, asked: CountRequest) -> Job:
         made = msgspec.structs.replace(
             made,
             effort=effort_shown(made.effort, reader.text.chat),
-            # Agents send one to whatever model they have: where there are no thoughts, it is kept to.
+            # Agents send a budget to every model. A model without reasoning needs no budget.
             thinking_budget=made.thinking_budget if reader.text.output.thought_end else None,
         )
-        # Where the context's end cuts an output, its stop_reason says so: max_tokens may be larger.
+        # A cut at the end of the context is reported in stop_reason, so max_tokens may exceed the context.
         job = reader.converse(made, clip=True)
     except InvalidRequest as error:
         raise renamed(error, NAMES) from None

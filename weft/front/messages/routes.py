@@ -1,4 +1,4 @@
-"""The routes of the Messages API."""
+"""Routes of the Messages API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 def add_messages(app: FastAPI, front: Front) -> None:
-    """Adds the routes to ``app``."""
+    """Add the routes to ``app``."""
 
     @app.post(
         "/v1/messages",
@@ -33,7 +33,7 @@ def add_messages(app: FastAPI, front: Front) -> None:
         ),
     )
     async def create_message(request: Request) -> Response:
-        """Answers a conversation, in Anthropic's API."""
+        """Answer a conversation, in Anthropic's API."""
         return await handle(front, request, "messages", functools.partial(_shape, front))
 
     @app.post(
@@ -41,7 +41,7 @@ def add_messages(app: FastAPI, front: Front) -> None:
         openapi_extra=openapi.answers_of(CountRequest, e.TokenCount, error=e.MessagesError),
     )
     async def count_message_tokens(request: Request) -> Response:
-        """Counts the tokens of a message's prompt."""
+        """Count the tokens of a message's prompt."""
         job = await read_only(front, request, "count")
         count = e.TokenCount(input_tokens=job.prompts[0].count)
         return Response(to_json(count), media_type="application/json")

@@ -23,7 +23,7 @@ FORM = StreamForm(named=True, idle=b'event: ping\ndata: {"type": "ping"}\n\n', e
 
 
 class MessagesShape:
-    """The answer of one request: one message."""
+    """Answer of one request: a single message."""
 
     form = FORM
 
@@ -38,7 +38,7 @@ class MessagesShape:
 
     @property
     def attribution_moved(self) -> bool:
-        """Whether a line of attribution was left out of the prompt."""
+        """True if an attribution line was dropped from the prompt."""
         return self._facts.attribution
 
     def opening(self) -> list[Any]:
@@ -86,7 +86,7 @@ class MessagesShape:
         )
 
     def _ending(self) -> tuple[e.StopReason | None, str | None]:
-        """Why the message ended, and the stop sequence that did it."""
+        """Return the stop reason of the message, and the matched stop sequence, if any."""
         choice = self._generation.choices[0]
         if choice.finish_reason == "length":
             cut = self._generation.job.prompts[0].max_tokens < self._facts.max_tokens

@@ -1,4 +1,4 @@
-"""One log line for each request, for ``--log-requests``: ids, counts and times, and no text of a user."""
+"""One log line per request, for ``--log-requests``: ids, counts and times, but no text of a user."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ log = get_logger(__name__)
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """Facts of one request, as they become known."""
+    """Facts of one request, filled in over time."""
 
     request_id: str
-    """The answer's header ``x-request-id``."""
+    """Id in the answer's header ``x-request-id``."""
     client: int | None
-    """Number of the API key; None where the server has no keys."""
+    """Number of the API key; None for a server without keys."""
     kind: str
     """Kind of the request's body, such as ``chat``."""
     id: str = ""
-    """The id in the answer's body."""
+    """Id in the answer's body."""
     prompt_tokens: int = 0
     output_tokens: int = 0
 
 
 def log_end(facts: RequestFacts, model: str, first: float | None, took: float, end: Iterable[str]) -> None:
-    """Logs the end of a request. ``first``: seconds to the first token; ``took``: to the end, both from its
-    arrival. ``end``: the finish reason of each choice, or the code of an error.
-    """
+    """Log the end of a request. ``first``: seconds from arrival to the first token; ``took``: from arrival
+    to the end. ``end``: the finish reason of each choice, or the code of an error."""
     log.info(
         "request %s x-request-id=%s key=%s kind=%s model=%s prompt_tokens=%d output_tokens=%d ttft=%s "
         "duration=%.3fs finish=%s",

@@ -1,4 +1,4 @@
-"""The line about load that a server logs every 10 seconds while there is traffic."""
+"""Log line about load, every 10 seconds while there is traffic."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COUNTERS = ("prompt_tokens", "generation_tokens", "prefix_queries", "prefix_hit
 
 
 class Throughput:
-    """Makes the line from the counters of all engines at two times. Pure: the caller brings the time."""
+    """Makes the line from the counters of all engines at two times. Pure: the caller passes the time."""
 
     def __init__(self, now: float) -> None:
         self._at = now
         self._before: dict[str, HeadStats] = {}
 
     def line(self, now: float, engines: Iterable[tuple[str, HeadStats]]) -> str | None:
-        """The line for the time since the last call; None where nothing was computed and nothing waits.
+        """Return the line for the time since the last call; None without computed tokens or open sequences.
 
         ``engines``: names, and the counters of the last heartbeat.
         """
@@ -45,7 +45,7 @@ class Throughput:
         )
 
     def _since(self, stats: dict[str, HeadStats], name: str) -> int:
-        """Growth of a counter. The counters of an engine that was started again begin at 0."""
+        """Return the growth of a counter over all engines. The counters of a restarted engine begin at 0."""
         grown = 0
         for engine, now in stats.items():
             value, before = getattr(now, name), getattr(self._before.get(engine, HeadStats()), name)
@@ -54,7 +54,7 @@ class Throughput:
 
 
 async def report(engines: Callable[[], Iterable[tuple[str, HeadStats]]]) -> None:
-    """Logs lines until the task is cancelled."""
+    """Log lines until the task is cancelled."""
     loop = asyncio.get_running_loop()
     made = Throughput(loop.time())
     while True:

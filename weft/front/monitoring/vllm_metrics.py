@@ -1,4 +1,4 @@
-"""Metrics as vLLM names them, for dashboards and gateways made for vLLM (``--vllm-metrics``)."""
+"""Metrics under vLLM's names, for dashboards and gateways made for vLLM (``--vllm-metrics``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OLDER = {
     b"vllm:inter_token_latency_seconds": b"vllm:time_per_output_token_seconds",
     b"vllm:kv_cache_usage_perc": b"vllm:gpu_cache_usage_perc",
 }
-"""Metrics that vLLM has renamed: dashboards of earlier versions ask for the older name."""
+"""Present name -> old name. Dashboards for earlier vLLM versions use the old names."""
 _HTTP = re.compile(
     rb'^vllm:http_requests_total\{(?P<more>front="[^"]*",)?method="(?P<method>[A-Z]+|other)",'
     rb'route="(?P<route>[^"]*)",status="(?P<status>\d)\d*"\} (?P<count>\S+)$',
@@ -26,9 +26,8 @@ _HTTP = re.compile(
 
 
 def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, HeadStats]]) -> bytes:
-    """The exposition ``page`` with vLLM's names, the label ``engine`` for ``head``, and metrics that vLLM
-    derives otherwise. ``engines``: names, and the counters of the last heartbeat.
-    """
+    """Return the exposition ``page`` with vLLM's names, the label ``engine`` in place of ``head``, and
+    metrics that vLLM derives in another way. ``engines``: names, and the counters of the last heartbeat."""
     renamed = page.replace(b"weft:", b"vllm:").replace(b'head="', b'engine="')
     older = [
         line.replace(name, before)
@@ -42,7 +41,7 @@ def as_vllm(page: bytes, config: EngineConfig, engines: Iterable[tuple[str, Head
 
 
 def _answers(page: bytes) -> Counter[tuple[str, str, str]]:
-    """(route, method, first digit of the status) to answers."""
+    """Return (route, method, first digit of the status) -> number of answers."""
     found: Counter[tuple[str, str, str]] = Counter()
     for one in _HTTP.finditer(page):
         key = one["route"].decode(), one["method"].decode(), one["status"].decode()
@@ -51,7 +50,7 @@ def _answers(page: bytes) -> Counter[tuple[str, str, str]]:
 
 
 class _Derived(Collector):
-    """Metrics that are made of others."""
+    """Metrics derived from other metrics."""
 
     def __init__(
         self,

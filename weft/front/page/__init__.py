@@ -1,4 +1,4 @@
-"""The page at ``/``: model, load and a chat box in one HTML document that loads nothing from elsewhere."""
+"""Page at ``/``: model, load and a chat box in one HTML document without external resources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 @functools.cache
 def _page() -> tuple[bytes, str]:
-    """(the document, its content security policy)."""
+    """Return (the document, its content security policy)."""
     files = resources.files(__package__)
     style = files.joinpath("page.css").read_text(encoding="utf-8")
     script = files.joinpath("page.js").read_text(encoding="utf-8")
@@ -27,12 +27,13 @@ def _page() -> tuple[bytes, str]:
 
 
 def _hash(text: str) -> str:
-    """``text`` as a source that a policy allows."""
+    """Return the hash source of ``text`` for a content security policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def answer() -> Response:
-    """The page. It holds nothing of the server: it asks for what it shows, with its reader's key."""
+    """Return the page. The page contains no data of the server; its script fetches all data with the
+    reader's key."""
     html, policy = _page()
     headers = {
         "content-security-policy": policy,

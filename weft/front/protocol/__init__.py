@@ -1,1 +1,1 @@
-"""Bodies of requests: one module an API, the mechanism in ``parse``."""
+"""Bodies of requests: one module per API, with the common mechanism in ``parse``."""

@@ -30,36 +30,36 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]] | None = None
     prompt_token_ids: list[int] | None = None
-    """The prompt itself, in place of ``messages``."""
+    """Token ids of the prompt, in place of ``messages``."""
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
-    """How much to think: what the model's chat template makes of it."""
+    """Reasoning effort, passed to the model's chat template."""
     include_reasoning: bool | None = None
-    """Whether the answer shows thoughts."""
+    """True to show reasoning in the answer."""
     thinking_token_budget: int | None = None
-    """Tokens of a thought after which it is ended."""
+    """Maximum tokens of reasoning; then the reasoning is ended."""
     max_thinking_tokens: int | None = None
-    """The same, as the two below: names of other servers."""
+    """Alias of ``thinking_token_budget`` in other servers, like the two fields below."""
     thinking_budget: int | None = None
     thinking_budget_tokens: int | None = None
     enable_thinking: bool | None = None
-    """Whether the model thinks: the chat template's variable."""
+    """Variable of the chat template: reasoning on or off."""
     thinking: bool | ThinkingOptions | None = None
     reasoning: ReasoningOptions | None = None
     max_completion_tokens: int | None = None
     stop_in: StopIn | None = None
-    """Whether stop strings are looked for in content alone, as is the default, or everywhere."""
+    """Scope of stop strings: content only (the default), or the whole output."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """Whether the answer goes on from the last message, the assistant's."""
+    """True to continue the last message, the assistant's."""
     metadata: dict[str, str] | None = None
-    """Labels for stored completions; Weft stores none."""
+    """Labels for stored completions. Weft stores no completions."""
 
     def check(self) -> None:
         super().check()
@@ -94,9 +94,11 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
                 )
 
     def thoughts(self) -> Thoughts:
-        """How the model is to think. Raises InvalidRequest for two that differ."""
+        """Return the reasoning settings of all aliases. Raises InvalidRequest for two different values of
+        one setting."""
         options = self.thinking if isinstance(self.thinking, ThinkingOptions) else None
         routed = self.reasoning or ReasoningOptions()
+        # Each setting has several aliases: collect (name, value) pairs, and let `one_of` find conflicts.
         _, effort = one_of([("reasoning_effort", self.reasoning_effort), ("reasoning", routed.effort)])
         switch_name, switch = one_of(
             [
@@ -125,10 +127,11 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
         )
 
     def tool_use(self) -> ToolUse:
-        """Raises InvalidRequest."""
+        """Return the tools and the choice. Raises InvalidRequest."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def sampling(self) -> SamplingParams:
+        """Return the sampling parameters. Raises InvalidRequest."""
         more: dict[str, Any] = {}
         if self.max_completion_tokens is not None:
             more["max_tokens"] = self.max_completion_tokens
@@ -140,7 +143,7 @@ class ChatRequest(Generate, frozen=True, kw_only=True):
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises InvalidRequest for labels that are too many or too long."""
+    """Raise InvalidRequest for too many or too long labels."""
     items = [text for pair in (metadata or {}).items() for text in pair]
     if len(items) > 2 * MAX_METADATA or any(len(text) > MAX_NAME for text in items):
         raise InvalidRequest(

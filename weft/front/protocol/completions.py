@@ -12,9 +12,9 @@ from weft.front.protocol.parse import between
 from weft.types.sampling import MAX_N, MAX_TOP_LOGPROBS, SamplingParams
 
 MAX_PROMPTS = 256
-"""Prompts of one completions request."""
+"""Maximum prompts of one completions request."""
 MAX_SEQUENCES = 1024
-"""Prompts times ``n`` of one request."""
+"""Maximum of prompts times ``n`` of one request."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 
@@ -31,11 +31,12 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether the prompt is asked for, with its logprobs, and no output."""
+        """True if the request wants the prompt with logprobs, and no output."""
         return self.max_tokens == 0
 
     def check(self) -> None:
         super().check()
+        # `max_tokens` 0 asks for the prompt only, which makes sense only with `echo`.
         if self.prompt_only and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1, unless echo is true", param="max_tokens")
         if self.prompt_only and self.min_tokens:
@@ -53,7 +54,7 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
             raise InvalidRequest(f"prompts times n must be at most {MAX_SEQUENCES}", param="n")
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Every prompt, as text or as token ids. Raises InvalidRequest."""
+        """Return every prompt, as text or as token ids. Raises InvalidRequest."""
         if isinstance(self.prompt, str):
             return [_prompt_text(self.prompt)]
         items = self.prompt
@@ -74,7 +75,7 @@ class CompletionRequest(Generate, frozen=True, kw_only=True):
             if self.echo:
                 more["prompt_logprobs"] = self.logprobs
         if self.prompt_only:
-            more["max_tokens"] = 1  # the engine makes at least one, which is not shown: prompt_only.py
+            more["max_tokens"] = 1  # the engine makes at least one token, which prompt_only.py hides
         return self.sampling_with(**more)
 
 
@@ -87,7 +88,7 @@ def _prompt_text(text: Any) -> str:
 
 
 def _prompt_ids(ids: Any) -> list[int]:
-    """Token ids of one prompt; that they are in the vocabulary is checked on submission."""
+    """Return the token ids of one prompt. The vocabulary is checked at submission. Raises InvalidRequest."""
     if not isinstance(ids, list) or not ids or any(type(i) is not int or not 0 <= i < 1 << 31 for i in ids):
         raise InvalidRequest(
             "prompt must hold token ids: integers from 0 to the vocabulary's size", param="prompt"

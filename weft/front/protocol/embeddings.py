@@ -12,11 +12,11 @@ from weft.front.protocol.generate import sharing_of
 from weft.front.protocol.parse import Body, short
 
 MAX_INPUTS = 2048
-"""Of one request, as OpenAI's API has it."""
+"""Maximum inputs of one request, equal to OpenAI's limit."""
 
 
 class EmbeddingRequest(Body, frozen=True, kw_only=True):
-    """POST /v1/embeddings. Vectors have as many dimensions as the model's hidden states."""
+    """POST /v1/embeddings. The dimension of the vectors is the model's hidden size."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         "user": is_one_of(""),
@@ -28,16 +28,16 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     )
 
     model: str | None = None
-    """Without a name: the model that the server has."""
+    """Model name; default: the server's model."""
     input: str | list[Any]
     """A text, token ids, a list of texts or a list of lists of token ids."""
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
-    """The caller's own label of its user. Nothing in Weft depends on it."""
+    """Label of the caller's user, without effect."""
     priority: int | None = None
-    """Lower ones go first."""
+    """Lower values go first."""
     cache_salt: str | None = None
-    """Prefixes are shared only with requests of the same salt."""
+    """Prefixes are shared only among requests of the same salt."""
 
     def check(self) -> None:
         if self.model is not None:
@@ -48,11 +48,11 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
         self.prompts()
 
     def sharing(self) -> Sharing:
-        """How the request shares the server. Raises InvalidRequest."""
+        """Return the sharing settings. Raises InvalidRequest."""
         return sharing_of(self.priority, self.cache_salt)
 
     def prompts(self) -> list[str | list[int]]:
-        """Every input, as text or as token ids. Raises InvalidRequest."""
+        """Return every input, as text or as token ids. Raises InvalidRequest."""
         if isinstance(self.input, str):
             return [_one(self.input)]
         if self.input and type(self.input[0]) is int:

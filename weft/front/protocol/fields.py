@@ -1,4 +1,4 @@
-"""Parameters of other servers and later APIs, that completions do not do, and values that ask for nothing."""
+"""Parameters of other servers and later APIs that Weft does not support, and values without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSUPPORTED = frozenset((
     "mirostat_mode", "no_repeat_ngram_size", "cache_prompt", "suffix", "request_id", "bootstrap_host",
     "bootstrap_port", "bootstrap_room",
 ))
-"""Of both routes."""
+"""Unsupported parameters of both routes."""
 # fmt: on
 CHAT_ONLY = frozenset(
     (
@@ -34,19 +34,20 @@ CHAT_ONLY = frozenset(
         "chat_template_kwargs",
     )
 )
-"""What a text completion has no place for."""
+"""Chat parameters, refused in text completions."""
 
 
 def is_one_of(*neutral: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of ``neutral``. JSON's true is not 1, though Python's is."""
+    """Return a predicate: True for a value equal to one of ``neutral``. A boolean never equals a number,
+    unlike in Python."""
     return lambda value: any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
     )
 
 
-#: Values that ask for nothing, so that they are dropped, as if absent: a field's default in the API that it
-#: comes from (OpenAI's, vLLM's, llama.cpp's), where that is also what Weft does. Not here: values that ask
-#: for more than Weft does.
+#: Values without effect, dropped as if absent. Each is the default of a field in its own API (OpenAI's,
+#: vLLM's, llama.cpp's), and equals Weft's behaviour. Values that ask for more than Weft's behaviour must
+#: not be listed here.
 NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "tools": is_one_of([]),
     "functions": is_one_of([]),
@@ -86,7 +87,7 @@ CHAT_NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "separate_reasoning": is_one_of(True),
     "stream_reasoning": is_one_of(True),
 }
-"""The same in chat. A budget of -1 is no limit."""
+"""Values without effect in chat. A budget of -1 means no limit."""
 
 HINTS: dict[str, Any] = {
     "cache_control": dict[str, Any],
@@ -99,11 +100,11 @@ HINTS: dict[str, Any] = {
     "usage": dict[str, Any],
     "verbosity": Literal["low", "medium", "high", "max"],
 }
-"""Parameters that are checked for their type and have no effect: docs/http.md names each of them."""
+"""Parameters checked for their type but without effect. docs/http.md names each parameter."""
 
 NO_TOOLS: dict[str, Callable[[Any], bool]] = {
     "tool_choice": is_one_of("none", "auto"),
     "parallel_tool_calls": is_one_of(True, False),
     "include_reasoning": is_one_of(True, False),
 }
-"""Likewise where there are no tools and no thoughts."""
+"""Values without effect for requests without tools and reasoning."""

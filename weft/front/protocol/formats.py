@@ -1,4 +1,4 @@
-"""The forms that an answer can be held to, as APIs write them, and the grammar of each."""
+"""Required forms of an answer, as written in each API, and the grammar of each form."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from weft.types.grammar import Grammar
 
 
 class TextFormat(msgspec.Struct, frozen=True, tag="text", tag_field="type", forbid_unknown_fields=True):
-    """Any text: what is written without a format."""
+    """Any text: output without a format."""
 
 
 class JsonObjectFormat(
     msgspec.Struct, frozen=True, tag="json_object", tag_field="type", forbid_unknown_fields=True
 ):
-    """Any JSON object, or one that is valid under ``schema``."""
+    """Any JSON object, or JSON valid under ``schema``."""
 
     schema: dict[str, Any] | bool | None = None
 
 
 class NamedSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSON schema, with a name that is for people."""
+    """A JSON schema, with a name for people."""
 
     name: str | None = None
     schema: dict[str, Any] | bool | None = None
-    """Without it: any JSON object."""
+    """Schema; None for any JSON object."""
     description: str | None = None
     strict: bool | None = None
-    """False: the schema loses what a grammar cannot hold to, and is not refused."""
+    """False: the schema loses the keywords that a grammar cannot enforce. Otherwise such a schema is
+    refused."""
 
 
 class JsonSchemaFormat(
@@ -45,7 +46,8 @@ class JsonSchemaFormat(
     tag_field="type",
     forbid_unknown_fields=True,
 ):
-    """JSON that is valid under a schema: under ``json_schema``, or right here as Responses has it."""
+    """JSON valid under a schema. The schema is under ``json_schema``, or in the object itself, as in the
+    Responses API."""
 
     json_schema: NamedSchema | None = None
     name: str | None = None
@@ -55,7 +57,7 @@ class JsonSchemaFormat(
 
     @property
     def named(self) -> NamedSchema:
-        """The schema, wherever it stands."""
+        """The schema, from either place."""
         if self.json_schema is not None:
             return self.json_schema
         return NamedSchema(schema=self.schema, strict=self.strict)
@@ -75,7 +77,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTa
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's form: exactly one of these."""
+    """vLLM's form: exactly one of the fields."""
 
     json: dict[str, Any] | str | bool | None = None
     regex: str | None = None
@@ -86,7 +88,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class Constrained(Body, frozen=True, kw_only=True):
-    """The parameters that ask for a form; one of them at most."""
+    """Parameters that require a form; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -101,12 +103,13 @@ _DIRECT = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "st
 
 
 def constraint_of(asked: Constrained) -> Constraint | None:
-    """The one form that a request asks for.
+    """Return the required form of a request's answer; None without a form.
 
-    Raises InvalidRequest for two forms, and for one that is none.
+    Raises InvalidRequest for two forms, and for an invalid form.
     """
     fields = ("response_format", "structured_outputs", *_DIRECT)
     asking = [name for name in fields if getattr(asked, name) is not None]
+    # `response_format` of type text requires nothing.
     if isinstance(asked.response_format, TextFormat):
         asking.remove("response_format")
     if not asking:
@@ -121,12 +124,13 @@ def constraint_of(asked: Constrained) -> Constraint | None:
         grammar = _structured(value)
     else:
         grammar = _BUILD[param.removeprefix("guided_")](value, param)
+    # `strict: false` applies to JSON schemas only.
     loose = isinstance(value, JsonSchemaFormat) and value.named.strict is False
     return Constraint(grammar=grammar, param=param, strict=not loose)
 
 
 def format_grammar(form: ResponseFormat, param: str) -> Grammar:
-    """The grammar of a response format that is not ``text``."""
+    """Return the grammar of a response format other than ``text``. Raises InvalidRequest."""
     if isinstance(form, JsonSchemaFormat | JsonObjectFormat):
         if isinstance(form, JsonSchemaFormat) and form.json_schema is None and form.schema is None:
             raise InvalidRequest(f"{param} of type json_schema needs json_schema with a schema", param=param)

@@ -1,6 +1,5 @@
-"""What a client may ask of both kinds of completion. Names and meanings follow OpenAI's API reference; the
-fields beyond it (``top_k``, ``min_p``, ``guided_json`` ...) have the names other servers use for them.
-"""
+"""Common parameters of both kinds of completion. Names and meanings follow OpenAI's API reference. Fields
+beyond OpenAI's (``top_k``, ``min_p``, ``guided_json`` ...) have the names used by other servers."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ _SALT = re.compile(r"[A-Za-z0-9._~+/=\-]{1,256}")
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream carries beside the text."""
+    """Extra contents of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Only false is accepted, which asks for nothing."""
+    """Only false is accepted, which has no effect."""
     continuous_usage_stats: bool | None = None
-    """Whether every chunk has the usage so far."""
+    """True to include the usage so far in every chunk."""
 
     def check(self) -> None:
         if self.include_obfuscation:
@@ -40,14 +39,14 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Generate(Constrained, frozen=True, kw_only=True):
-    """The parameters that both kinds of completion share."""
+    """Parameters common to both kinds of completion."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = NEUTRAL
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
     hints: ClassVar[Mapping[str, Any]] = HINTS
 
     model: str | None = None
-    """Without a name: the model that the server has."""
+    """Model name; default: the server's model."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -72,24 +71,26 @@ class Generate(Constrained, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     best_of: int | None = None
-    """Only the value of ``n`` is accepted, which asks for nothing."""
+    """Only the value of ``n`` is accepted, which has no effect."""
     user: str | None = None
-    """The caller's own label of its user. Nothing in Weft depends on it, nor on the three below."""
+    """Label of the caller's user, without effect, like the labels below; but ``prompt_cache_key`` names the
+    session."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     priority: int | None = None
-    """Lower ones go first."""
+    """Lower values go first."""
     cache_salt: str | None = None
-    """Prefixes are shared only with requests of the same salt."""
+    """Prefixes are shared only among requests of the same salt."""
 
     def check(self) -> None:
-        """What types alone can't say. Raises InvalidRequest."""
+        """Check rules beyond the types. Raises InvalidRequest."""
         if self.model is not None:
             short("model", self.model)
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
             if (text := getattr(self, label)) is not None:
                 short(label, text)
+        # `best_of` equal to `n` means no selection among choices.
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequest("best_of is not supported, unless it equals n", param="best_of")
         if self.stream_options is not None:
@@ -103,11 +104,11 @@ class Generate(Constrained, frozen=True, kw_only=True):
         self.sharing()
 
     def constraint(self) -> Constraint | None:
-        """The form that the answer must have. Raises InvalidRequest."""
+        """Return the required form of the answer; None without a form. Raises InvalidRequest."""
         return constraint_of(self)
 
     def sharing(self) -> Sharing:
-        """How the request shares the server. Raises InvalidRequest."""
+        """Return the sharing settings. Raises InvalidRequest."""
         return sharing_of(self.priority, self.cache_salt, self.prompt_cache_key or "")
 
     @property
@@ -116,11 +117,11 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
     @property
     def usage_in_chunks(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """True if every chunk of a stream includes the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def sampling_with(self, **more: Any) -> SamplingParams:
-        """SamplingParams of the fields that were given. Raises InvalidRequest, naming the parameter."""
+        """Return the SamplingParams of all given fields. Raises InvalidRequest, naming the parameter."""
         given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = _bias_of(self.logit_bias)
@@ -128,7 +129,7 @@ class Generate(Constrained, frozen=True, kw_only=True):
 
 
 def sharing_of(priority: int | None, salt: str | None, session: str = "") -> Sharing:
-    """Raises InvalidRequest for what cannot be."""
+    """Return the sharing settings. Raises InvalidRequest for an invalid priority or salt."""
     if priority is not None:
         between("priority", priority, -MAX_PRIORITY, MAX_PRIORITY - 1)
     if salt is not None and not _SALT.fullmatch(salt):
@@ -148,7 +149,7 @@ _SAMPLING = (
 
 
 def _bias_of(bias: dict[str, float]) -> dict[int, float]:
-    """``logit_bias`` by token id. JSON has string keys only."""
+    """Return ``logit_bias`` by token id. JSON has only string keys. Raises InvalidRequest."""
     if any(not (key.isascii() and key.isdigit() and len(key) <= 10) for key in bias):
         raise InvalidRequest("logit_bias must have token ids as keys", param="logit_bias")
     return {int(key): value for key, value in bias.items()}

@@ -1,8 +1,9 @@
-"""Requests as clients may write them: strict types, every field known, each error naming its parameter.
+"""Parsing of request bodies: strict types, every field known, each error naming its parameter.
 
-A field that is absent and one that is null mean the same. What Weft does not do is refused with 400 by name,
-unless its value asks for nothing (``Body.neutral``); what would change an answer is never accepted and
-ignored. Labels (``user`` and the like) and hints (``Body.hints``) are checked and have no effect.
+An absent field and a null field mean the same. Unsupported parameters are rejected with 400 that names the
+field, except values without effect (``Body.neutral``). A parameter that would change the answer is never
+accepted and then ignored. Labels (``user`` and the like) and hints (``Body.hints``) are checked and have no
+effect.
 """
 
 from __future__ import annotations
@@ -16,33 +17,33 @@ import msgspec
 from weft.common.errors import InvalidRequest
 
 MAX_NAME = 512
-"""Characters of a model name, a user, a metadata key or value."""
+"""Maximum characters of a model name, a user, a metadata key or value."""
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A request's body: its fields are the parameters that are done."""
+    """Body of a request. The struct's fields are the supported parameters."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {}
-    """Whether a value asks for nothing, so that it is dropped, as if absent; by parameter, of fields, too."""
+    """Parameter -> predicate, True for values without effect. Such values are dropped, for fields, too."""
     unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that Weft knows of and does not do."""
+    """Parameters known but not supported."""
     hints: ClassVar[Mapping[str, Any]] = {}
-    """Parameters that no answer depends on, with their types: they are checked and dropped."""
+    """Parameter -> type, for parameters that affect no answer: checked and dropped."""
 
     def check(self) -> None:
-        """What types alone can't say. Raises InvalidRequest."""
+        """Check rules beyond the types. Raises InvalidRequest."""
 
 
 B = TypeVar("B", bound=Body)
 
 
 def parse(body: bytes, cls: type[B]) -> B:
-    """The request in ``body``. Raises InvalidRequest (400) for anything that is not exactly one."""
+    """Return the request in ``body``. Raises InvalidRequest (400) for an invalid body."""
     return make(decode(body), cls)
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """The object in ``body``. Raises InvalidRequest for anything that is not exactly one."""
+    """Return the JSON object in ``body``. Raises InvalidRequest for anything else."""
     try:
         data = msgspec.json.decode(body)
     except RecursionError:
@@ -55,11 +56,12 @@ def decode(body: bytes) -> dict[str, Any]:
 
 
 def make(data: Mapping[str, Any], cls: type[B]) -> B:
-    """The request that JSON values make. Raises InvalidRequest."""
+    """Return the request made from JSON values. Raises InvalidRequest."""
     fields = _fields(cls)
     neutral = cls.neutral
     values: dict[str, Any] = {}
     for name, value in data.items():
+        # Null and values without effect count as absent, even for unsupported parameters.
         if value is None or (name in neutral and neutral[name](value)):
             continue
         if name in cls.hints:
@@ -91,7 +93,7 @@ def _refused(name: str, cls: type[Body]) -> InvalidRequest:
 
 
 def convert(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as a ``kind``. Raises InvalidRequest, which names ``name``."""
+    """Return ``value`` converted to type ``kind``. Raises InvalidRequest that names ``name``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -106,22 +108,23 @@ def _reason(error: msgspec.ValidationError) -> str:
 
 
 def missing(name: str) -> InvalidRequest:
-    """The error of a request without the parameter ``name``."""
+    """Return the error for a request without the parameter ``name``."""
     return InvalidRequest(f"{name} is required", param=name, code="missing_required_parameter")
 
 
 def printable(text: str, limit: int) -> str:
-    """``text`` cut and without control characters, for showing a client its own words."""
+    """Return ``text`` cut to ``limit`` characters and without control characters, for quotes from a
+    client."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
 def short(name: str, text: str) -> None:
-    """Raises InvalidRequest unless ``text`` is a label's."""
+    """Raise InvalidRequest unless ``text`` has 1 to ``MAX_NAME`` characters."""
     if not 1 <= len(text) <= MAX_NAME:
         raise InvalidRequest(f"{name} must have 1 to {MAX_NAME} characters", param=name)
 
 
 def between(name: str, value: int, low: int, high: int) -> None:
-    """Raises InvalidRequest unless ``low <= value <= high``."""
+    """Raise InvalidRequest unless ``low <= value <= high``."""
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}", param=name)

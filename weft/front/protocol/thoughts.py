@@ -1,4 +1,4 @@
-"""The many ways in which chat clients ask for thoughts, as one."""
+"""Reasoning settings of chat clients: many spellings, merged into one form."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ V = TypeVar("V", str, int, bool)
 
 
 class ThinkingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``thinking`` as Anthropic, DeepSeek, GLM and Kimi have it."""
+    """``thinking`` as written by clients of Anthropic, DeepSeek, GLM and Kimi."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: int | None = None
     display: str | None = None
-    """Chat has one form for thoughts, so this and the two below have no effect."""
+    """No effect, like the two fields below: chat shows reasoning in one form only."""
     clear_thinking: bool | None = None
-    """The chat template decides which earlier thoughts the model sees."""
+    """No effect: the chat template decides which earlier reasoning the model sees."""
     keep: Any = None
 
     @property
     def switch(self) -> bool | None:
-        """On or off; None leaves it to the model."""
+        """Reasoning on or off; None leaves the decision to the model."""
         return {"enabled": True, "disabled": False}.get(self.type)
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``reasoning`` as OpenRouter has it."""
+    """``reasoning`` as written by clients of OpenRouter."""
 
     effort: Effort | None = None
     max_tokens: int | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    """True leaves thoughts out of the answer."""
+    """True to leave reasoning out of the answer."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """A form of OpenAI's: here thoughts are shown as they are."""
+    """No effect: OpenAI's summary form. Here reasoning is shown unchanged."""
 
 
 class Thoughts(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request wants the model to think."""
+    """Reasoning settings of a request."""
 
     effort: str | None = None
     switch: bool | None = None
-    """On or off; None leaves it to the model."""
+    """Reasoning on or off; None leaves the decision to the model."""
     budget: int | None = None
-    """Tokens of a thought after which it is ended."""
+    """Maximum tokens of reasoning; then the reasoning is ended."""
     wish: bool = False
-    """Whether a model without thoughts takes the budget, too."""
+    """True if a model without reasoning accepts the budget, too."""
     shown: bool = True
     names: dict[str, str] = {}
-    """Parameters of a conversation by the names that the request has for them."""
+    """Conversation parameter -> parameter name in the request."""
 
 
 def one_of(asked: Sequence[tuple[str, V | None]]) -> tuple[str, V | None]:
-    """The one value that a request gives under several names, and its name. Raises InvalidRequest for two."""
+    """Return the value given under several names, with its first name; ("", None) if none is given. Raises
+    InvalidRequest for two different values."""
     given = [(name, value) for name, value in asked if value is not None]
     if not given:
         return "", None

@@ -1,4 +1,4 @@
-"""Tools as OpenAI's chat API writes them, and which of them an answer may or must call."""
+"""Tools as written in OpenAI's chat API, with the choice of allowed and required tools."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from weft.text.parsing.parser import Tool
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that a model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON Schema of the arguments, which are an object."""
+    """JSON Schema of the arguments, an object."""
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
-    """No effect, as beside the function: every prompt is cached."""
+    """No effect, like the field of the tool: every prompt is cached."""
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function as a tool; there is no other kind."""
+    """A function as a tool. No other kind of tool exists."""
 
     type: Literal["function"]
     function: Function
@@ -32,7 +32,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The name of one of the tools."""
+    """Name of a tool."""
 
     name: str
 
@@ -40,13 +40,13 @@ class FunctionName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class NamedFunction(
     msgspec.Struct, frozen=True, kw_only=True, tag="function", tag_field="type", forbid_unknown_fields=True
 ):
-    """The choice of one tool, which is to be called."""
+    """Choice of one tool, to be called."""
 
     function: FunctionName
 
 
 class AllowedTools(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The choice among some of the tools."""
+    """Choice among some of the tools."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedFunction]
@@ -60,7 +60,7 @@ class AllowedChoice(
     tag_field="type",
     forbid_unknown_fields=True,
 ):
-    """Call some of these, or (``required``) at least one."""
+    """Call some of the tools; with ``required``, at least one."""
 
     allowed_tools: AllowedTools
 
@@ -71,7 +71,7 @@ ToolChoice = Literal["none", "auto", "required", "any"] | NamedFunction | Allowe
 def tool_use(
     tools: Sequence[FunctionTool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse:
-    """What a chat request asks. Raises InvalidRequest."""
+    """Return the tools and the choice of a chat request. Raises InvalidRequest."""
     made = tuple(map(_tool, tools or ()))
     several = parallel is not False
     if choice is None or isinstance(choice, str):

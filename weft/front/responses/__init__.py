@@ -1,1 +1,1 @@
-"""POST /v1/responses: OpenAI's newer API over the same generation path as chat completions."""
+"""POST /v1/responses: OpenAI's newer API, on the same generation path as chat completions."""

@@ -1,4 +1,4 @@
-"""The output items of a response, built as its output comes."""
+"""Output items of a response, built while the output arrives."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ Item = TypeVar("Item", bound=e.Output)
 
 
 class Items:
-    """Items in the order in which their text comes, and the events that tell of them."""
+    """Output items in output order, and the events for the stream."""
 
     def __init__(self, facts: Facts, logprobs: Callable[[], bytes]) -> None:
-        """``logprobs``: those of the text that came since the last call, items of a JSON array."""
+        """``logprobs``: returns the logprobs of the text since its last call, as items of a JSON array."""
         self.done: list[e.Output] = []
-        """Those that have ended."""
+        """Ended items."""
         self._facts = facts
         self._logprobs = logprobs
         self._open: _Open[Any] | None = None
 
     def take(self, found: OutputEvent) -> list[e.Event]:
-        """The events of what the parser found."""
+        """Return the events for one parsed output event."""
         if isinstance(found, Content):
             before = self._enter(_Text)
             return [*before, self._piece(found.text, self._logprobs())]
         if isinstance(found, Reasoning):
+            # Only text carries logprobs: drop the logprobs of reasoning and calls.
             self._logprobs()
             before = self._enter(_Summary if self._facts.summarizes else _Thought)
             return [*before, self._piece(found.text, b"")]
@@ -46,8 +47,8 @@ class Items:
         return self._end(whole=True)
 
     def close(self, *, whole: bool) -> list[e.Event]:
-        """The events of the open item's end, if there is one. ``whole``: whether the model ended it. A call
-        is whole only where the parser says so."""
+        """End the open item, if any, and return the events. ``whole``: True if the model completed the
+        item. A call is complete only if the parser reports the end of the call."""
         return self._end(whole=whole and not isinstance(self._open, _Call | _CustomCall))
 
     def _end(self, *, whole: bool) -> list[e.Event]:
@@ -73,7 +74,7 @@ class Items:
 
     def _start(self, opened: _Open[Any]) -> list[e.Event]:
         self._open = opened
-        # Events are encoded later, when the item may have been filled.
+        # Events are encoded later, and the item may be filled by then: send a copy.
         shown = msgspec.structs.replace(opened.item)
         added = e.ItemEvent(type="response.output_item.added", output_index=opened.at, item=shown)
         return [added, *opened.begin()]
@@ -85,7 +86,7 @@ class Items:
 
 
 class _Open(Generic[Item]):
-    """An item that grows."""
+    """An item under construction."""
 
     item: Item
 
@@ -95,15 +96,15 @@ class _Open(Generic[Item]):
         self.pieces: list[str] = []
 
     def begin(self) -> list[e.Event]:
-        """Events behind that of the item itself."""
+        """Return the events after the event of the item itself."""
         return []
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
-        """Events of a piece of its text."""
+        """Append a piece of text and return the events."""
         raise NotImplementedError
 
     def end(self, whole: bool) -> list[e.Event]:
-        """Fills the item; events before that of its end."""
+        """Fill the item and return the events before the item's own end event."""
         raise NotImplementedError
 
     def place(self) -> Mapping[str, Any]:
@@ -161,7 +162,7 @@ class _Reasoning(_Open[e.ReasoningOutput]):
 
 
 class _Thought(_Reasoning):
-    """A thought, shown as it is."""
+    """Reasoning, shown unchanged."""
 
     def begin(self) -> list[e.Event]:
         part = e.ReasoningText(text="")
@@ -185,7 +186,7 @@ class _Thought(_Reasoning):
 
 
 class _Summary(_Reasoning):
-    """A thought, shown as its own summary."""
+    """Reasoning, shown unchanged as its own summary."""
 
     def begin(self) -> list[e.Event]:
         part = e.SummaryText(text="")
@@ -209,7 +210,7 @@ class _Summary(_Reasoning):
 
 
 class _Call(_Open[e.FunctionCallOutput]):
-    """A call of a function."""
+    """A function call."""
 
     def __init__(self, at: int, call_id: str, named: Named) -> None:
         item = e.FunctionCallOutput(id=new_id("function_call"), call_id=call_id, name=named.name)
@@ -231,7 +232,7 @@ class _Call(_Open[e.FunctionCallOutput]):
 
 
 class _CustomCall(_Open[e.CustomCallOutput]):
-    """A call whose input is a text: the one argument that the model was told of."""
+    """A call with a text as input. The model sees a function with a single argument."""
 
     def __init__(self, at: int, call_id: str, named: Named) -> None:
         item = e.CustomCallOutput(id=new_id("custom_tool_call"), call_id=call_id, name=named.name)
@@ -240,7 +241,7 @@ class _CustomCall(_Open[e.CustomCallOutput]):
         super().__init__(at, item)
 
     def add(self, text: str, logprobs: bytes) -> list[e.Event]:
-        """Nothing yet: what came is JSON."""
+        """Append a piece of text; no event yet, because the pieces are JSON."""
         self.pieces.append(text)
         return []
 
@@ -253,7 +254,7 @@ class _CustomCall(_Open[e.CustomCallOutput]):
 
 
 def _input(arguments: str) -> str:
-    """The text in the arguments; these themselves where they are of another form."""
+    """Return the text in the arguments; arguments of any other form are returned unchanged."""
     try:
         value = msgspec.json.decode(arguments)
     except (msgspec.MsgspecError, ValueError, RecursionError):

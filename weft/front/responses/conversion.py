@@ -1,4 +1,4 @@
-"""What a request of the Responses API asks, in the form that all APIs share."""
+"""Requests of the Responses API, converted to the common form of all APIs."""
 
 from __future__ import annotations
 
@@ -26,45 +26,44 @@ from weft.grammar import build
 from weft.types.sampling import SamplingParams
 
 NAMES = {"messages": "input", "response_format": "text.format", "max_tokens": "max_output_tokens"}
-"""Parameters of a conversation by the names that they have here."""
+"""Conversation parameter -> parameter name in this API."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request refers to, out of the store."""
+    """Stored items used by a request."""
 
     items: list[dict[str, Any]] = []
-    """Input and output of the responses before this one, oldest first."""
+    """Input and output of the previous responses, oldest first."""
     referenced: dict[str, dict[str, Any]] = {}
-    """Items by their ids."""
+    """Item id -> referenced item."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer needs to know of the request."""
+    """Facts of the request for the answer."""
 
     repeats: dict[str, Any] = {}
-    """Fields of the answer that say what was asked."""
+    """Fields of the answer that repeat the request."""
     names: dict[str, Named] = {}
     """See ``Offered``."""
     items: bytes = b"[]"
-    """The request's input as the store keeps it, JSON, where the response is to be stored."""
+    """Input of the request as JSON in stored form; an empty list if the response is not stored."""
     previous: str | None = None
     store: bool = False
     encrypted: bool = False
-    """Whether thoughts go out in a form to be sent back."""
+    """True if reasoning goes out in a form that clients can send back."""
     summarizes: bool = False
-    """Whether the thought is shown as its summary."""
+    """True if reasoning is shown as a summary."""
     logprobs: bool = False
 
 
 def packed(facts: Facts) -> bytes:
-    """``facts`` as a job carries them. Items, which may be megabytes of images, are a line behind the rest,
-    so that who takes them out need not read them.
-    """
+    """Return ``facts`` in the form carried by a job. Items, possibly megabytes of images, are on a line
+    after the rest, so ``unpacked`` need not parse the items."""
     return msgspec.json.encode(msgspec.structs.replace(facts, items=b"")) + b"\n" + facts.items
 
 
 def unpacked(data: bytes) -> Facts:
-    """What was ``packed``."""
+    """Return the facts of ``packed``."""
     rest, _, items = data.partition(b"\n")
     return msgspec.structs.replace(msgspec.json.decode(rest, type=Facts), items=items)
 
@@ -72,13 +71,14 @@ def unpacked(data: bytes) -> Facts:
 def conversation(
     asked: TokensRequest, history: History, *, system_inside: bool, join_users: bool = False
 ) -> tuple[Conversation, Facts]:
-    """What is asked, and what the answer needs to know of it. Raises WeftError.
+    """Return the request in common form, and the facts for the answer. Raises WeftError.
 
     ``system_inside``, ``join_users``: see ``Turns``.
     """
     turns = Turns(system_inside=system_inside, join_users=join_users)
     if asked.instructions:
         turns.system(asked.instructions)
+    # The prompt: instructions, then stored items of previous responses, then the request's own items.
     adder = Adder(turns)
     for item in history.items:
         adder.add(item, "previous_response_id")
@@ -103,7 +103,8 @@ def conversation(
 
 
 def _session(whole: ResponsesRequest | None, history: History) -> str:
-    """The client's key, or the first item of what the request goes on from."""
+    """Return the session name: the client's cache key, or the first item id of the continued conversation,
+    or ""."""
     key = None if whole is None else whole.prompt_cache_key
     first = history.items[0].get("id") if history.items else None
     return key or (first if isinstance(first, str) else "")
@@ -112,14 +113,15 @@ def _session(whole: ResponsesRequest | None, history: History) -> str:
 def _resolved(
     given: str | list[dict[str, Any]] | None, referenced: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The items of an input, references to stored ones resolved."""
+    """Return the items of an input, with references replaced by stored items. Raises InvalidRequest or
+    NotFound."""
     if given is None or isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}] if given else []
     found = []
     named = set()
     for number, item in enumerate(given):
         if reference := reference_of(item):
-            if reference in named:  # a few bytes would be megabytes of prompt, as often as they are there
+            if reference in named:  # otherwise many short references could expand to megabytes of prompt
                 raise InvalidRequest(
                     f"the item {printable(reference, 64)} is referred to twice", param=f"input[{number}]"
                 )
@@ -136,7 +138,8 @@ def _resolved(
 
 
 def reference_of(item: Mapping[str, Any]) -> str | None:
-    """The id of the stored item that stands here, if it does."""
+    """Return the id of the stored item that ``item`` refers to; None for a normal item. Raises
+    InvalidRequest."""
     if item.get("type") == "item_reference":
         named = item.get("id")
         if not isinstance(named, str):
@@ -198,6 +201,7 @@ def _facts(
 
 
 def _repeats(asked: ResponsesRequest, tools: Offered, params: SamplingParams, store: bool) -> dict[str, Any]:
+    # Clients expect every field of OpenAI's answer, with its default where the request sets none.
     reasoning, text = asked.reasoning, asked.text
     form = None if text is None else text.format
     return {
@@ -232,19 +236,19 @@ def _repeats(asked: ResponsesRequest, tools: Offered, params: SamplingParams, st
 
 
 def _complete(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function with all of the fields that clients look for."""
+    """Return a function tool with all fields expected by clients. Other tools are returned unchanged."""
     if tool.get("type") != "function":
         return tool
     return {"description": None, "parameters": None, "strict": False, **tool}
 
 
 def kept_items(items: Sequence[dict[str, Any]]) -> bytes:
-    """JSON of items as the store keeps them."""
+    """Return the JSON of items in stored form."""
     return msgspec.json.encode([_with_id(item) for item in items])
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:
-    """An item as the store keeps it: with an id of its own, and with content in parts."""
+    """Return an item in stored form: with an id, and with content in parts."""
     kind = item.get("type") or "message"
     item = _kept(kind, item)
     content = item.get("content")
@@ -257,7 +261,7 @@ def _with_id(item: dict[str, Any]) -> dict[str, Any]:
 
 
 MOST_ID = 256
-"""Characters of an id, a status or a phase that the store keeps."""
+"""Maximum characters of a stored id, status or phase."""
 _SHORT = frozenset({"id", "type", "status", "phase", "role", "detail"})
 _FIELDS = {
     "message": {"role", "content", "phase"},
@@ -267,12 +271,13 @@ _FIELDS = {
     "custom_tool_call_output": {"call_id", "output"},
     "reasoning": {"summary", "content", "encrypted_content"},
 }
-"""By type of item: the fields that a later prompt may show, or that say what the item is."""
+"""Item type -> fields to store: fields that a later prompt may show, or that identify the item."""
 _PART_FIELDS = frozenset({"type", "text", "refusal", "image_url", "detail"})
 
 
 def _kept(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """An item without what no prompt shows: the store would keep for long what cost its sender nothing."""
+    """Return an item without fields that no prompt shows. Otherwise a client could fill the store at no
+    cost."""
     fields = _FIELDS.get(kind, frozenset()) | {"id", "type", "status"}
     kept = {name: value for name, value in item.items() if name in fields and _is_kept(name, value)}
     for name in ("content", "output", "summary"):
@@ -301,5 +306,5 @@ _PREFIXES = {
 
 
 def new_id(kind: str) -> str:
-    """An id for an item of this type."""
+    """Return a new id for an item of type ``kind``."""
     return _PREFIXES.get(kind, "item_") + secrets.token_hex(16)

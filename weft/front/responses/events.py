@@ -1,4 +1,4 @@
-"""Answers of the Responses API and the events of its streams. UNSET fields are left out, None is null."""
+"""Answers of the Responses API and events of its streams. UNSET fields are left out, None becomes null."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OutputText(msgspec.Struct, kw_only=True):
     text: str
     annotations: list[Any] = []
     logprobs: Any = []
-    """A list; as JSON where there are any."""
+    """A list; raw JSON if not empty."""
 
 
 class ReasoningText(msgspec.Struct, kw_only=True):
@@ -46,7 +46,7 @@ class ReasoningOutput(msgspec.Struct, kw_only=True):
 
 
 class FunctionCallOutput(msgspec.Struct, kw_only=True):
-    """A call of a function, by the model."""
+    """A function call of the model."""
 
     type: Literal["function_call"] = "function_call"
     id: str
@@ -58,7 +58,7 @@ class FunctionCallOutput(msgspec.Struct, kw_only=True):
 
 
 class CustomCallOutput(msgspec.Struct, kw_only=True):
-    """A call of a tool of type custom, by the model."""
+    """A call of a custom tool by the model."""
 
     type: Literal["custom_tool_call"] = "custom_tool_call"
     id: str
@@ -75,12 +75,12 @@ Output = OutputMessage | ReasoningOutput | FunctionCallOutput | CustomCallOutput
 class InputTokensDetails(msgspec.Struct, kw_only=True):
     cached_tokens: int
     cache_write_tokens: int
-    """Those that were computed and are in full blocks of the cache now."""
+    """Input tokens computed now, and in full cache blocks afterwards."""
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
     reasoning_tokens: int
-    """Tokens that the text of the thoughts takes."""
+    """Tokens of the reasoning text."""
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
@@ -101,7 +101,7 @@ class IncompleteDetails(msgspec.Struct, kw_only=True):
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
-    """A response. All from ``instructions`` on says what was asked."""
+    """A response. The fields from ``instructions`` on repeat the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -139,7 +139,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
 
 
 class Event(msgspec.Struct, kw_only=True):
-    """One event of a stream. ``type`` names it."""
+    """An event of a stream, named by ``type``."""
 
     type: str
     sequence_number: int = 0
@@ -177,7 +177,7 @@ class SummaryPartEvent(Event, kw_only=True):
 
 
 class PieceEvent(Event, kw_only=True):
-    """Every event that ends with ``delta``."""
+    """Every event with a name that ends in ``delta``."""
 
     item_id: str
     output_index: int
@@ -188,7 +188,7 @@ class PieceEvent(Event, kw_only=True):
 
 
 class DoneEvent(Event, kw_only=True):
-    """What the pieces make together."""
+    """The joined pieces of all delta events."""
 
     item_id: str
     output_index: int
@@ -208,7 +208,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 
 
 class InputItems(msgspec.Struct, kw_only=True):
-    """A part of a response's input."""
+    """A page of a response's input."""
 
     object: Literal["list"] = "list"
     data: list[Any]
@@ -218,7 +218,7 @@ class InputItems(msgspec.Struct, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
-    """Tokens of the prompt that a request would have."""
+    """Tokens of a request's prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int

@@ -1,4 +1,4 @@
-"""Items of a request's input, and what they add to a conversation."""
+"""Items of a request's input, added to a conversation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MessageItem(_Item, frozen=True, kw_only=True):
     role: str
     content: str | list[dict[str, Any]]
     phase: str | None = None
-    """commentary or final_answer: not shown to the model."""
+    """commentary or final_answer; not shown to the model."""
 
 
 class CallItem(_Item, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class Adder:
         }
 
     def add(self, item: Mapping[str, Any], where: str) -> None:
-        """One item."""
+        """Add one item. Raises InvalidRequest."""
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
@@ -81,7 +81,7 @@ class Adder:
                 code="unsupported_parameter",
             )
         cls, add = self._kinds[kind]
-        # Items of earlier answers come back with all that their server wrote into them.
+        # Items of earlier answers come back with all fields of their server, nulls included.
         add(convert(where, {name: value for name, value in item.items() if value is not None}, cls), where)
 
     def _message(self, item: MessageItem, where: str) -> None:
@@ -130,7 +130,7 @@ def _texts(content: str | list[dict[str, Any]], where: str) -> list[str]:
 
 
 def _parts(content: str | list[dict[str, Any]], where: str, field: str = "content") -> Parts:
-    """Texts and images."""
+    """Return texts and images as content parts. Raises InvalidRequest."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     made: Parts = []

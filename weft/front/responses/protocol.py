@@ -1,4 +1,4 @@
-"""Requests of the Responses API as clients may write them."""
+"""Bodies of requests of the Responses API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _INCLUDES = frozenset(
         "code_interpreter_call.outputs",
     )
 )
-"""The others are of tools that no answer of this server uses: there is nothing to include."""
+"""All names except the first two belong to tools that this server never uses, so there is nothing to
+include."""
 UNSUPPORTED = frozenset(
     (
         "access_programs",
@@ -49,20 +50,20 @@ class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Reasoning(_Strict, frozen=True, kw_only=True):
-    """How much to think, and what is shown of it."""
+    """Reasoning effort, and the form of shown reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Any of them shows the thought itself as its summary."""
+    """Any value shows the reasoning itself as its summary."""
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    """The older name of ``summary``."""
+    """Older name of ``summary``."""
     context: Literal["auto", "current_turn", "all_turns"] | None = None
-    """Which thoughts of earlier turns are shown to the model is up to its chat template."""
+    """No effect: the chat template decides which earlier reasoning the model sees."""
     mode: Literal["standard"] | None = None
 
     @property
     def summarizes(self) -> bool:
-        """Whether a summary is asked for."""
+        """True if a summary is requested."""
         return (self.summary or self.generate_summary) is not None
 
 
@@ -73,27 +74,28 @@ class PlainFormat(_Strict, frozen=True, kw_only=True, tag="text", tag_field="typ
 class ObjectFormat(
     _Strict, frozen=True, kw_only=True, omit_defaults=True, tag="json_object", tag_field="type"
 ):
-    """Any JSON object, or one that is valid under ``schema``."""
+    """Any JSON object, or JSON valid under ``schema``."""
 
     schema: dict[str, Any] | None = None
 
 
 class NamedFormat(_Strict, frozen=True, kw_only=True, tag="json_schema", tag_field="type"):
-    """JSON that is valid under a schema."""
+    """JSON valid under a schema."""
 
     name: str
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    """False: the schema loses what a grammar cannot hold to, and is not refused."""
+    """False: the schema loses the keywords that a grammar cannot enforce. Otherwise such a schema is
+    refused."""
 
 
 class TextConfig(_Strict, frozen=True, kw_only=True):
-    """The form that the answer's text must have."""
+    """Required form of the answer's text."""
 
     format: PlainFormat | ObjectFormat | NamedFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """A wish that no chat template knows: it has no effect."""
+    """No effect: a hint that no chat template knows."""
 
 
 class ChosenFunction(_Strict, frozen=True, kw_only=True):
@@ -105,19 +107,19 @@ class ChosenFunction(_Strict, frozen=True, kw_only=True):
 
 
 class ChooseFunction(_Strict, frozen=True, kw_only=True, tag="function", tag_field="type"):
-    """The choice of one function, which is to be called."""
+    """Choice of one function, to be called."""
 
     name: str
 
 
 class ChooseCustom(_Strict, frozen=True, kw_only=True, tag="custom", tag_field="type"):
-    """The choice of one custom tool, which is to be called."""
+    """Choice of one custom tool, to be called."""
 
     name: str
 
 
 class ChooseAllowed(_Strict, frozen=True, kw_only=True, tag="allowed_tools", tag_field="type"):
-    """Call some of these, or (``required``) at least one."""
+    """Call some of the tools; with ``required``, at least one."""
 
     mode: Literal["auto", "required"]
     tools: list[ChosenFunction]
@@ -127,18 +129,19 @@ ResponseToolChoice = Literal["none", "auto", "required"] | ChooseFunction | Choo
 
 
 class ResponseStreamOptions(_Strict, frozen=True, kw_only=True):
-    """What a stream carries beside the text."""
+    """Extra contents of a stream."""
 
     include_obfuscation: Literal[False] | None = None
 
 
 class TokensRequest(Body, frozen=True, kw_only=True):
-    """POST /v1/responses/input_tokens, and what both routes take."""
+    """POST /v1/responses/input_tokens, and the parameters common to both routes."""
 
     neutral: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
         "tools": is_one_of([]),
         "background": is_one_of(False),
-        "truncation": is_one_of("disabled", "auto"),  # auto: a prompt that is too long is refused, too
+        # With "auto", too, a prompt beyond the context is refused.
+        "truncation": is_one_of("disabled", "auto"),
         "context_management": is_one_of([]),
         "service_tier": is_one_of("auto", "default"),
         "text": is_one_of({}),
@@ -150,7 +153,7 @@ class TokensRequest(Body, frozen=True, kw_only=True):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED
 
     model: str | None = None
-    """Without a name: the model that the server has."""
+    """Model name; default: the server's model."""
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -189,17 +192,18 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    """A label, as the others: nothing depends on it."""
+    """Label without effect, like the labels below; but ``prompt_cache_key`` names the session."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     client_metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
-    """All are served alike, and the answer says ``default``."""
+    """No effect: all tiers are served alike, and the answer reports ``default``."""
 
     def check(self) -> None:
         super().check()
+        # Only the length of labels is bounded.
         for label in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"):
             if len(getattr(self, label) or "") > MAX_LABEL:
                 raise InvalidRequest(f"{label} must have at most {MAX_LABEL} characters", param=label)
@@ -215,5 +219,5 @@ class ResponsesRequest(TokensRequest, frozen=True, kw_only=True):
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
 
     def includes(self, name: str) -> bool:
-        """Whether ``include`` has it."""
+        """Return True if ``include`` contains ``name``."""
         return name in (self.include or ())

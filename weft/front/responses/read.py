@@ -1,7 +1,7 @@
-"""Reads bodies of the Responses API.
+"""Readers for bodies of the Responses API.
 
-What a request refers to is in the memory of the front that it came to: it travels before the body, in a line
-of its own (``with_history``), because bodies may be read in another process.
+Stored items are in the memory of the API server that got the request, but another process may read the
+body. So the stored items travel before the body, on a separate line (``with_history``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from weft.front.reading import Job, Reader
 
 NONE = b"{}\n"
-"""The line of a request that refers to nothing."""
+"""Line of a request without references."""
 _REFERS = (b'"previous_response_id"', b'"item_reference"')
 
 
@@ -39,22 +39,23 @@ _Input = list[_Item] | str | None
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """The ids of a stored response and of stored items that a body refers to."""
+    """Ids of a stored response and of stored items, as named by a body."""
 
     previous: str | None
     items: list[str]
 
 
 def references(body: Sequence[bytes]) -> Lookup:
-    """What is to be looked up for a request. Nothing for a body that is none: reading it tells why.
+    """Return the references of a body. Empty for an invalid body; the later read reports the error.
 
-    Makes no objects of what it does not need: bodies may be large, and this holds Python's lock.
+    Decodes only the needed fields: bodies may be large, and the decoder holds Python's lock.
     """
     joined = b"".join(body)
     if not any(word in joined for word in _REFERS):
         return Lookup(None, [])
     try:
         found = msgspec.json.decode(joined, type=_Refers)
+        # Decode the input only if the body mentions a reference.
         given = msgspec.json.decode(found.input, type=_Input) if _REFERS[1] in joined else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return Lookup(None, [])
@@ -65,22 +66,22 @@ def references(body: Sequence[bytes]) -> Lookup:
 
 
 def with_history(line: bytes, body: list[bytes]) -> list[bytes]:
-    """The payload of a body and what it refers to. ``line``: see ``line_of``."""
+    """Return the payload of a body and its stored items. ``line``: see ``line_of``."""
     return [line, *body]
 
 
 def line_of(history: History) -> bytes:
-    """What a request refers to, as it goes before the body."""
+    """Return the line with stored items, to be sent before the body."""
     return msgspec.json.encode(history) + b"\n"
 
 
 def read_response(reader: Reader, payload: bytes) -> Job:
-    """A request for a response. Raises WeftError."""
+    """Read a request for a response. Raises WeftError."""
     return _read(reader, payload, ResponsesRequest)
 
 
 def read_tokens(reader: Reader, payload: bytes) -> Job:
-    """A request to count a prompt's tokens: a job that is not to be submitted. Raises WeftError."""
+    """Read a request to count a prompt's tokens. The returned job must not be submitted. Raises WeftError."""
     return _read(reader, payload, TokensRequest)
 
 

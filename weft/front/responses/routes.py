@@ -1,4 +1,4 @@
-"""The routes of the Responses API."""
+"""Routes of the Responses API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ELSEWHERE = "; or another of this server's processes made it (--fronts), which 
 
 
 def add_responses(app: FastAPI, front: Front) -> None:
-    """Adds the routes to ``app``."""
+    """Add the routes to ``app``."""
     section = front.section
     store = ResponseStore(section.responses_store_bytes, _ELSEWHERE if section.fronts > 1 else "")
     _add_creation(app, front, store)
@@ -42,7 +42,7 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
         ),
     )
     async def create_response(request: Request) -> Response:
-        """Answers a conversation, in OpenAI's newer API."""
+        """Answer a conversation, in OpenAI's newer API."""
         key = key_of(request.scope)
         make = functools.partial(ResponsesShape, store=store, key=key, block=front.cache_block)
         prepare = functools.partial(_prepare, front, store, key)
@@ -50,14 +50,14 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
 
     @app.post("/v1/responses/input_tokens", openapi_extra=openapi.answers_of(TokensRequest, e.InputTokens))
     async def count_input_tokens(request: Request) -> Response:
-        """Counts the tokens of a response's prompt."""
+        """Count the tokens of a response's prompt."""
         prepare = functools.partial(_prepare, front, store, key_of(request.scope))
         job = await read_only(front, request, "response_tokens", prepare)
         return _json(e.InputTokens(input_tokens=job.prompts[0].count))
 
     @app.post("/v1/responses/compact", include_in_schema=False)
     async def compact_response() -> Response:
-        """Nothing: said by name, since the path is also that of a response."""
+        """Refuse the request by name; otherwise "compact" would be taken for a response id."""
         raise NotFound(
             "this server compacts no conversations: send a shorter input", code="unsupported_route"
         )
@@ -66,20 +66,20 @@ def _add_creation(app: FastAPI, front: Front, store: ResponseStore) -> None:
 def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
     @app.get("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
     async def get_response(request: Request, response_id: str, stream: str = "false") -> Response:
-        """A stored response."""
+        """Return a stored response."""
         if stream.lower() not in ("false", "0", ""):
             raise InvalidRequest("stored responses can't be streamed", param="stream")
         return Response(store.get(response_id, key_of(request.scope)).answer, media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", openapi_extra=openapi.returns(e.DeletedResponse))
     async def delete_response(request: Request, response_id: str) -> Response:
-        """Forgets a stored response."""
+        """Delete a stored response."""
         store.remove(response_id, key_of(request.scope))
         return _json(e.DeletedResponse(id=response_id))
 
     @app.post("/v1/responses/{response_id}/cancel", openapi_extra=openapi.returns(e.ResponseAnswer, 400))
     async def cancel_response(request: Request, response_id: str) -> Response:
-        """Refused: only background responses can be cancelled, and there are none."""
+        """Refuse the request: only background responses can be cancelled, and the server makes none."""
         store.get(response_id, key_of(request.scope))
         raise InvalidRequest(
             "only responses with background: true can be cancelled, which this server does not make; close "
@@ -95,7 +95,7 @@ def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
         limit: str = "20",
         after: str | None = None,
     ) -> Response:
-        """The input of a stored response, without that of the responses before it."""
+        """Return the input of a stored response, without the input of previous responses."""
         stored = store.get(response_id, key_of(request.scope))
         return await front.in_thread(
             lambda: _json(_page(msgspec.json.decode(stored.input), order, limit, after))
@@ -103,6 +103,7 @@ def _add_stored(app: FastAPI, front: Front, store: ResponseStore) -> None:
 
 
 def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None) -> e.InputItems:
+    # Query parameters arrive as strings and are checked here, for errors in the API's own shape.
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_ITEMS):
@@ -125,9 +126,10 @@ def _page(items: list[dict[str, Any]], order: str, limit: str, after: str | None
 async def _prepare(
     front: Front, store: ResponseStore, key: int, body: list[bytes], upload: Upload
 ) -> list[bytes]:
-    """The payload of a body, with what it refers to, which counts as ``upload``, too.
+    """Return the payload of a body, with the stored items that the body refers to. The items count as
+    ``upload``, too.
 
-    Raises NotFound, TooLarge (413) when both together are larger than a body may be, and Overloaded.
+    Raises NotFound, TooLarge (413) if body and items together exceed the limit of a body, and Overloaded.
     """
     found = await front.in_thread(references, body)
     if found.previous is None and not found.items:
@@ -135,7 +137,7 @@ async def _prepare(
     chain = [] if found.previous is None else store.chain(found.previous, key)
     owners = store.owners(found.items, key)
     limit = front.section.max_request_bytes
-    # A response may be of the chain and named by its items: its items are shown once, or one of them twice.
+    # A response may be in the chain and also own a referenced item: count each response once.
     stored = sum(one.shown for one in {one.id: one for one in [*chain, *owners]}.values())
     size = sum(map(len, body)) + stored
     if size > limit:

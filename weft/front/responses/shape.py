@@ -26,12 +26,12 @@ FORM = StreamForm(named=True, end=b"")
 
 
 class ResponsesShape:
-    """The answer of one request: one response."""
+    """Answer of one request: a single response."""
 
     form = FORM
 
     def __init__(self, generation: Generation, store: ResponseStore, key: int, *, block: int) -> None:
-        """``key``: of the API, that the request came with. ``block``: see ``cache_creation``."""
+        """``key``: number of the request's API key. ``block``: see ``cache_creation``."""
         self._generation = generation
         self._store = store
         self._key = key
@@ -40,7 +40,7 @@ class ResponsesShape:
         self._output = ChoiceOutput(generation.parser())
         self._items = Items(self._facts, self._take_logprobs)
         self._pending: list[tuple[tuple[int, ...], Logprobs]] = []
-        """Logprobs whose text did not come yet."""
+        """(token ids, logprobs) of tokens without text so far."""
         self._events = 0
         self._opened = False
         self._answer = e.ResponseAnswer(
@@ -78,6 +78,7 @@ class ResponsesShape:
 
     def failed(self, error: ErrorInfo) -> list[e.Event]:
         before = [] if self._opened else self.opening()
+        # The last event repeats the incomplete output, so no events of the open item are needed.
         self._items.close(whole=False)
         answer = self._answer
         answer.output = self._items.done
@@ -91,7 +92,7 @@ class ResponsesShape:
         yield self._kept()
 
     def _end(self, usage: Usage) -> list[e.Event]:
-        """Completes the answer; the events of its last item."""
+        """Complete the answer and return the events of its last item."""
         answer = self._answer
         reason = self._generation.choices[0].finish_reason
         cut = reason != "stop"
@@ -104,7 +105,7 @@ class ResponsesShape:
         return events
 
     def _kept(self) -> bytes:
-        """The answer's JSON, which is stored where that was asked for."""
+        """Return the answer's JSON. Stores the response if requested."""
         made = to_json(self._answer)
         if self._facts.store:
             stored = Stored(
@@ -134,9 +135,10 @@ class ResponsesShape:
         )
 
     def _take_logprobs(self) -> bytes:
-        """Those that wait, as items of a JSON array."""
+        """Return the pending logprobs, as items of a JSON array, and clear the list."""
         pending, self._pending = self._pending, []
         top = self._generation.job.asked.top or 0
+        # A JSON array without brackets per delta, joined below.
         made = [
             to_json(chat_logprobs(self._generation.tokenizer, ids, found, top).content)[1:-1]
             for ids, found in pending

@@ -1,4 +1,4 @@
-"""Responses that later requests may name, in a bounded memory."""
+"""Responses for use in later requests, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,64 +14,65 @@ from weft.front.protocol.parse import printable
 from weft.front.responses.conversion import History
 
 OVERHEAD = 512
-"""Bytes of a response beside its texts, about."""
+"""Approximate bytes of a response beside its texts."""
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """A response and what it was made from."""
+    """A response and its input."""
 
     id: str
     key: int
-    """The number of the API key that it was made with: nobody else finds it."""
+    """Number of the API key of the request. Requests with other keys cannot find the response."""
     answer: bytes
-    """JSON, as it was given."""
+    """JSON of the answer, as sent."""
     input: bytes
-    """JSON: the items that its request brought, without those of earlier responses."""
+    """JSON of the request's own input items, without the items of previous responses."""
     output: bytes
-    """JSON: its output items, as far as a later prompt may show them."""
+    """JSON of the output items in stored form, for later prompts."""
     output_ids: tuple[str, ...]
     previous: str | None = None
-    """The response that it goes on from."""
+    """Id of the previous response, if any."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes that count against the store's limit."""
         return len(self.answer) + self.shown + OVERHEAD
 
     @property
     def shown(self) -> int:
-        """Bytes of its items: of all that a later request has of it."""
+        """Bytes of all items, as used by a later request."""
         return len(self.input) + len(self.output)
 
     def items(self) -> list[dict[str, Any]]:
-        """The items of its input and its output."""
+        """Return the items of input and output."""
         return [*msgspec.json.decode(self.input), *msgspec.json.decode(self.output)]
 
 
 class ResponseStore:
-    """Where the store is full, the key that has most of it gives way, so no key pushes another one below its
-    equal share. Of its responses, the one goes first that was not used for the longest time, and no response
-    before those that go on from it unless they are used less.
+    """Store of responses with a bounded size. A full store drops a response of the key with the most bytes,
+    so no key can push another key below an equal share. Within a key, the least recently used response goes
+    first. A use of a response also counts as a use of all previous responses, so a response is never
+    dropped before its continuations.
 
-    Thread-safe: long answers are put into JSON, and so kept, in threads.
+    Thread-safe: long answers are encoded, and so stored, in threads.
     """
 
     def __init__(self, limit: int, where: str = "") -> None:
-        """``limit``: bytes. ``where``: what an error adds about where else a response may be."""
+        """``limit``: bytes. ``where``: added to an error, about other possible places of a response."""
         self.limit = limit
         self.used = 0
         self._where = where
         self._lock = threading.RLock()
         self._kept: dict[str, Stored] = {}
         self._by_key: dict[int, OrderedDict[str, Stored]] = {}
-        """Responses of each key, those not used for the longest time first. No entry is empty."""
+        """Responses of each key, least recently used first. No entry is empty."""
         self._used: dict[int, int] = {}
         """Bytes of each key."""
         self._owner: dict[str, str] = {}
-        """The response of each output item."""
+        """Output item id -> response id."""
 
     def add(self, stored: Stored) -> None:
-        """Keeps a response, if it fits at all."""
+        """Store a response. No effect if the response alone exceeds the limit."""
         if stored.size > self.limit:
             return
         with self._lock:
@@ -86,19 +87,20 @@ class ResponseStore:
                 self._forget(next(iter(self._by_key[most].values())))
 
     def get(self, id: str, key: int) -> Stored:
-        """The response of this id, if it was made with ``key``. Raises NotFound."""
+        """Return the response of this id and ``key``. Raises NotFound."""
         with self._lock:
             stored = self._find(id, key, "response_id", "response_not_found")
             self._touch(stored)
             return stored
 
     def remove(self, id: str, key: int) -> None:
-        """Removes the response of this id, if it was made with ``key``. Raises NotFound."""
+        """Remove the response of this id and ``key``. Raises NotFound."""
         with self._lock:
             self._forget(self._find(id, key, "response_id", "response_not_found"))
 
     def chain(self, id: str, key: int) -> list[Stored]:
-        """The response and all that it goes on from, oldest first. Raises NotFound where one is gone."""
+        """Return the response and all previous responses, oldest first. Raises NotFound if one was
+        dropped."""
         links: list[Stored] = []
         at: str | None = id
         with self._lock:
@@ -109,7 +111,7 @@ class ResponseStore:
         return links[::-1]
 
     def owners(self, items: Iterable[str], key: int) -> list[Stored]:
-        """The responses that have these output items, as far as they are here and were made with ``key``."""
+        """Return the responses with the given output items, without those dropped or of other keys."""
         with self._lock:
             found = {self._owner.get(item) for item in items}
             kept = (self._kept[owner] for owner in found if owner is not None)
@@ -137,7 +139,8 @@ class ResponseStore:
         return stored
 
     def _touch(self, stored: Stored) -> None:
-        """It is used, and so is all that it goes on from, which is to stay longer."""
+        """Mark the response and all previous responses as used. The previous responses are marked later, so
+        these stay longer."""
         at: Stored | None = stored
         while at is not None and at.id in self._kept:
             self._by_key[at.key].move_to_end(at.id)
@@ -145,7 +148,8 @@ class ResponseStore:
 
 
 def history(chain: Iterable[Stored], owners: Iterable[Stored], wanted: Iterable[str]) -> History:
-    """What a request refers to: the items of ``chain``, and the ``wanted`` ones of ``owners``."""
+    """Return the stored items for a request: all items of ``chain``, and the ``wanted`` items of
+    ``owners``."""
     names = set(wanted)
     found = {item["id"]: item for stored in owners for item in stored.items() if item.get("id") in names}
     return History(items=[item for stored in chain for item in stored.items()], referenced=found)

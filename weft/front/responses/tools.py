@@ -1,9 +1,9 @@
-"""Tools of the Responses API: functions, also in namespaces, and tools whose input is plain text.
+"""Tools of the Responses API: functions, also in namespaces, and custom tools with plain text as input.
 
-A model is told of all of them as functions. One in a namespace is ``NAMESPACE.NAME`` to the model; one of
-type custom is a function with one argument, ``input``. Tools that the API's own server would run are none of
-ours: ``web_search`` is left out, since agents send it always, whatever server they talk to; all others are
-refused.
+The model sees all tools as functions. A function in a namespace is ``NAMESPACE.NAME`` for the model. A tool
+of type custom is a function with one argument, ``input``. Weft does not run tools on the server.
+``web_search`` is dropped, because agents always send the tool, to any server. All other server-side tools
+are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.text.parsing.parser import Tool
 
 SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 MAX_GRAMMAR = 64 << 10
-"""Characters of a custom tool's grammar."""
+"""Maximum characters of a custom tool's grammar."""
 
 
 class _Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,14 +47,14 @@ class TextInput(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field
 
 
 class GrammarInput(msgspec.Struct, frozen=True, kw_only=True, tag="grammar", tag_field="type"):
-    """Text of a grammar: of a context-free one in Lark's notation, or of a pattern."""
+    """Text of a grammar: a context-free grammar in Lark's notation, or a regular expression."""
 
     syntax: Literal["lark", "regex"]
     definition: str
 
     @property
     def pattern(self) -> str | None:
-        """The grammar as one pattern; None where there is none."""
+        """The grammar as one regular expression; None if there is none."""
         if self.syntax == "regex":
             return f"^(?:{self.definition})$"
         return regular_pattern(self.definition)
@@ -74,7 +74,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer writes a call of a tool, by the name that the model has for it."""
+    """Form of a tool call in the answer, for a tool with another name for the model."""
 
     name: str
     namespace: str | None = None
@@ -82,24 +82,24 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a request."""
+    """Tools of a request."""
 
     use: ToolUse
     names: dict[str, Named]
-    """Those that are not plain functions, by the model's name for them."""
+    """The model's name of a tool -> form of the call, for all tools except plain functions."""
     shown: list[dict[str, Any]]
-    """As the answer repeats them: those that the model is told of."""
+    """Tools repeated in the answer: all tools shown to the model."""
 
 
 def joined(namespace: str | None, name: str) -> str:
-    """The model's name of a tool."""
+    """Return the model's name of a tool."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 def offered(
     tools: Sequence[dict[str, Any]] | None, choice: ResponseToolChoice | None, parallel: bool | None
 ) -> Offered:
-    """What a request offers. Raises InvalidRequest."""
+    """Return the tools of a request. Raises InvalidRequest."""
     made: list[Tool] = []
     names: dict[str, Named] = {}
     shown: list[dict[str, Any]] = []
@@ -149,10 +149,10 @@ def _tool(value: dict[str, Any], where: str, namespace: str | None) -> tuple[Too
 
 
 def _custom(tool: CustomTool, name: str) -> Tool:
-    """The function that a model is told of.
+    """Return the function shown to the model.
 
-    A grammar is told to the model with the description. A grammar that is one pattern is also held to, where
-    the model's form of calls allows this.
+    A grammar is appended to the description. A grammar that is a single regular expression is also
+    enforced, if the model's form of calls allows enforcement.
     """
     about, form = tool.description or "", tool.format
     if not isinstance(form, GrammarInput):
@@ -170,14 +170,14 @@ def _custom(tool: CustomTool, name: str) -> Tool:
 
 
 def _input(pattern: str | None = None) -> dict[str, Any]:
-    """The schema of the one argument that a custom tool has."""
+    """Return the schema of a custom tool's single argument."""
     text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
     return {"type": "object", "properties": {"input": text}, "required": ["input"]}
 
 
 def _chosen(tools: Sequence[Tool], choice: ResponseToolChoice | None, parallel: bool) -> ToolUse:
     if isinstance(choice, ChooseFunction | ChooseCustom):
-        # One call, as chat has it: the API says "exactly one specific function".
+        # Exactly one call, as in chat: the API specifies "exactly one specific function".
         return ToolUse.checked(tools, mode="required", names=[choice.name], parallel=False)
     if isinstance(choice, ChooseAllowed):
         names = [joined(tool.namespace, tool.name) for tool in choice.tools]
