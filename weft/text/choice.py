@@ -47,6 +47,10 @@ class Choice:
     completing token, never before ``min_tokens``. The text then ends before the match, or behind the match
     with ``include_stop_str_in_output``. A token which ends the sequence counts in ``token_ids``. Such a token
     gives text only with ``include_stop_str_in_output``.
+
+    With ``emitted_ids``, the client already has these tokens. The tokens count everywhere, no delta repeats
+    the tokens, and no stop string ends inside. Without ``keep_logprobs``, each delta has its logprobs, and
+    ``logprobs`` stays empty.
     """
 
     def __init__(
@@ -63,17 +67,10 @@ class Choice:
         visible: frozenset[int] = frozenset(),
         scope: ContentScope | None = None,
     ) -> None:
-        """``continues``: the output continues the text of the prompt (completions, not chat); see
-        Detokenizer.
-
-        ``stops``: the automata for the stop strings of ``params``, shared by all choices.
-        ``keep_logprobs=False``: each delta has its logprobs, and ``logprobs`` stays empty, because the reader
-        of a stream already has the values.
-
-        ``emitted_ids``: output the client already has. These tokens count everywhere, no delta repeats the
-        tokens, and no stop string ends inside. ``visible``: special tokens whose text is shown even if
-        special tokens are skipped, because a parser needs the text. ``scope``: restricts the search for stop
-        strings to content; None searches all text.
+        """``continues``: the output continues the prompt's text (completions, not chat); see Detokenizer.
+        ``stops``: automata for ``params.stop``, shared by all choices. ``visible``: special tokens shown
+        for a parser even if special tokens are skipped. ``scope``: restricts the search for stop strings
+        to content; None searches all text.
         """
         self.sequence = sequence
         self.index = index
@@ -81,9 +78,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
         self.prompt_logprobs: Logprobs | None = None
-        """One entry per prompt token except the first, which has no prediction; None before the first
-        entry.
-        """
+        """One entry per prompt token except the first; None before the first entry."""
         self.num_cached = 0
         """Prompt tokens found in the prefix cache."""
         self.accepted = 0
