@@ -13,6 +13,7 @@ _TIMES_VERB = {2: "[double|doubles|doubled]", 3: "[triple|triples|tripled]"}
 
 
 def _open_running(s: Story) -> None:
+    """Open with a first amount: given, a product of groups, or a sum."""
     roll = s.rng.below(100)
     if roll < (70 if s.max_steps == 1 else 60):
         s.value = s.amount()
@@ -92,6 +93,7 @@ def _finish_running(s: Story) -> bool:
 
 
 def _running(s: Story) -> None:
+    """One person with one thing: gains, losses and a question."""
     _open_running(s)
     while len(s.steps) < s.max_steps:
         room, roll = s.max_steps - len(s.steps), s.rng.below(100)
@@ -133,6 +135,7 @@ def _relate(s: Story) -> None:
 
 
 def _compare(s: Story) -> None:
+    """Two persons: compare their amounts."""
     a = s.value = s.amount()
     s.say(t.COMPARE_FIRST, a=a)
     if s.max_steps == 1 and s.rng.chance(0.5):
@@ -160,6 +163,7 @@ def _compare(s: Story) -> None:
 
 
 def _age(s: Story) -> None:
+    """Two ages; always one step."""
     if s.plural or s.max_steps > 1:
         raise Impossible
     s.past = False
@@ -175,6 +179,7 @@ def _age(s: Story) -> None:
 
 
 def _money(s: Story) -> None:
+    """Money gained and spent."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.MONEY_WAGE, a=a, b=b)
@@ -200,6 +205,7 @@ def _money(s: Story) -> None:
 
 
 def _cost(s: Story) -> None:
+    """A purchase, with the change as an optional second step."""
     if s.max_steps > 2:
         raise Impossible
     a, b = s.factors(150)
@@ -219,6 +225,7 @@ def _cost(s: Story) -> None:
 
 
 def _place(s: Story) -> None:
+    """Things at a place, brought and taken."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.PLACE_ROWS, a=a, b=b)
@@ -227,6 +234,7 @@ def _place(s: Story) -> None:
         s.value = s.amount()
         s.say(t.PLACE_OPEN, a=s.value)
     while len(s.steps) < s.max_steps:
+        # Each round gains or loses; the question may use "left" only after a loss.
         gain = s.rng.chance(0.5)
         b = s.more() if gain else s.less()
         s.say(t.PLACE_GAIN if gain else t.PLACE_LOSS, b=b)
@@ -236,6 +244,7 @@ def _place(s: Story) -> None:
 
 
 def _parts(s: Story) -> None:
+    """A whole of two kinds; always one step."""
     if s.max_steps > 1:
         raise Impossible
     place, x, y, whole = s.rng.pick(words.PARTS)

@@ -201,6 +201,7 @@ def _solve(draft: _Draft, tools: tuple[Tool, ...], form: str) -> ToolProblem:
 
 def _draw(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem:
     """Draw a problem of any kind, with the ``given`` tools or with drawn tools. Raises Impossible."""
+    # Shares: 44 bare, 10 with three numbers, 18 large stories, 20 stories, 8 stories without a useful tool.
     roll = rng.below(92 if given else 100)
     if roll < 44:
         draft = _bare(rng, held_out)
@@ -225,6 +226,7 @@ def tool_problems(split: Split, seed: int) -> Iterator[ToolProblem]:
 
 
 def _attempt(rng: Rng, held_out: bool, given: tuple[Tool, ...] = ()) -> ToolProblem | None:
+    """Return a drawn problem of the right side, or None."""
     try:
         problem = _draw(rng, held_out, given)
     except Impossible:

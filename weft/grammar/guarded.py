@@ -120,7 +120,7 @@ class GuardedCompiler:
             raise WeftError("the grammar could not be compiled")
         if verdict.message:
             raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
-        # lower the thread's priority: the compile in this process takes long too
+        # The library's compile takes long too. The thread stays at low priority, but later grammars are rare.
         if time.monotonic() - begin > LONG_S:
             step_back(threading.current_thread())
         return Proved() if compiler is None else compiler.build(verdict.source, verdict.nbytes)

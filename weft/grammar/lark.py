@@ -105,6 +105,7 @@ def _merge(parts: tuple[Node, ...]) -> list[Node]:
     """Return ``parts`` with each run of regular parts as one part."""
     result: list[Node] = []
     run: list[Node] = []
+    # The final None flushes the last run.
     for part in (*parts, None):
         if part is not None and is_regular(part):
             run.append(part)

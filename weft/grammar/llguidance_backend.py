@@ -185,6 +185,7 @@ class LlguidanceMatcher:
         return False
 
     def rollback(self, tokens: int) -> None:
+        # End ids come last, so a rollback removes end ids first.
         ends = min(tokens, self._ends)
         self._ends -= ends
         if tokens > ends and not self._matcher.rollback(tokens - ends):
@@ -223,6 +224,7 @@ class LlguidanceMatcher:
         ending: list[int] = []  # rows which may end
         at, size = buffer.ctypes.data, 4 * count
         for number, row in enumerate(rows):
+            # After an end id, only end ids may follow.
             if row._ends:
                 buffer[number] = 0
                 ending.append(number)
@@ -255,7 +257,8 @@ class LlguidanceMatcher:
             bits[number // 32] |= np.uint32(1 << (number % 32))
 
     def _lexer_renewed(self) -> bool:
-        """Switch to a private lexer if the shared lexer may be full. Return False if nothing useful changed.
+        """Switch to a private lexer if the shared lexer may be full. Return False if the old matcher stays in
+        use.
 
         Other outputs also add states to a shared lexer, and these states must not affect this output. A full
         lexer appears as an error of a mask. A token which needs a new state, however, is refused without an
@@ -265,11 +268,13 @@ class LlguidanceMatcher:
         failed = self._matcher.is_error()
         if self._shared is None or (failed and _FULL not in self._matcher.get_error()):
             return False
+        # At most one attempt per matcher: afterwards the lexer counts as private.
         grammar, self._shared = self._shared, None
         grammar.full |= failed
         if grammar.renew is None:
             return False
         matcher = grammar.renew()
+        # Replay the output in the new lexer.
         if matcher.try_consume_tokens(self._taken) != len(self._taken):
             return False
         self._matcher, self._taken = matcher, []

@@ -185,6 +185,7 @@ class _Lowering:
                 return self._triggered(part)
 
     def _text(self, text: str) -> Node:
+        """Return ``text`` with the texts of control tokens replaced by the tokens."""
         if not self._controls:
             return Literal(text)
         pieces = [piece for piece in self._pattern.split(text) if piece]

@@ -75,6 +75,7 @@ def _without_all_of(schema: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in schema.items() if key != "allOf"}
     if len(parts) == 1 and not rest and isinstance(parts[0], dict):
         return _without_all_of(parts[0])
+    # Merge only keywords which xgrammar reads side by side, each at most once.
     for part in parts:
         if not isinstance(part, dict) or set(part) - _MERGED or set(part) & set(rest) or set(rest) - _MERGED:
             _refuse("allOf of several schemas")

@@ -130,6 +130,9 @@ class _Names:
         self._collect(document, "", "")
 
     def _collect(self, schema: Any, at: str, base: str) -> None:
+        """Record the names in ``schema`` at pointer ``at``. ``base``: pointer of the embedded document
+        around.
+        """
         if not isinstance(schema, dict):
             return
         own = schema.get(self._key)
@@ -148,6 +151,7 @@ class _Names:
     def pointer(self, reference: str, at: str) -> str:
         """Return ``reference`` as a pointer from the top; unchanged if the name is unknown."""
         base = self._around.get(at, "")
+        # ``target`` selects an embedded document, ``fragment`` a pointer or an anchor inside.
         target, _, fragment = reference.partition("#")
         if target:
             found = self._places.get(urldefrag(urljoin(self._bases[base], target)).url)

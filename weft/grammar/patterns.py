@@ -104,6 +104,7 @@ class _Reader:
         return "|".join(result)
 
     def _sequence(self, depth: int) -> str:
+        """Return a sequence up to an alternative, a closing parenthesis or a final ``$``."""
         result = ""
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             if self._text[self._at] == "$":
@@ -149,6 +150,7 @@ class _Reader:
         return f"(?:{inner})"
 
     def _repeated(self, atom: str) -> str:
+        """Return ``atom`` with the repetition at the cursor, if any."""
         if self._at >= len(self._text):
             return atom
         char = self._text[self._at]
@@ -181,6 +183,7 @@ class _Reader:
         return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
 
     def _escape(self) -> str:
+        """Return an escape outside a class."""
         char = self._next()
         if char == "d":
             return f"[{_DIGIT}]"

@@ -129,6 +129,7 @@ class _Writer:
                 options.append("")
                 continue
             one = self._item(kind, text, items)
+            # Several repetitions in a row apply one after another.
             while items and items[-1][0] == "times":
                 one = _group(one) + _times(items.pop()[1])
             options[-1] += one

@@ -107,6 +107,7 @@ def check_nesting(schema: Any) -> None:
     """Raise InvalidRequest for a schema with too many levels. Uses no recursion."""
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
+        # Level by level, so that the recursion limit cannot be reached.
         level = [
             inner
             for outer in level
@@ -229,6 +230,7 @@ class SchemaReader:
         if more:
             result["allOf"] = [*result.get("allOf", ()), *more]
         for key in result:
+            # Check the rewritten keywords: a client's keyword may have become another keyword.
             if key not in self._keywords.supported:
                 self._refuse(key, at, _UNSUPPORTED)
         return result
@@ -263,6 +265,7 @@ class SchemaReader:
             if len(self._targets) >= MAX_TARGETS:
                 raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
             self.resolve(value, at)
+            # Read the target later: a reference may lead to a schema in progress.
             self._targets[value] = None
             self._unread.append(value)
         return {"$ref": value}
@@ -276,6 +279,7 @@ class SchemaReader:
     def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         parts = self._list(value, at)
         self._exclusive.append((value, at))
+        # ``anyOf`` already stands in the schema: both must hold.
         if "anyOf" in schema:
             return {"": [{"anyOf": parts}]}
         return {"anyOf": parts}

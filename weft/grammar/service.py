@@ -230,6 +230,7 @@ class GrammarService:
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
+        """Return the error for a new compile beyond the limits, or None."""
         if self._closed:
             return Unavailable("the server is stopping")
         if len(self._queues.get(client, ())) >= CLIENT_WAITING:
@@ -309,6 +310,7 @@ class GrammarService:
         if compiled is None and not isinstance(error, InvalidRequest):
             return
         self._kept[work.key] = work.waiters[0]
+        # Sizes grow with use, so the sum is computed anew.
         size = self._size()
         while len(self._kept) > self._entries or size > self._kept_bytes:
             key, old = self._kept.popitem(last=False)

@@ -73,6 +73,7 @@ def _until(node: Until) -> dict[str, Any]:
     text = {"type": "any_text", "excludes": [MARK, *without]}
     if not node.end:
         return text
+    # xgrammar would miss an end inside an overlapping start.
     if any(node.end.startswith(node.end[cut:]) for cut in range(1, len(node.end))):
         raise InvalidRequest(
             f"free text that ends with {node.end!r} is not supported by xgrammar: the end begins as it ends; "

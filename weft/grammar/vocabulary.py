@@ -52,6 +52,7 @@ def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int
         )
     controls = dict(tokenizer.special)
     controls.update({text: number for text, number in tokenizer.added.items() if _MARKUP.fullmatch(text)})
+    # Controls and end ids have no bytes, so that free text cannot contain these tokens.
     hidden = {*controls.values(), *end_ids}
     tokens = tuple(
         b"" if number in hidden else tokenizer.token_bytes(number)

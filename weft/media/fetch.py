@@ -51,6 +51,7 @@ class Fetcher:
         deadline = time.monotonic() + self._seconds
         address = web_address(url, self._allowed)
         try:
+            # ``_get`` checks each new address like the first.
             for _ in range(1 + MAX_REDIRECTS):
                 found = self._get(address, deadline)
                 if isinstance(found, bytes):

@@ -59,6 +59,7 @@ class MediaMemory:
         except OSError:
             made = None
         self.descriptors += made is not None
+        # Warn once per shortage.
         if made is None and not self._scarce:
             log.warning("images are sent to engines, not shown: descriptors are scarce (ulimit -n)")
         self._scarce = made is None

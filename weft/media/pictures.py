@@ -212,6 +212,7 @@ class Pictures:
             fit = self.facts.video_grid_of(video, len(frames), height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error.message}", param=where) from None
+        # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
         return [self._picture(where, cut, fit) for cut in cuts]
 

@@ -77,9 +77,9 @@ class MediaService:
     async def fetch(self, wanted: Sequence[Wanted], lease: Lease, client: int = 0) -> dict[str, memoryview]:
         """Fetch files and return URL to file. The files count in ``lease``.
 
-        Each running fetch reserves the maximum file size, so at most ``FETCHERS`` fetches of one request run
-        at a time. ``client``: clients share the processes equally, counted in files. Raises WeftError with
-        the part of the request.
+        Each running fetch reserves the maximum file size. To bound this memory, at most ``FETCHERS`` fetches
+        of one request run at a time. ``client``: clients share the processes equally, counted in files.
+        Raises WeftError with the part of the request.
         """
         few = asyncio.Semaphore(FETCHERS)
         files = await _all(self._fetch(one, lease, few, client) for one in wanted)
@@ -178,6 +178,7 @@ class MediaService:
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
             raise late.at(places[0]) from None
+        # A reply which cannot be decoded is a server error, not an error of the image.
         except (WorkerDied, ValueError, msgspec.DecodeError):
             raise _failed(places[0]) from None
 

@@ -143,6 +143,7 @@ def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebA
     if not is_web(url):
         raise BadMedia("is redirected to something that is no http(s) URL", REFUSED)
     found = web_address(url, allowed)
+    # A downgrade would send the path unencrypted.
     if start.scheme == "https" and found.scheme == "http":
         raise BadMedia("is redirected from https to http", REFUSED)
     return found

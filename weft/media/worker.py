@@ -62,6 +62,7 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
+            # Long decodes must not slow down the engines and other requests.
             pixels, key = _stepping_back(lambda: _decoded(task, data))
             done = packed(Done(key=key))
             return (done,) if _written(pixels, task.into) else (done, pixels)

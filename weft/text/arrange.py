@@ -62,6 +62,7 @@ class RoleOrder:
     def _shown_as(self, role: Role, name: str, orders: Sequence[Sequence[Role]]) -> Role | None:
         """Return the first role, of ``role`` and the system roles, which is shown in all ``orders``."""
         for one in dict.fromkeys((role, *SYSTEM)):
+            # The probe conversations name the role "system"; try each system role in that place.
             named: list[list[Role]] = [
                 [one if each == "system" else each for each in order] for order in orders
             ]

@@ -217,6 +217,7 @@ class ChatFormat:
         return RoleOrder(lambda messages: self._plain(messages, template, form))
 
     def _own_order(self) -> RoleOrder | None:
+        """Return the order of roles of the model's template; None without a usable template."""
         template = self._template
         if not isinstance(template, ChatTemplate):
             return None
@@ -245,6 +246,7 @@ class ChatFormat:
         return self._in_thought is not None and self._in_thought(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+        """Return checked messages. Raise InvalidRequest for images with a template without content parts."""
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
             return messages
         checked = check_messages(messages, None if self._images is None else self._images.shows)
@@ -288,6 +290,7 @@ class ChatFormat:
                 wanted += [rules.video] * part.groups(rules.shows.group)
             else:
                 wanted.append(rules.placeholder)
+        # Any extra or missing placeholder would shift every later image.
         placeholders = (rules.placeholder, rules.video) if rules.shows.group else (rules.placeholder,)
         if [token for token in ids if token in placeholders] != wanted:
             raise _not_shown(shown[0])
@@ -319,6 +322,9 @@ class ChatFormat:
         return {added[text] for text in found}
 
     def _choose(self, requested: str | None) -> ChatTemplate:
+        """Return the template of the request or the model. Raises InvalidRequest if there is no usable
+        template.
+        """
         if requested is not None:
             if not self._allow_request_template:
                 raise InvalidRequest(
@@ -337,6 +343,7 @@ class ChatFormat:
         return self._template
 
     def _named(self) -> dict[str, Any]:
+        """Return the template variables of the special tokens."""
         files = self._tokenizer.files
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
         return {**files.named, **extra}

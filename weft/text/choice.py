@@ -184,6 +184,7 @@ class Choice:
         for at, token in enumerate(event.token_ids):
             self.token_ids.append(token)
             fresh.token_ids.append(token)
+            # The stop token counts in ``token_ids`` but normally gives no text.
             ends = at == last and event.finish == "stop" and token == event.stop_id
             if ends and not self._params.include_stop_str_in_output:
                 return
@@ -215,11 +216,13 @@ class Choice:
             if content:
                 self._search(text, fresh)
             else:
+                # Other text ends the stretch: a stop string cannot continue behind it.
                 fresh.text += self._stops.reset() + text
                 self._searched += len(text)
 
     def _search(self, text: str, fresh: _Fresh) -> None:
         """Search ``text``, with the exempt part first. Set ``fresh.match`` at a completed stop string."""
+        # Split ``text`` at the end of the exempt part. The automata must see both parts.
         exempt = min(max(self._exempt - self._searched, 0), len(text))
         self._searched += len(text)
         for piece, ignore in ((text[:exempt], True), (text[exempt:], False)):
@@ -241,6 +244,7 @@ class Choice:
         """
         if fresh.match is not None or not self._stops.active:
             return
+        # ``preview`` does not change the detokenizer; ``finish`` below does.
         held = self._detokenizer.preview()
         if len(self.token_ids) < self._params.min_tokens:
             self._exempt = max(self._exempt, self._decoded + len(held))

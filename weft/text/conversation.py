@@ -39,6 +39,7 @@ def conversation_of(
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in _one_call_each(messages) if form.one_call else messages:
+        # A result names only the id of the call; some templates need the function's name too.
         names.update((call.id, call.name) for call in message.calls)
         one = _for_template(message, template, form, marks, mark)
         if message.role == "tool" and form.result_names:

@@ -69,10 +69,12 @@ class Detokenizer:
         piece = self._source.piece(token)
         if piece is None:
             return ""
+        # Decoders treat the first token of a text differently (for example the leading space).
         data = piece.first if self._first else piece.rest
         self._first = False
         if self._join == "level":
             return self._utf8.decode(data)
+        # The text of a byte run is known only at the end of the run.
         if piece.byte:
             self._run += data
             return ""
@@ -88,6 +90,7 @@ class Detokenizer:
         if not self._run:
             return ""
         try:
+            # A copy, because ``_stripped`` counts the removed characters.
             return copy.copy(self)._stripped(self._run.decode())
         except UnicodeDecodeError:
             return ""

@@ -17,8 +17,10 @@ class Marks:
         longest_first = sorted(special, key=lambda text: (-len(text), text))
         escaped = "|".join(map(re.escape, longest_first)) if special else "(?!)"
         self._any = re.compile(escaped)
+        # A lookahead finds overlapping tokens too; the group is the first character of each.
         self._overlapping = re.compile(f"(?=(?:{escaped}))(.)", re.DOTALL)
         self._single = "".join(re.escape(text) for text in special if len(text) == 1)
+        # All proper prefixes and suffixes of special tokens.
         self._heads = frozenset(text[:cut] for text in special for cut in range(1, len(text)))
         self._tails = frozenset(text[cut:] for text in special for cut in range(1, len(text)))
         self._longest = max(map(len, special), default=0)

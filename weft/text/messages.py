@@ -215,6 +215,7 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
     total = sum(counts)
     if total <= shows.most:
         return
+    # Report the first part beyond the limit.
     ends = itertools.accumulate(counts)
     first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
     frames = f" ({shows.group} frames of a video count as one)" if shows.group else ""
@@ -250,6 +251,7 @@ def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
         if value is None:
             continue
         _check_field(fields, role, key, value, where, shows if role in WITH_IMAGES else None)
+    # These checks need all fields, in whatever order the client sent the fields.
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
@@ -328,6 +330,7 @@ def _check_call(call: Any, where: str) -> CallMade:
         raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")
+    # The id is required: a tool message refers to the id of its call.
     ident = call.get("id")
     if not isinstance(ident, str) or not ident:
         raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")

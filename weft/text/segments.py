@@ -61,6 +61,7 @@ class Segments:
         return " " if wanted == "each" or (wanted == "first" and number == 0) else ""
 
     def _cut(self, text: str) -> list[str]:
+        """Cut a text without marks at the length limits."""
         step = self._rules.longest_text or len(text)
         chunks = [text[start : start + step] for start in range(0, len(text), step)]
         run = self._rules.longest_run

@@ -165,6 +165,7 @@ def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "p
     if any(type(token) is not int for token in prompt_ids):
         raise wrong
     try:
+        # int64 first, so that the range check cannot overflow.
         ids = np.array(prompt_ids, "<i8")
     except OverflowError:
         raise wrong from None

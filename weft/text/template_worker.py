@@ -39,6 +39,7 @@ def main() -> None:
 
 
 def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:
+    """Return the reply to one payload as JSON. Errors of the template are replies too."""
     answer: dict[str, Any]
     try:
         template = compiled(asked["source"])

@@ -198,6 +198,7 @@ def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequen
     """
     added = tokenizer.get_added_tokens_decoder()
     known = {token.content for token in added.values() if token.special}
+    # Four sources: roles, extra special tokens, end ids, and ids of placeholders for images.
     names = [*files.named.values(), *files.extra]
     names += [added[number].content for number in files.eos_ids if number in added]
     names += [text for number in hidden if (text := tokenizer.id_to_token(number)) is not None]

@@ -53,6 +53,7 @@ def _deriving(name: str) -> Callable[..., Any]:
 
 
 def _again(value: Any, mark: str) -> Any:
+    """Return ``value``, the result of a string method, with each string as a word."""
     if isinstance(value, str):
         return Word(value, mark) if value else value
     if isinstance(value, list | tuple):

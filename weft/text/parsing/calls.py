@@ -142,6 +142,7 @@ class CallReader:
         self._name = self._ident = None
         outcome: Outcome = "none"
         if (yield from self._items(head)):
+            # A bare head is a weak sign of a call, so ``_object`` is stricter.
             bare = not any(isinstance(item, str) for item in head)
             outcome = yield from self._arguments(call, bare=bare)
         if outcome == "whole":
@@ -154,6 +155,9 @@ class CallReader:
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
+        """Read the arguments in the declared spelling. ``bare``: no exact text stands before the
+        arguments.
+        """
         spelled = call.arguments
         ends = CallEnds(self._tape, call.closings, self._openings)
         if isinstance(spelled, CallObject):
@@ -225,6 +229,7 @@ class CallReader:
 
         Models also leave out the prefix, the number or a separator, and write other separators.
         """
+        # Try every combination of prefix and number; the known tools decide.
         whole = _NUMBERED.fullmatch(text)
         ends = [len(text)] if whole is None else [whole.start(1), whole.end()]
         starts = [size for size in (0, *_prefixes(text)) if size < len(text)]
@@ -327,6 +332,7 @@ class CallReader:
         tape = self._tape
         if not (yield from tape.blank()):
             return None
+        # An unknown key means that the object is no call.
         keys = (spelled.name, *spelled.arguments, spelled.id, *spelled.ignored)
         found = yield from tape.literal(*(quote + key + quote for key in keys for quote in "'\""))
         if found is None or not (yield from tape.blank()) or (yield from tape.literal(":")) is None:
@@ -341,6 +347,7 @@ class CallReader:
             return False
         start = tape.at
         if key == spelled.name:
+            # A second name makes the object invalid.
             if self._name is not None or not (yield from self._known_name()):
                 return False
         else:

@@ -96,6 +96,7 @@ class ChannelReader:
         while True:
             text = tape.slice(start, min(tape.end, start + MAX_HEADER))
             header, found, _ = text.partition(used.message)
+            # An end mark inside means that the message has no header.
             if any(mark in header for mark in used.ends):
                 return None
             if found:

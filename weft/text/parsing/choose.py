@@ -107,6 +107,7 @@ def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> O
 
 
 def _calls_of(hints: ModelHints) -> OutputFormat | None:
+    """Return the format of calls by template, model type or added tokens, in this order; None if unknown."""
     for texts, name in _CALLS_BY_TEXT:
         if all(text in hints.template for text in texts):
             return CALLS[name]
@@ -119,6 +120,7 @@ def _calls_of(hints: ModelHints) -> OutputFormat | None:
 
 
 def _thoughts_of(hints: ModelHints) -> OutputFormat | None:
+    """Return the format of reasoning by template or added tokens, in this order; None if unknown."""
     for texts, name in _THOUGHTS_BY_TEXT:
         if all(text in hints.template for text in texts):
             return THOUGHTS[name]

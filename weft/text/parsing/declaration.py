@@ -147,6 +147,7 @@ class Call(_Part, frozen=True, kw_only=True):
         own = self.own_trigger
         around = self.section.head if self.section is not None else ()
         outer = next((item for item in around if isinstance(item, str)), "")
+        # Inside a required section, a call outside the section does not count.
         if not outer:
             return (own,)
         return (outer,) if self.section is None or self.section.required or not own else (outer, own)
@@ -175,9 +176,7 @@ class Channels(_Part, frozen=True, kw_only=True):
     constrain: str
     message: str
     ends: tuple[str, ...]
-    """Texts at the end of a body. A grammar uses the first for any message, the second for the last message,
-    the third for a call.
-    """
+    """End texts in this order: of any message, of the last message, of a call. A grammar writes the first."""
     thoughts: tuple[str, ...]
     """Channels of reasoning."""
     texts: tuple[str, ...]
@@ -289,6 +288,7 @@ def check_format(declared: OutputFormat) -> None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:
         raise ValueError(f"{declared.name}: something begins with nothing")
+    # In sorted order, a prefix stands directly before a longer text.
     for first, second in itertools.pairwise(sorted(begins)):
         if second.startswith(first):
             raise ValueError(f"{declared.name}: {first} is how {second} begins")

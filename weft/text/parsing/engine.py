@@ -104,6 +104,7 @@ class OutputEngine:
         return self._in_thought
 
     def _read(self) -> Reading[None]:
+        """Read the whole output: the generator behind ``feed`` and ``close``."""
         tape = self.tape
         if self._thought is not None:
             yield from self._enter(self._thought)
@@ -212,12 +213,14 @@ class OutputEngine:
         """Return the marks of the current region, built once per combination of states."""
         calls = self._tells_calls and self._calls.allowed
         body = None if self._channels is None else self._channels.body
+        # Everything ``_marks_now`` depends on.
         key = (self._in_thought, self._thought, calls, self._calls.section, body)
         if key not in self._known:
             self._known[key] = Marks(self._marks_now(calls))
         return self._known[key]
 
     def _marks_now(self, calls: bool) -> Iterable[Mark]:
+        """Yield the marks of the current state: reasoning, calls, section ends and channel headers."""
         declared = self._format
         if self._tells_thoughts and self._thought is not None:
             yield Mark(self._thought.close, "close")

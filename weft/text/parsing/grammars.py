@@ -196,6 +196,7 @@ def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
             body = keyword_parts(tool)
         else:
             body = (_arguments(tool),)
+        # ``\1`` marks the place of the call's number, see ``_written``.
         first, numbered, rest = after.partition("\1")
         number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
         bodies.append(Sequence((Text(tool.name + first), *number, *body)))

@@ -73,6 +73,7 @@ class JsonReader:
                 tape.at += 1
                 tape.skip(tape.at)
                 return True
+            # The quote belongs to the object: repair the missing backslash.
             text = '"' if text is None else text
             if text.strip() if scanner.whole else self._take(scanner, text) < len(text):
                 break
@@ -90,6 +91,7 @@ class JsonReader:
         start = tape.at
         scanner = JsonObjectScanner()
         while True:
+            # The bound keeps a client from waiting for an endless object.
             text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW, start + MAX_HELD))
             tape.at += self._take(scanner, text)
             if scanner.whole:

@@ -65,6 +65,7 @@ class JsonObjectScanner:
         at = start
         while at < len(text) and not self.whole and not self.broken:
             if self._state == "string":
+                # Fast path: the plain part of a string is copied in one step.
                 plain = _PLAIN[self._quote].match(text, at)
                 if plain is not None and plain[0]:
                     self._written.append(plain[0])
@@ -91,6 +92,7 @@ class JsonObjectScanner:
         """Close the open brackets. Return False, and write nothing, if more than closing brackets is
         missing.
         """
+        # Only a complete number, a complete value or a trailing comma may stand before the closing brackets.
         after_number = self._state == "number" and self._number in _NUMBER_ENDS
         if not self._stack or not (after_number or self._state == "after" or self._behind_comma):
             return False
@@ -152,6 +154,7 @@ class JsonObjectScanner:
         return self._close(char)
 
     def _begin_key(self, char: str) -> int:
+        """Begin a key with ``char``, or close the object. Return 1 if ``char`` was taken."""
         if char == "}":
             return self._close(char)  # drops a comma before the brace
         if char == "{" and self._state == "first key" and self._stack == ["{"] and not self.doubled:
@@ -163,6 +166,7 @@ class JsonObjectScanner:
         return self._begin_string(char)
 
     def _begin_value(self, char: str) -> int:
+        """Begin a value with ``char``. Return 1 if ``char`` was taken."""
         if char in "{[":
             return self._open(char)
         if char in "'\"":
@@ -222,6 +226,7 @@ class JsonObjectScanner:
             return 1
         if self._state == "escape":
             self._held.clear()
+            # Keep a valid escape; ``\'`` needs no backslash in JSON; anything else gets a literal backslash.
             valid = "\\" + char if char in '"\\/bfnrt' else "'" if char == "'" else escaped("\\" + char)
             return self._write(valid, "string")
         if char in _HEX:
@@ -236,6 +241,7 @@ class JsonObjectScanner:
         return 0
 
     def _in_word(self, char: str) -> int:
+        """Read a character of a word such as ``true``. The word is written in JSON spelling when complete."""
         word = "".join((*self._held, char))
         self._options = tuple(option for option in self._options if option.startswith(word))
         if not self._options:

@@ -126,6 +126,9 @@ class PythonReader:
         return True
 
     def _atom(self, char: str) -> Reading[bool]:
+        """Read a string, a number or a word. Return False, with the cursor at the start, for anything
+        else.
+        """
         tape = self._tape
         start = tape.at
         if char in ("'", '"'):

@@ -87,6 +87,7 @@ def _check_content(field: Any) -> None:
 
 
 def _calls(field: Any) -> tuple[Call, ...]:
+    """Return the spellings of a call, one per opening text. Raise _Unreadable without an opening."""
     heads: list[Syntax] = [(text.strip(), LINE) for text in _texts(field, "open")]
     if "open_pattern" in field:
         heads = [(*_syntax(field["open_pattern"]), BLANK)]
@@ -101,6 +102,7 @@ def _calls(field: Any) -> tuple[Call, ...]:
 
 
 def _call(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
+    """Return one spelling of a call. Raise _Unreadable for an unknown body."""
     content = field.get("content", "text")
     named = any(isinstance(item, Name) for item in head)
     if content == "xml-inline" and named:

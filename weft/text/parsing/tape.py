@@ -155,6 +155,7 @@ class Tape:
             end = self.at if found is None else self.position(found.end())
             self.work += end - self.at + 1
             self.at = end
+            # Leave the rest unread, so that the caller can give the blanks out as text.
             if self.at - start > limit:
                 self.at = start + limit
                 return False
@@ -293,6 +294,7 @@ class Tape:
         self._events.append(event)
 
     def _give(self, kind: str, piece: str) -> None:
+        # Join pieces of the same kind and call into one event.
         if self._kind != (kind, self.calls):
             self._flush()
             self._kind = (kind, self.calls)

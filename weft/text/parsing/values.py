@@ -61,6 +61,7 @@ def parameter_types(parameters: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _resolved(reference: str, root: Mapping[str, Any] | None) -> Any:
+    """Return the target of a ``#/...`` reference; None if missing or outside of ``root``."""
     if root is None or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -84,6 +85,7 @@ def to_json(raw: str, types: tuple[str, ...]) -> str:
         found = _as_type(raw, stripped, name)
         if found is not None:
             return found
+    # No type fits: keep a JSON string, otherwise quote the raw text.
     if types and "string" not in types and _is_json_string(stripped):
         return stripped
     return quoted(raw)

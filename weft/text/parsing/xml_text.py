@@ -67,6 +67,7 @@ class ParameterReader:
                 tape.skip(tape.at)
                 return True
             if found is None:
+                # The parameters' own end is missing: accept the end of the call instead.
                 whole = (yield from self._ends.here(closed=True)) is True
                 if whole:
                     tape.arguments("}", tape.done)
@@ -255,6 +256,7 @@ class ParameterReader:
             return True
         if mark == spelled.value_close and tape.ended:
             rest = tape.slice(start, min(tape.end, start + len(spelled.key_open) + len(spelled.end)))
+            # The output ended inside the next tag.
             if spelled.key_open.startswith(rest) or spelled.end.startswith(rest):
                 return True
         tape.at = behind

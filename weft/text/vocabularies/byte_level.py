@@ -79,6 +79,7 @@ def merges_by_rank(tokens: Sequence[str]) -> list[tuple[str, str]]:
     rank = {token: number for number, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
     for token in tokens:
+        # Every split, because tiktoken does not record which merge made a token.
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         found = [(left, right) for left, right in pairs if left in rank and right in rank]
         merges += sorted(found, key=lambda pair: (rank[pair[0]], rank[pair[1]]))

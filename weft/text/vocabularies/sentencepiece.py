@@ -137,6 +137,7 @@ def _message(value: Value) -> bytes:
 
 
 def _piece(value: Value) -> Piece:
+    """Return one vocabulary entry of a SentencePiece message. Fields: 1 text, 2 score, 3 type."""
     piece = Piece()
     for number, part in fields(_message(value)):
         if number == 1:
@@ -149,6 +150,7 @@ def _piece(value: Value) -> Piece:
 
 
 def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
+    """Read the fields ``names`` of a nested message into ``model``."""
     for number, part in fields(_message(value)):
         name = names.get(number, "")
         if name in model.ids:

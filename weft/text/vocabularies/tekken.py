@@ -83,6 +83,7 @@ def _specials(file: _File) -> list[Special]:
             raise unusable(NAME, f"its special tokens must have the ranks 0 to at most {count - 1}")
         texts = [special.token_str for special in listed]
     elif file.config.version in _VERSIONS_WITHOUT:
+        # Old versions do not list the special tokens: the list is fixed.
         texts = list(_OLDEST_SPECIALS)
     else:
         raise unusable(NAME, f"a file of version {file.config.version!r} must list its special tokens")

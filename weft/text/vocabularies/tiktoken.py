@@ -110,6 +110,7 @@ def _specials(config: dict[str, Any], first: int, count: int) -> list[Special]:
     would give wrong ids.
     """
     named = config.get("added_tokens_decoder") or {}
+    # Reserve all ids first, then replace the named ids.
     result = {number: Special(_RESERVED.format(number), number) for number in range(first, first + count)}
     for key, entry in named.items():
         number = int(key) if key.isdigit() else -1
