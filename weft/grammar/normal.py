@@ -78,6 +78,7 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from ((f"/{key}/{step(name)}", inner) for name, inner in value.items())
+        # ``items`` is in LISTS and in ONE: the value decides.
         elif key in LISTS and isinstance(value, list):
             yield from ((f"/{key}/{number}", inner) for number, inner in enumerate(value))
         elif key in ONE:

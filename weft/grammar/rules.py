@@ -20,9 +20,9 @@ def is_gbnf(source: str) -> bool:
 
 
 def check_rules(source: str) -> None:
-    """Raise InvalidRequest for a grammar with too many rules, or with a reference outside itself.
+    """Raise InvalidRequest for a grammar with too many rules, or with a reference outside the source.
 
-    JSON schemas, options and other grammars inside the source would bypass the checks for these forms.
+    JSON schemas, options and other grammars inside the source would bypass their own checks.
     """
     plain = _SKIPPED.sub('""', source)
     if len(_RULE.findall(plain)) > MAX_RULES:

@@ -53,7 +53,7 @@ class MediaMemory:
             del self._used_by[client]
 
     def share(self, size: int) -> SharedBytes | None:
-        """Return shared memory of ``size`` bytes, or None if descriptors are scarce."""
+        """Return shared memory of ``size`` bytes; None if descriptors or shared memory are scarce."""
         try:
             made = SharedBytes(size) if self.descriptors < most_descriptors() else None
         except OSError:

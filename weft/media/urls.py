@@ -104,9 +104,9 @@ def too_large(most: int) -> BadMedia:
 
 
 def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
-    """Return an http(s) URL in parts, after checks of its form and of its host against ``allowed``.
+    """Return an http(s) URL in parts, after checks of the form and of the host against ``allowed``.
 
-    Raises BadMedia. ``fetch`` checks later that all addresses of the host are public.
+    Raises BadMedia. ``fetch`` checks later if all addresses of the host are public.
     """
     if not allowed:
         raise BadMedia(

@@ -126,7 +126,7 @@ class Tokenizer:
     def _check_pieces(self, text: str, limit: int) -> None:
         """Raise TooManyTokens if the pieces of ``text`` prove that ``text`` exceeds ``limit``.
 
-        A cut changes only the tokens around the cut. ``CUT_TOKENS`` is larger than that change.
+        A cut changes only the tokens around the cut, by fewer than ``CUT_TOKENS`` tokens.
         """
         least = 0
         for start in range(0, len(text), LONG_CHARS):

@@ -28,7 +28,7 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     named: dict[str, str]
     """Role (``files.NAMED``) to the token's text, used if tokenizer_config.json names no token."""
     special: dict[str, int]
-    """Text of each added token to its id."""
+    """Text to id of the added tokens (for SentencePiece: of the unknown and control pieces)."""
     pattern: str = ""
     """Regular expression which cuts texts into words; empty without cuts."""
     segmentation: Segmentation = Segmentation()
