@@ -110,6 +110,6 @@ def extract_answer(text: str) -> int | None:
 
 
 def score(solutions: Iterable[str], expected: Iterable[Problem]) -> int:
-    """Return the number of solutions which end in the expected answer."""
+    """Return the number of solutions that end in the expected answer."""
     pairs = zip(solutions, expected, strict=True)
     return sum(extract_answer(text) == problem.answer for text, problem in pairs)

@@ -93,7 +93,7 @@ def _finish_running(s: Story) -> bool:
 
 
 def _running(s: Story) -> None:
-    """One person with one thing: gains, losses and a question."""
+    """Write a story of one person with one thing: gains, losses and a question."""
     _open_running(s)
     while len(s.steps) < s.max_steps:
         room, roll = s.max_steps - len(s.steps), s.rng.below(100)
@@ -135,7 +135,7 @@ def _relate(s: Story) -> None:
 
 
 def _compare(s: Story) -> None:
-    """Two persons: compare their amounts."""
+    """Write a comparison of two persons' amounts."""
     a = s.value = s.amount()
     s.say(t.COMPARE_FIRST, a=a)
     if s.max_steps == 1 and s.rng.chance(0.5):
@@ -163,7 +163,7 @@ def _compare(s: Story) -> None:
 
 
 def _age(s: Story) -> None:
-    """Two ages; always one step."""
+    """Write a comparison of two ages, always with one step."""
     if s.plural or s.max_steps > 1:
         raise Impossible
     s.past = False
@@ -179,7 +179,7 @@ def _age(s: Story) -> None:
 
 
 def _money(s: Story) -> None:
-    """Money gained and spent."""
+    """Write a story of money gained and spent."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.MONEY_WAGE, a=a, b=b)
@@ -205,7 +205,7 @@ def _money(s: Story) -> None:
 
 
 def _cost(s: Story) -> None:
-    """A purchase, with the change as an optional second step."""
+    """Write a story of a purchase, with the change as an optional second step."""
     if s.max_steps > 2:
         raise Impossible
     a, b = s.factors(150)
@@ -225,7 +225,7 @@ def _cost(s: Story) -> None:
 
 
 def _place(s: Story) -> None:
-    """Things at a place, brought and taken."""
+    """Write a story of things brought to a place and taken away."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.PLACE_ROWS, a=a, b=b)
@@ -244,7 +244,7 @@ def _place(s: Story) -> None:
 
 
 def _parts(s: Story) -> None:
-    """A whole of two kinds; always one step."""
+    """Write a story of a whole with two parts, always with one step."""
     if s.max_steps > 1:
         raise Impossible
     place, x, y, whole = s.rng.pick(words.PARTS)

@@ -33,7 +33,7 @@ class Step:
         return self.a * self.b if self.op == "x" else self.a // self.b
 
     def parts(self) -> "tuple[Step, ...]":
-        """Return the additions which work out a product or quotient with two digits.
+        """Return the additions that work out a product or quotient with two digits.
 
         6 x 14 = 60 + 24 = 84, and 84 / 6 = (60 + 24) / 6 = 10 + 4 = 14. Empty if the result needs no work.
         """

@@ -2,14 +2,14 @@
 
 A template is one choice of (join, frame, verb, tail). The id is the group name with these four indices. A
 hash of the id puts about one in six templates on the test side. A held-out sentence is therefore a new
-combination of words which all occur in training.
+combination of words that all occur in training.
 
 Mark-up inside templates:
     ``{name}``            a slot (person, number, item ...), filled by the story.
     ``[buy|buys|bought]`` picked by plural present, singular present, past.
     ``[do|does]``         picked by plural, singular.
 
-A story's text carries no final stop: each join starts with the stop, or with the word which continues the
+A story's text carries no final stop: each join starts with the stop, or with the word that continues the
 sentence.
 """
 

@@ -165,7 +165,7 @@ def _tale(rng: Rng, held_out: bool, kind: type[Story]) -> _Draft:
 
 
 def call_of(step: Step, tools: tuple[Tool, ...]) -> Call:
-    """Return the call which works out a step with one of ``tools``. Raises Impossible without such a tool."""
+    """Return the call that works out a step with one of ``tools``. Raises Impossible without such a tool."""
     for tool in tools:
         names = [name for name, _ in tool.arguments]
         if tool.kind == "expression":

@@ -75,7 +75,7 @@ def value(made: Any) -> Fraction:
 
 
 def _asked(problem: ToolProblem, name: str, arguments: Any) -> Any:
-    """Return the computation of a call as a tree. Raises ValueError for a call which no tool accepts."""
+    """Return the computation of a call as a tree. Raises ValueError for a call that no tool accepts."""
     tool = next((tool for tool in problem.tools if tool.name == name), None)
     if tool is None:
         raise ValueError(f"there is no tool {name!r}"[:100])

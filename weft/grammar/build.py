@@ -51,7 +51,7 @@ def json_schema(schema: Any, *, compact: bool = False, param: str = "response_fo
 
 
 def regex(pattern: str, *, param: str = "guided_regex") -> Grammar:
-    """Return the grammar of texts which match the whole of ``pattern``."""
+    """Return the grammar of texts that match the whole of ``pattern``."""
     if not isinstance(pattern, str) or not pattern:
         _refuse(f"{param} must be a pattern of at least one character", param)
     return Regex(pattern)

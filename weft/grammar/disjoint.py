@@ -79,7 +79,7 @@ class Disjoint:
         )
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
-        """Return the schemas which must hold wherever ``schema`` holds."""
+        """Return the schemas that must hold wherever ``schema`` holds."""
         reference = schema.get("$ref")
         return [*([self._resolve(reference)] if isinstance(reference, str) else ()), *schema.get("allOf", ())]
 
@@ -120,7 +120,7 @@ class Disjoint:
         return values
 
     def _required(self, schema: Any, depth: int) -> dict[str, Any]:
-        """Return name to schema for the properties which every valid object has."""
+        """Return name to schema for the properties that every valid object has."""
         found: dict[str, Any] = {}
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
             return found
@@ -181,7 +181,7 @@ class Disjoint:
 
 
 def _lacks(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return True if ``other`` requires a property which ``one`` forbids."""
+    """Return True if ``other`` requires a property that ``one`` forbids."""
     if one.get("additionalProperties") is not False or one.get("patternProperties"):
         return False
     return any(name not in one.get("properties", {}) for name in other.get("required", ()))

@@ -62,7 +62,7 @@ the ``@``; hostnames have at most six labels of 40 characters; times have no lea
 """
 
 INTEGERS: dict[str, tuple[int, int]] = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**53), 2**53)}
-"""Formats of integers: (minimum, maximum). int64 is limited to integers which a double represents exactly."""
+"""Formats of integers: (minimum, maximum). int64 is limited to integers that a double represents exactly."""
 
 NOTES = frozenset({"float", "double", "password"})
 """Formats without a constraint on the value."""

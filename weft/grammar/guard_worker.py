@@ -1,4 +1,4 @@
-"""A process which compiles grammars to measure the cost.
+"""A process that compiles grammars to measure the cost.
 
     python -m weft.grammar.guard_worker CPU_SECONDS DESCRIPTOR
 

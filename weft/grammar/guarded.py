@@ -60,7 +60,7 @@ _decode = msgspec.msgpack.Decoder(Verdict).decode
 
 
 class Proved:
-    """A grammar which compiles. Stands for the ``CompiledGrammar`` in a process without matchers."""
+    """A grammar that compiles. Stands for the ``CompiledGrammar`` in a process without matchers."""
 
     nbytes = 0
     spent = False
@@ -80,7 +80,7 @@ class GuardedCompiler:
         make: Callable[[Backend], GrammarCompiler] | None = None,
     ) -> None:
         """``backend`` is called for the first grammar. ``seconds``: limit for one compile. ``make``: makes
-        the compiler of this process; None for a process which only checks grammars.
+        the compiler of this process; None for a process that only checks grammars.
         """
         self._backend = backend
         self._seconds = seconds
@@ -93,7 +93,7 @@ class GuardedCompiler:
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Return the compiled grammar, or a ``Proved`` without ``make``.
 
-        Raises InvalidRequest (400) for a grammar the backend cannot enforce or which costs too much. Raises
+        Raises InvalidRequest (400) for a grammar the backend cannot enforce or that costs too much. Raises
         DeadlineExceeded (504) if the machine was too busy, WeftError for an internal error.
         """
         guard, compiler = self._parts()

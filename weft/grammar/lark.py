@@ -174,7 +174,7 @@ def _rules(source: str) -> str:
 
 
 WHITE_SPACE = r"( |\n[ \t]{0,16})?"
-"""White space between two parts of a JSON value which is not compact: none, one blank, or a line end and
+"""White space between two parts of a JSON value that is not compact: none, one blank, or a line end and
 indentation. Without a bound, a model with a preference for white space would write white space forever.
 """
 

@@ -1,6 +1,6 @@
 """Grammars by llguidance: masks are computed token by token from a prefix tree, without precomputed tables.
 
-The library knows only an end token which no model produces. This module decides the ends of turns: an end id
+The library knows only an end token that no model produces. This module decides the ends of turns: an end id
 is allowed exactly where the grammar may end, or where the grammar itself spells the token.
 """
 
@@ -138,7 +138,7 @@ class LlguidanceGrammar:
         return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width, self._spare, self)
 
     def check_start(self) -> None:
-        """Raise InvalidRequest for a grammar which no output satisfies. Computes the first mask, which later
+        """Raise InvalidRequest for a grammar that no output satisfies. Computes the first mask, which later
         matchers reuse.
         """
         words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
@@ -221,7 +221,7 @@ class LlguidanceMatcher:
         direct = count == words.shape[1] and words.flags.c_contiguous
         buffer = words if direct else np.empty((len(rows), count), np.int32)
         failed: list[int] = []
-        ending: list[int] = []  # rows which may end
+        ending: list[int] = []  # rows that may end
         at, size = buffer.ctypes.data, 4 * count
         for number, row in enumerate(rows):
             # After an end id, only end ids may follow.
@@ -261,7 +261,7 @@ class LlguidanceMatcher:
         use.
 
         Other outputs also add states to a shared lexer, and these states must not affect this output. A full
-        lexer appears as an error of a mask. A token which needs a new state, however, is refused without an
+        lexer appears as an error of a mask. A token that needs a new state, however, is refused without an
         error. Therefore the first refusal without an error is tried again. Masks allow only valid samples, so
         refusals are rare.
         """

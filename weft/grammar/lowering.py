@@ -1,4 +1,4 @@
-"""Reduce a grammar tree to the few forms which backends translate. Tags become tokens, triggers become
+"""Reduce a grammar tree to the few forms that backends translate. Tags become tokens, triggers become
 sequences.
 
 Literal | Until | Pattern | Json | Rules | Choice | Chain | Loop | Token
@@ -40,7 +40,7 @@ class Until(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """Text which matches the whole of a regular expression."""
+    """Text that matches the whole of a regular expression."""
 
     regex: str
 

@@ -22,11 +22,11 @@ _OF_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _MERGED = _OF_TYPE["number"] | _OF_TYPE["string"] | {"type"}
-"""Keywords which can move out of allOf."""
+"""Keywords that can move out of allOf."""
 _NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")
-"""A negated class. xgrammar excludes the characters which need an escape."""
+"""A negated class. xgrammar excludes the characters that need an escape."""
 _QUOTED = re.compile(r'"|\\\\|\\u00[01]')
-"""Characters which need an escape in a JSON string."""
+"""Characters that need an escape in a JSON string."""
 
 
 def narrow(schema: Any) -> Any:
@@ -75,7 +75,7 @@ def _without_all_of(schema: dict[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in schema.items() if key != "allOf"}
     if len(parts) == 1 and not rest and isinstance(parts[0], dict):
         return _without_all_of(parts[0])
-    # Merge only keywords which xgrammar reads side by side, each at most once.
+    # Merge only keywords that xgrammar reads side by side, each at most once.
     for part in parts:
         if not isinstance(part, dict) or set(part) - _MERGED or set(part) & set(rest) or set(rest) - _MERGED:
             _refuse("allOf of several schemas")

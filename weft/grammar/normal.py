@@ -123,7 +123,7 @@ class _Names:
         old = isinstance(draft, str) and ("draft-03" in draft or "draft-04" in draft)
         self._key = "id" if old else "$id"
         self._bases: dict[str, str] = {"": ""}
-        """Pointer to URI, for each schema which starts an embedded document."""
+        """Pointer to URI, for each schema that starts an embedded document."""
         self._places: dict[str, str] = {}
         """URI to pointer. The URI of an anchor contains ``#``."""
         self._around: dict[str, str] = {"": ""}

@@ -2,7 +2,7 @@
 texts.
 
 Dialects disagree about ``\\d``, ``\\s``, ``.``, ``$`` and about literal characters in a class. The result
-uses only syntax with the same meaning in all dialects. The result never accepts a text which some dialect
+uses only syntax with the same meaning in all dialects. The result never accepts a text that some dialect
 would reject. Syntax without such a form (look-around, ``\\b``, references, flags) is refused.
 """
 
@@ -62,7 +62,7 @@ JSON_STRING = Dialect(
     optional="{0,1}",
     excluded=r'"\\\u0000-\u001f\ud800-\udfff',
 )
-"""For characters which stand for themselves in a JSON string."""
+"""For characters that stand for themselves in a JSON string."""
 
 
 def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:

@@ -1,4 +1,4 @@
-"""Express ``propertyNames`` by keywords which grammars support: single names, or one pattern."""
+"""Express ``propertyNames`` by keywords that grammars support: single names, or one pattern."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Read JSON schemas strictly: keep every part a backend can enforce exactly, refuse everything else by name.
 
 The result has the same meaning with fewer keywords. Annotations are dropped. Formats and patterns become one
-whole-text pattern. ``oneOf`` of mutually exclusive schemas becomes ``anyOf``. For requests which allow a
+whole-text pattern. ``oneOf`` of mutually exclusive schemas becomes ``anyOf``. For requests that allow a
 loose schema, ``loose.py`` removes the keywords refused here.
 """
 
@@ -392,7 +392,7 @@ class SchemaReader:
 
 
 def _same_place(schema: Any) -> Iterator[str]:
-    """Yield the references which apply to the same value as ``schema``."""
+    """Yield the references that apply to the same value as ``schema``."""
     if not isinstance(schema, dict):
         return
     if "$ref" in schema:

@@ -10,7 +10,7 @@ from weft.common.errors import InvalidRequest
 MAX_COUNT = 100_000
 """Maximum value of minItems, maxLength and similar keywords."""
 MAX_EXACT = 2**53
-"""Largest integer which every JSON reader represents exactly."""
+"""Largest integer that every JSON reader represents exactly."""
 
 
 class Unheld(InvalidRequest):

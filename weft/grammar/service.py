@@ -57,7 +57,7 @@ class Compile:
     def result(self) -> CompiledGrammar:
         """Return the compiled grammar. Call only if ``done``.
 
-        Raises InvalidRequest (400) for a grammar the backend cannot enforce or which costs too much. Raises
+        Raises InvalidRequest (400) for a grammar the backend cannot enforce or that costs too much. Raises
         DeadlineExceeded (504) after the deadline, Overloaded (429) if this client has too many grammars
         waiting, and Unavailable (503) if all clients together have too many or the server is stopping.
         """
@@ -264,7 +264,7 @@ class GrammarService:
                 if work.wanted:
                     work.taken = True
                     self._running[client] = self._running.get(client, 0) + 1
-                    # Round robin: a client which got a place goes to the end.
+                    # Round robin: a client that got a place goes to the end.
                     if queue:
                         self._queues.move_to_end(client)
                     else:
@@ -276,7 +276,7 @@ class GrammarService:
         return None
 
     def _run(self, work: _Work, client: int) -> None:
-        """Thread body: compile until no work is left. The number of threads stays at most ``PLACES``."""
+        """Compile until no work is left: the body of a thread. At most ``PLACES`` such threads run."""
         going: tuple[_Work, int] | None = (work, client)
         while going is not None:
             work, client = going

@@ -68,7 +68,7 @@ def to_format(
 
 
 def _until(node: Until) -> dict[str, Any]:
-    """Return the format of free text. Raises InvalidRequest for an end which overlaps with itself."""
+    """Return the format of free text. Raises InvalidRequest for an end that overlaps with itself."""
     without = [text for text in node.without if text != node.end]
     text = {"type": "any_text", "excludes": [MARK, *without]}
     if not node.end:

@@ -24,7 +24,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     the tokenizer.
     """
     controls: dict[str, int]
-    """Tokens which never occur in free text, patterns or JSON. Only a grammar which spells such a token
+    """Tokens that never occur in free text, patterns or JSON. Only a grammar that spells such a token
     allows the token.
     """
     end_ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """Width of the logits."""
 
     def spare(self) -> int:
-        """Return an id which no model produces: the id behind all used ids."""
+        """Return an id that no model produces: the id behind all used ids."""
         used = max((number for number, token in enumerate(self.tokens) if token), default=-1)
         used = max(used, *self.controls.values(), *self.end_ids, -1)
         return used + 1
@@ -42,7 +42,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
     """Return the vocabulary of ``tokenizer``.
 
-    Raises ConfigError for a tokenizer without bytes per token (a decoder which only reads whole texts).
+    Raises ConfigError for a tokenizer without bytes per token (a decoder that only reads whole texts).
     """
     if tokenizer.form.join == "whole":
         raise ConfigError(

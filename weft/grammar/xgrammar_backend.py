@@ -1,6 +1,6 @@
 """Grammars by xgrammar: most of each mask is computed during the compile. Imports torch.
 
-xgrammar enforces fewer keywords of JSON Schema (see ``narrow``). The library knows only an end token which no
+xgrammar enforces fewer keywords of JSON Schema (see ``narrow``). The library knows only an end token that no
 model produces. An end id is allowed exactly where the grammar may end, or where the grammar itself spells
 that token.
 """
@@ -174,11 +174,11 @@ def make_xgrammar(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> Xg
 
 
 MAX_WHITE_SPACE = 17
-"""Maximum characters between two parts of a JSON value which is not compact; see ``lark.WHITE_SPACE``."""
+"""Maximum characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
 
 
 def _check_start(compiled: XgrammarGrammar, size: int) -> None:
-    """Raise InvalidRequest for a grammar which no output satisfies, or with too slow masks."""
+    """Raise InvalidRequest for a grammar that no output satisfies, or with too slow masks."""
     words = np.zeros((size + 31) // 32, np.int32)
     matcher = compiled.matcher()
     start = time.thread_time()

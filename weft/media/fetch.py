@@ -1,4 +1,4 @@
-"""Fetch one file by http(s) for a client which may try to reach internal hosts through this server.
+"""Fetch one file by http(s) for a client that may try to reach internal hosts through this server.
 
 The host is resolved once, and every address must be public. The connection goes to one of these addresses,
 not to the name. A later change of the name's addresses therefore has no effect. Each redirect is a new URL

@@ -178,7 +178,7 @@ class MediaService:
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
             raise late.at(places[0]) from None
-        # A reply which cannot be decoded is a server error, not an error of the image.
+        # A reply that cannot be decoded is a server error, not an error of the image.
         except (WorkerDied, ValueError, msgspec.DecodeError):
             raise _failed(places[0]) from None
 

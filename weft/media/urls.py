@@ -1,6 +1,6 @@
 """URLs of images: ``data:`` URLs with the bytes inside, and http(s) if the server's owner allows http(s).
 
-Nothing is repaired. Any URL which two programs could read differently (userinfo, backslashes, numbers as
+Nothing is repaired. Any URL that two programs could read differently (userinfo, backslashes, numbers as
 hosts) is refused. Only then is the checked host certainly the contacted host.
 """
 
@@ -117,7 +117,7 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
         raise BadMedia(f"has a URL of more than {MAX_URL} characters", REFUSED)
     if not url.isascii() or not url.isprintable() or any(c in url for c in ' \\"<>^`{|}'):
         raise BadMedia("has a URL with characters that must be percent-encoded", REFUSED)
-    # Each check refuses a form which other URL parsers read differently.
+    # Each check refuses a form that other URL parsers read differently.
     whole = _WEB.fullmatch(url.partition("#")[0])
     if whole is None:
         raise BadMedia("has a URL of another form than https://host/path", REFUSED)

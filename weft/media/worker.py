@@ -1,4 +1,4 @@
-"""A process which fetches or decodes images for an API server.
+"""A process that fetches or decodes images for an API server.
 
     python -m weft.media.worker CPU_SECONDS DESCRIPTOR
 
@@ -36,7 +36,7 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 NICENESS = 10
-"""Lower priority than the workers which read requests."""
+"""Lower priority than the workers that read requests."""
 LONG_NICENESS = 19
 """Niceness of a long decode."""
 GRACE_S = 1.0

@@ -1,4 +1,4 @@
-"""Find the order of roles which a chat template can show, and rearrange messages to fit.
+"""Find the order of roles that a chat template can show, and rearrange messages to fit.
 
 Templates differ in system messages. Most show only a first system message. Others refuse a later system
 message, or drop a later message silently. Instructions of an application must reach the model, so messages

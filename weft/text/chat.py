@@ -1,4 +1,4 @@
-"""Convert messages to a prompt: validation, the template, and special tokens which only the template can
+"""Convert messages to a prompt: validation, the template, and special tokens that only the template can
 write.
 
 User text and template text end up in one string. Three steps keep user text from becoming control tokens:
@@ -13,7 +13,7 @@ User text and template text end up in one string. Three steps keep user text fro
 
 Strings without any similarity to a special token stay untouched: nearly all strings. Operations of the
 template on these strings (``in``, ``split``, ``trim``) have the usual results. Roles are a closed list,
-because templates build tokens from roles. Limit: a template which deletes characters *inside* a string could
+because templates build tokens from roles. Limit: a template that deletes characters *inside* a string could
 join the two sides of a mark, but only by deleting the digits one by one. No known template does so.
 """
 
@@ -304,7 +304,7 @@ class ChatFormat:
         return self._form
 
     def ends_of_turn(self) -> set[int]:
-        """Return the ids of the added tokens which the template writes behind a complete turn of the
+        """Return the ids of the added tokens that the template writes behind a complete turn of the
         assistant.
 
         If a template marks only the start of messages, the token of the next role ends a turn.

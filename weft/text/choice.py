@@ -45,7 +45,7 @@ class Choice:
 
     ``text``, ``token_ids`` and ``logprobs`` are cumulative. A stop string ends the choice at the first
     completing token, never before ``min_tokens``. The text then ends before the match, or behind the match
-    with ``include_stop_str_in_output``. A token which ends the sequence counts in ``token_ids``. Such a token
+    with ``include_stop_str_in_output``. A token that ends the sequence counts in ``token_ids``. Such a token
     gives text only with ``include_stop_str_in_output``.
 
     With ``emitted_ids``, the client already has these tokens. The tokens count everywhere, no delta repeats
@@ -179,7 +179,7 @@ class Choice:
         return self._end(fresh, "error", error=error)
 
     def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
-        """Add an event's tokens, up to the token which completes a stop string."""
+        """Add an event's tokens, up to the token that completes a stop string."""
         last = len(event.token_ids) - 1
         for at, token in enumerate(event.token_ids):
             self.token_ids.append(token)

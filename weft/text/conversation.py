@@ -1,4 +1,4 @@
-"""Checked messages and tools in the form which a chat template reads: see ``forms.py``."""
+"""Checked messages and tools in the form that a chat template reads: see ``forms.py``."""
 
 from __future__ import annotations
 

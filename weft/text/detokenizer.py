@@ -57,7 +57,7 @@ class Detokenizer:
         U+FFFD per byte.
         """
         self._ids: list[int] = []
-        """All ids, for a decoder which only decodes the whole."""
+        """All ids, for a decoder that only decodes the whole."""
 
     def push(self, token: int) -> str:
         """Add the next token and return the newly certain text."""

@@ -35,7 +35,7 @@ _OTHER = "probe9b0e"
 _RESULT = "probe5d21"
 _ASKED = "probe4e88"
 _REPRS = ("{'type'", '{"type"')
-"""Signs of a list of parts which a template printed instead of reading the parts."""
+"""Signs of a list of parts that a template printed instead of reading the parts."""
 _EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
 

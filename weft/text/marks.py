@@ -1,4 +1,4 @@
-"""Marks which keep the text of a request from spelling special tokens; ``chat.py`` describes their use."""
+"""Marks that keep the text of a request from spelling special tokens; ``chat.py`` describes their use."""
 
 from __future__ import annotations
 

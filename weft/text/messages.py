@@ -35,10 +35,10 @@ _NOT_BUILT = (
     "prefix",
     "partial",
 )
-"""Unsupported fields which clients send back empty. A value in such a field is refused."""
+"""Unsupported fields that clients send back empty. A value in such a field is refused."""
 _REASONING = ("reasoning_content", "reasoning")
 PARTIAL = "partial_json"
-"""Key under which the template receives arguments which are not a JSON object."""
+"""Key under which the template receives arguments that are not a JSON object."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_EFFECT = ("id", "cache_control")
 """Ignored fields of any message: client-side ids, and cache hints (prefix caching is automatic here)."""
@@ -136,7 +136,7 @@ class CallMade(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
             return None
-        # An escaped lone surrogate decodes to a string which no tokenizer accepts.
+        # An escaped lone surrogate decodes to a string that no tokenizer accepts.
         escapes = _SURROGATE.search(self.arguments) is not None
         return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
 

@@ -17,7 +17,7 @@ from tokenizers import decoders
 
 Join = Literal["level", "fallback", "plain", "whole"]
 """How pieces become text. level: a UTF-8 byte stream, with invalid parts replaced. fallback: strings, and
-runs of single bytes which are text only if the whole run is valid. plain: strings. whole: only the decoder
+runs of single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder
 itself can join.
 """
 

@@ -1,4 +1,4 @@
-"""An encoder which never produces special tokens from outside text.
+"""An encoder that never produces special tokens from outside text.
 
 Every special token is *renamed*, in the added tokens and in the model's vocabulary. The new name is a random
 number of forty digits, known only to this process. Ids, flags and the rest of the pipeline stay. Text with
@@ -24,7 +24,7 @@ _DIGITS = 40
 
 
 def secret_digits() -> str:
-    """Return a random string of digits which clients cannot guess. All such strings have the same length.
+    """Return a random string of digits that clients cannot guess. All such strings have the same length.
 
     Digits survive every normalizer, ``upper``, ``lower``, ``trim`` and JSON escaping.
     """

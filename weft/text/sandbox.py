@@ -73,9 +73,9 @@ _KEEPS_WORDS = frozenset(
         *("upper", "wordcount"),
     )
 )
-"""Filters which pass values on, compare values, or write a ``Word`` with its marks."""
+"""Filters that pass values on, compare values, or write a ``Word`` with its marks."""
 _MAKES_TEXT = frozenset(("center", "format", "format_map", "join", "ljust", "replace", "rjust"))
-"""String methods which insert their arguments into a text."""
+"""String methods that insert their arguments into a text."""
 
 
 class _Generation(Extension):

@@ -1,6 +1,6 @@
 """Cuts of a text before encoding: at special tokens, at length limits, and with a space in front.
 
-Two kinds of vocabulary need cuts which a tokenizer.json cannot express. SentencePiece puts a space before
+Two kinds of vocabulary need cuts that a tokenizer.json cannot express. SentencePiece puts a space before
 each text, but not behind user-defined pieces. Kimi's tokenizer cuts long texts and long runs before byte
 merges, and no token crosses a cut.
 """

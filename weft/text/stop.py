@@ -1,6 +1,6 @@
 """Stop strings in a stream of text, independent of the division into pieces.
 
-The match which *completes* first ends the text. Of several matches completed by the same character, the
+The match that *completes* first ends the text. Of several matches completed by the same character, the
 longest wins. One Knuth-Morris-Pratt automaton per stop string makes the cost per character independent of the
 held text.
 """
@@ -17,7 +17,7 @@ class StopMatch(msgspec.Struct, frozen=True):
 
     stop: str
     text: str
-    """Text before the match which was not given out yet."""
+    """Text before the match that was not given out yet."""
     rest: int
     """Characters of the pushed piece after the match."""
 
@@ -47,7 +47,7 @@ class StopFinder:
         return bool(self._stops)
 
     def push(self, piece: str, *, ignore: bool = False) -> str | StopMatch:
-        """Add the next piece. Return the text which no stop string can reach any more, or the match.
+        """Add the next piece. Return the text that no stop string can reach any more, or the match.
 
         With ``ignore``, matches completed in this piece do not count. The finder must not be used after a
         match.
@@ -69,7 +69,7 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def _reach(self, number: int) -> int:
-        """Return the number of trailing characters which may begin stop string ``number``. An ignored match
+        """Return the number of trailing characters that may begin stop string ``number``. An ignored match
         is over: only its overlap counts.
         """
         state = self._states[number]
@@ -102,7 +102,7 @@ class StopFinder:
         best: int | None = None
         for number, (stop, table) in enumerate(zip(self._stops, self._tables, strict=True)):
             state = self._states[number]
-            # Fall back to the longest prefix which continues with ``char``; a complete match also falls back.
+            # Fall back to the longest prefix that continues with ``char``; a complete match also falls back.
             while state and (state == len(stop) or stop[state] != char):
                 state = table[state - 1]
             if stop[state] == char:
@@ -114,7 +114,7 @@ class StopFinder:
 
 
 def _failure(stop: str) -> list[int]:
-    """Return the KMP table. table[i]: length of the longest proper prefix of ``stop[: i + 1]`` which is also
+    """Return the KMP table. table[i]: length of the longest proper prefix of ``stop[: i + 1]`` that is also
     its suffix.
     """
     table = [0] * len(stop)

@@ -34,7 +34,7 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Maximum tokens of prompt and output together."""
     end_ids: tuple[int, ...]
-    """Ids which end a sequence unless ``ignore_eos``."""
+    """Ids that end a sequence unless ``ignore_eos``."""
 
 
 class IdMint:

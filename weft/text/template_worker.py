@@ -1,4 +1,4 @@
-"""A process which compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
+"""A process that compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
 
 A payload is a JSON object with ``source``. For rendering, the payload also has ``variables``, the ``tag`` of
 words in ``variables``, and ``seconds``. The reply has the ``facts`` of the template or the ``text``; or

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Word(str):
-    """A string which is the start, the end or the middle of a special token.
+    """A string that is the start, the end or the middle of a special token.
 
     A template may compare ``type == "object"`` although the tokenizer has ``<|object_ref_start|>``.
     Comparisons, hashes and tests therefore see the plain text. Any conversion to text uses ``str(word)``,
@@ -80,7 +80,7 @@ for _name in (
 
 
 def written(value: Any) -> Any:
-    """Return ``value`` with each word as its marked text, at any depth, for operations which make text."""
+    """Return ``value`` with each word as its marked text, at any depth, for operations that make text."""
     if type(value) is Word:
         return str(value)
     if isinstance(value, list | tuple):

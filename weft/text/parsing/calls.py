@@ -100,7 +100,7 @@ class CallReader:
         cursor.
 
         The name stands at position ``start``. One of ``ends`` follows the arguments. Return True also for
-        arguments which break later.
+        arguments that break later.
         """
         tape = self._tape
         if name not in self._tools or not self.allowed or not (yield from tape.blank()):

@@ -188,7 +188,7 @@ class Channels(_Part, frozen=True, kw_only=True):
     prefix: str
     """The text before a tool's name in a recipient."""
     nobody: tuple[str, ...] = ("assistant", "user", "all")
-    """Recipients which are not tools."""
+    """Recipients that are not tools."""
 
 
 class OutputFormat(_Part, frozen=True, kw_only=True):
@@ -267,7 +267,7 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
         return None
     parts = [part for part in (thinking, calling) if part is not None]
     channels = next((part.channels for part in parts if part.channels is not None), None)
-    # A format with channels reads reasoning and calls only for the flag which named that format.
+    # A format with channels reads reasoning and calls only for the flag that named that format.
     made = OutputFormat(
         name="+".join(dict.fromkeys(part.name for part in parts)),
         thoughts=() if thinking is None else thinking.thoughts,

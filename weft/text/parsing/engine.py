@@ -298,7 +298,7 @@ class OutputEngine:
     def _enter(self, thought: Thought) -> Reading[None]:
         """Skip white space at the start of a reasoning block.
 
-        Skip the opening tag too, if the output repeats the tag which the prompt already ended with.
+        Skip the opening tag too, if the output repeats the tag that the prompt already ended with.
         """
         tape = self.tape
         yield from self._blank()

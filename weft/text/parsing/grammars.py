@@ -144,7 +144,7 @@ class OutputGrammars:
         first = self._declared.calls[0]
         if first.line_start:
             bracket = first.triggers[0]
-            line = rf"[^\s\{bracket}<][^\n]*"  # a line which does not begin with a bracket or a tag
+            line = rf"[^\s\{bracket}<][^\n]*"  # a line that does not begin with a bracket or a tag
             other = Regex(rf"{line}(?:\n[ \t\r]*(?:{line})?)*")
             return OneOf((self._required(first, tools, parallel=parallel), other, Text("")))
         # Spellings with the same trigger are alternatives behind that trigger.

@@ -59,7 +59,7 @@ class JsonObjectScanner:
     def take(self, text: str, start: int) -> int:
         """Read ``text`` from ``start``. Return the index behind the last character taken.
 
-        Reading stops at the end of the text, at the end of the object (``whole``), or at a character which
+        Reading stops at the end of the text, at the end of the object (``whole``), or at a character that
         cannot be part of the object (``broken``).
         """
         at = start

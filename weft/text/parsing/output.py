@@ -96,7 +96,7 @@ class ModelOutput:
     def in_thought(self, prompt: str, continued: str) -> bool:
         """Return True if the output after ``prompt`` starts inside a reasoning block.
 
-        ``continued`` is the text of the assistant message which the output continues, or "".
+        ``continued`` is the text of the assistant message that the output continues, or "".
         """
         if self.declared is None:
             return False

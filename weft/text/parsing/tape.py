@@ -23,7 +23,7 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 """A generator with result T. Each yield waits for more text."""
 MAX_BLANK = 64
-"""Characters of white space beside a mark which may belong to the mark. Longer white space is text."""
+"""Characters of white space beside a mark that may belong to the mark. Longer white space is text."""
 _FORGET = 1 << 12
 _FENCE = 3
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -40,7 +40,7 @@ class Texts:
         self._longest = max(map(len, ordered), default=1) - 1
 
     def held(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` which may be the beginning of a searched text."""
+        """Return the length of the longest end of ``text`` that may be the beginning of a searched text."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self._heads:
                 return size

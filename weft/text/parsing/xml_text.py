@@ -30,7 +30,7 @@ class ParameterReader:
         self._misspelled: frozenset[str] = frozenset()
         """Misspelled forms of the closing tag of the current value."""
         self._marks = Texts(())
-        """All texts which may end the current value."""
+        """All texts that may end the current value."""
         self._begin = 0
         """Position of the start of the current value."""
         self._scan = 0
@@ -162,7 +162,7 @@ class ParameterReader:
                 return True
 
     def _other(self, types: tuple[str, ...]) -> Reading[bool]:
-        """Gather a value which is not only a string and write the value as JSON. Return False if cut off."""
+        """Gather a value that is not only a string and write the value as JSON. Return False if cut off."""
         tape = self._tape
         pieces: list[str] = []
         while True:

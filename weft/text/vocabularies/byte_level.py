@@ -1,6 +1,6 @@
 """Byte-level BPE by ranks (tiktoken) in the form of a tokenizer.json.
 
-tiktoken merges the neighbours with the lowest rank of the merged token first. A word which is a token stays
+tiktoken merges the neighbours with the lowest rank of the merged token first. A word that is a token stays
 whole. A tokenizer.json expresses the same rules with ``ignore_merges`` and a list of merges. The list has
 *every* split of every token, in the order of the tokens' ranks.
 """
@@ -75,7 +75,7 @@ def tokenizer_json(
 
 
 def merges_by_rank(tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """Return every pair of tokens which makes a token, in the order of the made tokens' ranks."""
+    """Return every pair of tokens that makes a token, in the order of the made tokens' ranks."""
     rank = {token: number for number, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
     for token in tokens:

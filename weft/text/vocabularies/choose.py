@@ -24,7 +24,7 @@ _ADDED = "added_tokens.json"
 def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
     """Return the vocabulary of the folder ``root``. ``config`` is the content of tokenizer_config.json.
 
-    Search order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A tokenizer.json which
+    Search order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A tokenizer.json that
     contradicts an original file beside it is not used. Raises ConfigError without a readable vocabulary.
     """
     own = root / _OWN

@@ -30,7 +30,7 @@ class Converted(msgspec.Struct, frozen=True, kw_only=True):
     special: dict[str, int]
     """Text to id of the added tokens (for SentencePiece: of the unknown and control pieces)."""
     pattern: str = ""
-    """Regular expression which cuts texts into words; empty without cuts."""
+    """Regular expression that cuts texts into words; empty without cuts."""
     segmentation: Segmentation = Segmentation()
 
 
@@ -39,7 +39,7 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
     if present.
 
     The file name is a digest of the content, so a changed file is converted again. Files are replaced
-    atomically, and concurrent processes write the same content. A cache which cannot be written only costs
+    atomically, and concurrent processes write the same content. A cache that cannot be written only costs
     time.
     """
     seen = hashlib.sha256(f"{_VERSION}\0{len(source)}\0".encode())

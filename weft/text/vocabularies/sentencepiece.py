@@ -162,7 +162,7 @@ def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
 
 
 def _check(model: Model) -> None:
-    """Raise ConfigError for a model which the conversion cannot reproduce exactly."""
+    """Raise ConfigError for a model that the conversion cannot reproduce exactly."""
     if model.algorithm != 2:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise unusable(NAME, f"its algorithm is {kind}, and only BPE is read")

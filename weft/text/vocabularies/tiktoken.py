@@ -33,7 +33,7 @@ _HAN_FIRST = "|".join(
 
 
 class _Rules(msgspec.Struct, frozen=True):
-    """The facts which a tokenizer's class adds to the ranks."""
+    """The facts that a tokenizer's class adds to the ranks."""
 
     pattern: str
     specials: int
