@@ -1,6 +1,6 @@
 """Messages between an API server and its media workers: a task and a reply, each followed by raw bytes.
 
-    head length (4 bytes, little-endian) | head (msgpack) | rest: file or pixels, never packed
+head length (4 bytes, little-endian) | head (msgpack) | rest: file or pixels, never packed
 """
 
 from __future__ import annotations
