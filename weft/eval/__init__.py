@@ -1,1 +1,1 @@
-"""Evaluation tasks that need no download: generated problems with exact answers (torch-free)."""
+"""Evaluation tasks without downloads: generated problems with exact answers. The package imports no torch."""

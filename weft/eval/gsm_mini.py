@@ -1,10 +1,11 @@
-"""gsm-mini: generated arithmetic word problems with worked steps, in the form of GSM8K.
+"""gsm-mini: generated arithmetic word problems with worked steps, in the format of GSM8K.
 
 Everything is derived from a seed, so the task needs no download. Two things are held out of training by hash:
 sentence templates (see ``gsm_templates``), and operand pairs ``(op, a, b)`` with an operand of 10 or more.
-Every test problem has held-out templates only and needs a held-out pair; training never has either.
+Every test problem has only held-out templates and needs a held-out pair. Training problems never have either.
 
-Only ``random.Random(str).random()`` is drawn from, which Python keeps stable over versions and platforms.
+Randomness comes only from ``random.Random(str).random()``, which Python keeps stable across versions and
+platforms.
 """
 
 import re
@@ -25,7 +26,7 @@ TEST_SEED = 2026
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, its worked solution ending in ``#### answer``, and what it was made of."""
+    """A question, the worked solution with ``#### answer`` at the end, and the templates and pairs used."""
 
     question: str
     solution: str
@@ -35,15 +36,15 @@ class Problem:
 
 
 def pair_key(op: str, a: int, b: int) -> tuple[str, int, int]:
-    """The identity of an operand pair: order does not count for + and x."""
+    """Return the identity of an operand pair. Order does not count for + and x."""
     return (op, min(a, b), max(a, b)) if op in "+x" else (op, a, b)
 
 
 def is_held_out_pair(op: str, a: int, b: int) -> bool:
-    """Whether an operand pair belongs to the test side.
+    """Return True if an operand pair belongs to the test side.
 
-    What is known by heart rather than worked out never does: two one-digit numbers, the multiplication
-    table read backwards (42 / 6), and a round number plus a digit (40 + 2).
+    Facts known by heart are never held out: two one-digit numbers, the reversed multiplication table (42 /
+    6), and a round number plus a digit (40 + 2).
     """
     op, a, b = pair_key(op, a, b)
     by_heart = (
@@ -55,20 +56,22 @@ def is_held_out_pair(op: str, a: int, b: int) -> bool:
 
 
 def _pairs(step: Step) -> Iterator[tuple[str, int, int]]:
-    """The operand pairs that a worked line shows: the step's own and those of the additions inside it."""
+    """Yield the operand pairs in a worked line: the pair of the step and the pairs of its inner additions."""
     yield pair_key(step.op, step.a, step.b)
     for part in step.parts():
         yield pair_key(part.op, part.a, part.b)
 
 
 def problems(split: Split, seed: int) -> Iterator[Problem]:
-    """Problems of a split without end, in an order fixed by ``seed``."""
+    """Yield problems of a split forever, in an order fixed by ``seed``."""
     rng = Rng(f"gsm-mini {split} {seed}")
     while True:
         try:
             story = write_story(rng, split == "test")
         except Impossible:
             continue
+        # Test problems need a held-out step. Training excludes inner additions too, so no held-out pair is
+        # ever shown.
         held_out = any(is_held_out_pair(step.op, step.a, step.b) for step in story.steps)
         shown = tuple(pair for step in story.steps for pair in _pairs(step))
         if split == "train" and any(is_held_out_pair(*pair) for pair in shown):
@@ -91,7 +94,7 @@ def _test_problems(n: int) -> tuple[Problem, ...]:
 
 
 def test_set(n: int = 500) -> list[Problem]:  # noqa: PT028  (not a pytest test)
-    """The first ``n`` distinct problems of the fixed test set."""
+    """Return the first ``n`` distinct problems of the fixed test set."""
     return list(_test_problems(n))
 
 
@@ -101,12 +104,12 @@ _ANSWER = re.compile(r"####\s*\$?\s*(-?\d[\d,]*)")
 
 
 def extract_answer(text: str) -> int | None:
-    """The number after the last ``####`` of a worked solution, or None when there is none."""
+    """Return the number after the last ``####`` of a worked solution, or None."""
     found = _ANSWER.match(text, text.rfind("####")) if "####" in text else None
     return int(found.group(1).replace(",", "")) if found else None
 
 
 def score(solutions: Iterable[str], expected: Iterable[Problem]) -> int:
-    """How many solutions end in the expected problem's answer."""
+    """Return the number of solutions that end in the expected answer."""
     pairs = zip(solutions, expected, strict=True)
     return sum(extract_answer(text) == problem.answer for text, problem in pairs)

@@ -1,4 +1,4 @@
-"""The plots of the gsm-mini stories: which sentences follow each other, and the arithmetic they ask for."""
+"""The plots of the gsm-mini stories: the order of sentences and the arithmetic steps."""
 
 from collections.abc import Callable
 
@@ -13,6 +13,7 @@ _TIMES_VERB = {2: "[double|doubles|doubled]", 3: "[triple|triples|tripled]"}
 
 
 def _open_running(s: Story) -> None:
+    """Open with a first amount: given, a product of groups, or a sum."""
     roll = s.rng.below(100)
     if roll < (70 if s.max_steps == 1 else 60):
         s.value = s.amount()
@@ -31,7 +32,7 @@ def _gain(s: Story) -> None:
     b = s.more()
     last = (
         len(s.steps) + 1 == s.max_steps
-    )  # nothing may follow in which "and eats 3" would have another subject
+    )  # no later sentence such as "and eats 3", which would have another subject
     s.say(t.GIVEN if last and s.rng.chance(0.3) else t.GAIN, b=b)
     s.step("+", s.value, b)
 
@@ -62,7 +63,7 @@ def _scale(s: Story) -> None:
         s.say(t.HALF)
         s.step("/", s.value, 2)
         s.lost = True
-        if len(s.steps) == s.max_steps:  # "how many are left" after a half is the half itself
+        if len(s.steps) == s.max_steps:  # the number left after a half equals the half
             return
     else:
         times = 2 if s.rng.chance(0.7) else 3
@@ -71,7 +72,7 @@ def _scale(s: Story) -> None:
 
 
 def _finish_running(s: Story) -> bool:
-    """End with a last step of another kind; False when this story should not."""
+    """End with a last step of another kind. Return False if no such step fits this story."""
     roll = s.rng.below(100)
     if roll < 45:
         divisors = [d for d in range(2, 13) if s.value % d == 0 and 2 <= s.value // d <= 50]
@@ -92,6 +93,7 @@ def _finish_running(s: Story) -> bool:
 
 
 def _running(s: Story) -> None:
+    """Write a story of one person with one thing: gains, losses and a question."""
     _open_running(s)
     while len(s.steps) < s.max_steps:
         room, roll = s.max_steps - len(s.steps), s.rng.below(100)
@@ -104,6 +106,7 @@ def _running(s: Story) -> None:
         elif roll < 90:
             _scale(s)
         elif room >= 2:
+            # These two need two steps: a product, then a sum or difference.
             (_gain_groups if s.rng.chance(0.5) else _loss_each)(s)
     s.say(t.ASK_LEFT if s.lost and s.rng.chance(0.3) else t.ASK_LOSS if s.lost else t.ASK_GAIN)
 
@@ -112,6 +115,7 @@ def _running(s: Story) -> None:
 
 
 def _relate(s: Story) -> None:
+    """Relate the other person's amount to the first amount."""
     a, roll = s.value, s.rng.below(100)
     if roll < 35:
         b = s.more()
@@ -131,10 +135,12 @@ def _relate(s: Story) -> None:
 
 
 def _compare(s: Story) -> None:
+    """Write a comparison of two persons' amounts."""
     a = s.value = s.amount()
     s.say(t.COMPARE_FIRST, a=a)
     if s.max_steps == 1 and s.rng.chance(0.5):
         b = s.amount()
+        # Equal amounts would make the question of the difference ambiguous.
         if a == b:
             raise Impossible
         s.say(t.COMPARE_PLAIN, b=b)
@@ -157,6 +163,7 @@ def _compare(s: Story) -> None:
 
 
 def _age(s: Story) -> None:
+    """Write a comparison of two ages, always with one step."""
     if s.plural or s.max_steps > 1:
         raise Impossible
     s.past = False
@@ -172,6 +179,7 @@ def _age(s: Story) -> None:
 
 
 def _money(s: Story) -> None:
+    """Write a story of money gained and spent."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.MONEY_WAGE, a=a, b=b)
@@ -197,6 +205,7 @@ def _money(s: Story) -> None:
 
 
 def _cost(s: Story) -> None:
+    """Write a story of a purchase, with the change as an optional second step."""
     if s.max_steps > 2:
         raise Impossible
     a, b = s.factors(150)
@@ -205,6 +214,7 @@ def _cost(s: Story) -> None:
     if s.max_steps == 1:
         s.say(t.ASK_PAY)
         return
+    # Change is positive: the paid amount exceeds the cost.
     bills = [bill for bill in (20, 50, 100, 150, 200) if bill > cost]
     bill = bills[0] if s.rng.chance(0.6) else s.rng.between(cost + 1, cost + 60)
     s.say(t.CHANGE, b=bill)
@@ -215,6 +225,7 @@ def _cost(s: Story) -> None:
 
 
 def _place(s: Story) -> None:
+    """Write a story of things brought to a place and taken away."""
     if s.max_steps >= 2 and s.rng.chance(0.4):
         a, b = s.factors()
         s.say(t.PLACE_ROWS, a=a, b=b)
@@ -223,6 +234,7 @@ def _place(s: Story) -> None:
         s.value = s.amount()
         s.say(t.PLACE_OPEN, a=s.value)
     while len(s.steps) < s.max_steps:
+        # Each round gains or loses; the question may use "left" only after a loss.
         gain = s.rng.chance(0.5)
         b = s.more() if gain else s.less()
         s.say(t.PLACE_GAIN if gain else t.PLACE_LOSS, b=b)
@@ -232,6 +244,7 @@ def _place(s: Story) -> None:
 
 
 def _parts(s: Story) -> None:
+    """Write a story of a whole with two parts, always with one step."""
     if s.max_steps > 1:
         raise Impossible
     place, x, y, whole = s.rng.pick(words.PARTS)
@@ -254,7 +267,9 @@ _STEPS = (1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 4)
 
 
 def write_story(rng: Rng, held_out: bool, kind: type[Story] = Story) -> Story:
-    """One story from the given side of the templates; raises ``Impossible`` when the draw fails."""
+    """Return one story from the given side of the templates. Raises ``Impossible`` if the draws do not
+    fit.
+    """
     story = kind(rng, held_out, rng.pick(_STEPS))
     roll = rng.below(sum(weight for weight, _ in _FAMILIES))
     for weight, family in _FAMILIES:

@@ -1,4 +1,4 @@
-"""What a gsm-mini story is made of: draws, worked steps and the text. The plots are in ``gsm_plots``."""
+"""The parts of a gsm-mini story: random draws, worked steps and the text. ``gsm_plots`` has the plots."""
 
 import random
 import re
@@ -17,7 +17,7 @@ MAX_VALUE = 400  # no intermediate result or answer is larger
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One arithmetic step ``a op b``; division is exact."""
+    """One arithmetic step ``a op b``. Division is exact."""
 
     op: Op
     a: int
@@ -25,7 +25,7 @@ class Step:
 
     @property
     def result(self) -> int:
-        """The value of the step."""
+        """Value of the step."""
         if self.op == "+":
             return self.a + self.b
         if self.op == "-":
@@ -33,10 +33,11 @@ class Step:
         return self.a * self.b if self.op == "x" else self.a // self.b
 
     def parts(self) -> "tuple[Step, ...]":
-        """The additions that a two-digit product or quotient is worked through.
+        """Return the additions that work out a product or quotient with two digits.
 
-        6 x 14 = 60 + 24 = 84, and 84 / 6 = (60 + 24) / 6 = 10 + 4 = 14; empty where the result is read off.
+        6 x 14 = 60 + 24 = 84, and 84 / 6 = (60 + 24) / 6 = 10 + 4 = 14. Empty if the result needs no work.
         """
+        # Split the larger factor (for a quotient: the result) into tens and ones.
         if self.op == "x":
             small, large = sorted((self.a, self.b))
             if small > 1 and large > 10 and large % 10:
@@ -48,7 +49,7 @@ class Step:
         return ()
 
     def text(self) -> str:
-        """The worked line, such as ``6 x 14 = 60 + 24 = 84``."""
+        """Return the worked line, such as ``6 x 14 = 60 + 24 = 84``."""
         sums = [f"{part.a} + {part.b}" for part in self.parts()]
         if self.op == "/" and sums:
             sums[0] = f"({sums[0]}) / {self.b}"
@@ -56,31 +57,31 @@ class Step:
 
 
 class Impossible(Exception):
-    """The drawn numbers do not fit; the problem is drawn again."""
+    """The drawn numbers do not fit. The caller draws a new problem."""
 
 
 class Rng:
-    """Draws that depend on nothing but ``random.Random.random``."""
+    """Random draws based only on ``random.Random.random``."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
 
     def below(self, n: int) -> int:
-        """A whole number in [0, n)."""
+        """Return an integer in [0, n)."""
         return int(self._random.random() * n)
 
     def between(self, low: int, high: int) -> int:
-        """A whole number in [low, high]; raises when there is none."""
+        """Return an integer in [low, high]. Raises Impossible for an empty range."""
         if high < low:
             raise Impossible
         return low + self.below(high - low + 1)
 
     def chance(self, p: float) -> bool:
-        """True with probability ``p``."""
+        """Return True with probability ``p``."""
         return self._random.random() < p
 
     def pick(self, choices: Sequence[T]) -> T:
-        """One of ``choices``."""
+        """Return one of ``choices``."""
         return choices[self.below(len(choices))]
 
 
@@ -91,7 +92,7 @@ _FORM = re.compile(r"\[([^|\]]*)\|([^|\]]*)(?:\|([^\]]*))?\]")
 
 @dataclass
 class Story:
-    """A story being written: text so far (no final stop), steps, templates used and the running value."""
+    """A story in progress: text so far (without final stop), steps, templates used and running value."""
 
     rng: Rng
     held_out: bool
@@ -100,7 +101,7 @@ class Story:
     value: int = 0
     steps: list[Step] = field(default_factory=list)
     template_ids: list[str] = field(default_factory=list)
-    lost: bool = False  # whether something was given away: the question may say "left"
+    lost: bool = False  # True if something was given away: the question may then use "left"
     slots: dict[str, str] = field(default_factory=dict)
     plural: bool = False
     past: bool = False
@@ -129,7 +130,7 @@ class Story:
         }  # fmt: skip
 
     def say(self, group: t.TemplateGroup, **slots: int | str) -> None:
-        """Append a sentence of ``group`` from this story's side."""
+        """Append a sentence of ``group`` from this story's side (training or held out)."""
         template = self.rng.pick(group.test if self.held_out else group.train)
         text = template.text
         for key, value in (self.slots | {k: str(v) for k, v in slots.items()}).items():
@@ -144,7 +145,7 @@ class Story:
         return str(plural if self.plural else singular)
 
     def step(self, op: Op, a: int, b: int) -> int:
-        """Record a step and return its result; raises ``Impossible`` when it is out of range."""
+        """Record a step and return its result. Raises Impossible for a result out of range."""
         step = Step(op, a, b)
         if not 0 < step.result <= self.largest:
             raise Impossible
@@ -153,7 +154,7 @@ class Story:
         return step.result
 
     def question(self) -> str:
-        """The finished text, with capitals and articles put right."""
+        """Return the finished text, with capitals and articles corrected."""
         text = self.text[0].upper() + self.text[1:]
         text = re.sub(r"\b([Aa]) (?=[aeio])", r"\1n ", text)
         return re.sub(r"(?<=[a-z,] )The (?=[a-z])", "the ", text)
@@ -161,19 +162,19 @@ class Story:
     # numbers ------------------------------------------------------------
 
     def amount(self) -> int:
-        """A first amount."""
+        """Return a first amount."""
         return self.rng.between(2, 20) if self.rng.chance(0.3) else self.rng.between(10, 99)
 
     def more(self) -> int:
-        """An amount that is gained."""
+        """Return an amount to gain."""
         return self.rng.between(2, 12) if self.rng.chance(0.35) else self.rng.between(5, 60)
 
     def less(self) -> int:
-        """An amount that can be taken from the running value."""
+        """Return an amount to take from the running value. Raises Impossible if the value is too small."""
         return self.rng.between(2, min(self.value - 1, 12 if self.rng.chance(0.35) else 60))
 
     def factors(self, limit: int = MAX_VALUE) -> tuple[int, int]:
-        """Two factors, the smaller one of one digit, whose product is at most ``limit``."""
+        """Return two factors, the smaller with one digit. Raises Impossible for a product above ``limit``."""
         small, large = self.rng.between(2, 9), self.rng.between(2, 25 if self.rng.chance(0.6) else 10)
         if small * large > limit:
             raise Impossible

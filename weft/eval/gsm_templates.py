@@ -1,14 +1,16 @@
-"""Sentence templates of the gsm-mini task, split by construction into a training and a held-out side.
+"""Sentence templates of the gsm-mini task, split by construction into a training side and a held-out side.
 
-A template is one choice of (join, frame, verb, tail); its id is those four indices under a group name. A hash
-of the id puts about one in six on the test side, so a held-out sentence is a combination never seen in
-training, made of words that were all seen.
+A template is one choice of (join, frame, verb, tail). The id is the group name with these four indices. A
+hash of the id puts about one in six templates on the test side. A held-out sentence is therefore a new
+combination of words that all occur in training.
 
 Mark-up inside templates:
     ``{name}``            a slot (person, number, item ...), filled by the story.
     ``[buy|buys|bought]`` picked by plural present, singular present, past.
     ``[do|does]``         picked by plural, singular.
-A story's text carries no final stop: each join starts with the stop or the word that continues the sentence.
+
+A story's text carries no final stop: each join starts with the stop, or with the word that continues the
+sentence.
 """
 
 import hashlib
@@ -20,7 +22,7 @@ HELD_OUT_TEMPLATE_MODULUS = 6
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One sentence template: its id and its marked-up text."""
+    """One sentence template: id and marked-up text."""
 
     id: str
     text: str
@@ -36,12 +38,12 @@ class TemplateGroup:
 
 
 def stable_hash(text: str) -> int:
-    """A 64-bit hash of ``text`` that is the same on every platform and Python version."""
+    """Return a 64-bit hash of ``text``, equal on every platform and Python version."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def is_held_out_template(template_id: str) -> bool:
-    """Whether a template id belongs to the test side."""
+    """Return True if a template id belongs to the test side."""
     return stable_hash("gsm-mini template " + template_id) % HELD_OUT_TEMPLATE_MODULUS == 0
 
 
@@ -52,7 +54,7 @@ def group(
     verbs: tuple[str, ...] = ("",),
     tails: tuple[str, ...] = ("",),
 ) -> TemplateGroup:
-    """Every choice of (join, frame, verb, tail), on its side."""
+    """Return a group with every choice of (join, frame, verb, tail), split by side."""
     sides: dict[bool, list[Template]] = {False: [], True: []}
     parts = itertools.product(enumerate(joins), enumerate(frames), enumerate(verbs), enumerate(tails))
     for (i, join), (j, frame), (k, verb), (m, tail) in parts:

@@ -62,5 +62,5 @@ PARTS: tuple[tuple[str, ...], ...] = (
 
 
 def plural(word: str) -> str:
-    """The plural of an item or container."""
+    """Return the plural of an item or container."""
     return _IRREGULAR.get(word, word + "s")

@@ -1,8 +1,8 @@
-"""ocr-mini: lines of text drawn into small images, to be read exactly.
+"""ocr-mini: read lines of text drawn into small images, exactly.
 
-A line is random digits and capitals. A hash of the line puts one in ten on the test side; training sees none
-of these at any place. What is drawn is fixed by a seed, its pixels also by the version of Pillow and of the
-FreeType in it. Only drawing needs Pillow.
+A line is random digits and capitals. A hash of the line puts one in ten lines on the test side, and training
+never uses these lines. A seed fixes all draws. The pixels also depend on the versions of Pillow and of its
+FreeType. Only drawing needs Pillow.
 """
 
 import base64
@@ -25,18 +25,17 @@ ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROMPTS = ("Read the line.", "What does it say?", "What is written here?")
 HELD_OUT_MODULUS = 10
 TEST_SEED = 2026
-TEST_LENGTHS = (4, 8)  # characters, least and most
+TEST_LENGTHS = (4, 8)  # minimum and maximum characters
 WIDTH, HEIGHT = 128, 32  # pixels
-SIZE = 20  # of the letters, pixels
+SIZE = 20  # font size in pixels
 MARGIN = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line, how it is drawn, and the question that goes with it.
+    """A line with its drawing parameters and the question.
 
-    ``place`` shares out the room that is left, to its left and above it, in 256ths; ``ink`` and ``paper`` are
-    grey levels.
+    ``place`` divides the free space to the left and above, in 256ths. ``ink`` and ``paper`` are grey levels.
     """
 
     text: str
@@ -47,12 +46,12 @@ class Line:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a line belongs to the test side."""
+    """Return True if a line belongs to the test side."""
     return stable_hash("ocr-mini line " + text) % HELD_OUT_MODULUS == 0
 
 
 def lines(split: Split, seed: int, lengths: tuple[int, int] = TEST_LENGTHS) -> Iterator[Line]:
-    """Lines of a split without end, in an order fixed by ``seed``; every length is as likely."""
+    """Yield lines of a split forever, in an order fixed by ``seed``. All lengths are equally likely."""
     rng = Rng(f"ocr-mini {split} {seed}")
     while True:
         text = "".join(rng.pick(ALPHABET) for _ in range(rng.between(*lengths)))
@@ -64,7 +63,7 @@ def lines(split: Split, seed: int, lengths: tuple[int, int] = TEST_LENGTHS) -> I
 
 
 def ocr_test_set(n: int = 500) -> list[Line]:
-    """The first ``n`` distinct lines of the fixed test set."""
+    """Return the first ``n`` distinct lines of the fixed test set."""
     seen: dict[str, Line] = {}
     for line in lines("test", TEST_SEED):
         seen.setdefault(line.text, line)
@@ -75,7 +74,7 @@ def ocr_test_set(n: int = 500) -> list[Line]:
 
 @cache
 def _font(size: int) -> "ImageFont.FreeTypeFont":
-    """The font that Pillow brings along. Raises ConfigError without Pillow, or without FreeType in it."""
+    """Return Pillow's built-in font. Raises ConfigError without Pillow, or without FreeType in Pillow."""
     try:
         from PIL import ImageFont
     except ImportError:
@@ -87,10 +86,11 @@ def _font(size: int) -> "ImageFont.FreeTypeFont":
 
 
 def draw(line: Line) -> "Image.Image":
-    """The line in an image of ``WIDTH`` x ``HEIGHT``, grey levels (mode L)."""
+    """Return the line as an image of ``WIDTH`` x ``HEIGHT`` in grey levels (mode L)."""
     size = SIZE
     while True:
         font = _font(size)
+        # Shrink the font until the line fits.
         left, top, right, bottom = font.getbbox(line.text)
         room_x, room_y = WIDTH - 2 * MARGIN - (right - left), HEIGHT - 2 * MARGIN - (bottom - top)
         if room_x >= 0 and room_y >= 0:
@@ -106,18 +106,18 @@ def draw(line: Line) -> "Image.Image":
 
 
 def data_url(line: Line) -> str:
-    """The image as a PNG in a ``data:`` URL."""
+    """Return the image as a PNG in a ``data:`` URL."""
     made = io.BytesIO()
     draw(line).convert("RGB").save(made, format="PNG")
     return "data:image/png;base64," + base64.b64encode(made.getvalue()).decode()
 
 
 def messages(line: Line) -> list[dict[str, Any]]:
-    """The question as chat completions take it: the image, then the text."""
+    """Return the question for chat completions: the image, then the text."""
     image = {"type": "image_url", "image_url": {"url": data_url(line)}}
     return [{"role": "user", "content": [image, {"type": "text", "text": line.prompt}]}]
 
 
 def is_right(answer: str, line: Line) -> bool:
-    """Whether an answer is the line, white space around it not counting."""
+    """Return True if ``answer`` equals the line, except for white space around."""
     return answer.strip() == line.text

@@ -1,5 +1,5 @@
-"""How tools-mini is asked and scored: calls are read, run and answered until the model answers (no model
-here).
+"""Dialogue and scoring of tools-mini, without a model: calls are read, run and answered until the model gives
+an answer.
 """
 
 import ast
@@ -20,13 +20,15 @@ _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?")
 _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 MALFORMED = "malformed"
-"""The name of a call that cannot be read."""
+"""The name of an unreadable call."""
 Made = tuple[str, Any]
-"""A call that was made: name and arguments, which are a mapping unless the model wrote something else."""
+"""A call made by the model: name and arguments. Arguments are a mapping unless the model wrote something
+else.
+"""
 
 
 def read_calls(text: str) -> list[Made]:
-    """The calls in an answer in the form ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
+    """Return the calls in an answer of the form ``<tool_call>{"name": .., "arguments": ..}</tool_call>``."""
     made: list[Made] = []
     for body in _CALL.findall(text):
         try:
@@ -38,9 +40,10 @@ def read_calls(text: str) -> list[Made]:
 
 
 def tree(expression: str) -> Any:
-    """An arithmetic expression as nested (operator, left, right), the order of + and * not counting.
+    """Return an arithmetic expression as nested (operator, left, right). The order of + and * operands is
+    normalized.
 
-    Raises ValueError for anything but numbers, + - * / and brackets.
+    Raises ValueError for anything except numbers, + - * / and brackets.
     """
     if len(expression) > _MAX_EXPRESSION:
         raise ValueError("the expression is too long")
@@ -62,7 +65,7 @@ def _tree(node: ast.expr) -> Any:
 
 
 def value(made: Any) -> Fraction:
-    """The value of a tree. Raises ValueError for a division by zero."""
+    """Return the value of a tree. Raises ValueError for a division by zero."""
     if isinstance(made, Fraction):
         return made
     op, left, right = made[0], value(made[1]), value(made[2])
@@ -72,10 +75,11 @@ def value(made: Any) -> Fraction:
 
 
 def _asked(problem: ToolProblem, name: str, arguments: Any) -> Any:
-    """What a call computes, as a tree. Raises ValueError for a call that no tool takes."""
+    """Return the computation of a call as a tree. Raises ValueError for a call that no tool accepts."""
     tool = next((tool for tool in problem.tools if tool.name == name), None)
     if tool is None:
         raise ValueError(f"there is no tool {name!r}"[:100])
+    # The names must match exactly; the order of the arguments does not matter.
     if not isinstance(arguments, Mapping) or set(arguments) != {key for key, _ in tool.arguments}:
         raise ValueError("the arguments are not those of the tool")
     given = [str(arguments[key]) for key, _ in tool.arguments]
@@ -91,7 +95,7 @@ def _asked(problem: ToolProblem, name: str, arguments: Any) -> Any:
 
 
 def run_call(problem: ToolProblem, name: str, arguments: Any) -> str:
-    """What the tool answers: a number, or an error in words."""
+    """Return the tool's reply: a number, or an error in words."""
     try:
         found = value(_asked(problem, name, arguments))
     except ValueError as error:
@@ -102,7 +106,7 @@ def run_call(problem: ToolProblem, name: str, arguments: Any) -> str:
 
 
 def same_call(problem: ToolProblem, expected: Call, name: str, arguments: Any) -> bool:
-    """Whether a call has the expected tool's name and arguments, as numbers or expressions."""
+    """Return True if a call has the expected tool's name and equal arguments, as numbers or expressions."""
     try:
         return name == expected.name and _asked(problem, name, arguments) == _asked(
             problem, expected.name, expected.arguments
@@ -113,7 +117,7 @@ def same_call(problem: ToolProblem, expected: Call, name: str, arguments: Any) -
 
 @dataclass
 class Dialogue:
-    """One problem being asked: the messages so far, the calls made, and the answer once there is one."""
+    """The dialogue of one problem: messages so far, calls made, and the final answer once given."""
 
     problem: ToolProblem
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -126,11 +130,13 @@ class Dialogue:
 
     @property
     def declarations(self) -> list[dict[str, Any]]:
-        """The tools as chat completions take them."""
+        """The tools in the format of chat completions."""
         return [tool.declaration() for tool in self.problem.tools]
 
     def take(self, text: str, calls: Sequence[Made]) -> None:
-        """An answer of the model, and the calls in it; without calls, or after too many, it is the last."""
+        """Add an answer of the model with its calls. An answer without calls, or after ``MAX_ROUNDS``, is the
+        last.
+        """
         self.rounds += 1
         self.made += calls
         if not calls or self.rounds == MAX_ROUNDS:
@@ -148,7 +154,7 @@ class Dialogue:
 
     @property
     def calls_right(self) -> bool:
-        """Whether the calls made are those of the solution, in order."""
+        """True if the calls made equal the calls of the solution, in order."""
         expected = self.problem.calls
         return len(self.made) == len(expected) and all(
             same_call(self.problem, call, *made) for call, made in zip(expected, self.made, strict=True)
@@ -156,12 +162,12 @@ class Dialogue:
 
     @property
     def answer_right(self) -> bool:
-        """Whether the last text gives the problem's answer."""
+        """True if the last text gives the problem's answer."""
         return self.text is not None and extract_answer(self.text) == self.problem.answer
 
 
 def totals(dialogues: Iterable[Dialogue]) -> dict[str, int]:
-    """How many have the right calls, the right answer, and both."""
+    """Return the counts of right calls, right answers, both, and all dialogues."""
     pairs = [(one.calls_right, one.answer_right) for one in dialogues]
     return {
         "calls": sum(calls for calls, _ in pairs),

@@ -1,9 +1,9 @@
-"""The tools of tools-mini: their names, their arguments, and which of them are held out.
+"""The tools of tools-mini: names, arguments, and the held-out side.
 
-A tool's name is a choice of (stem, word, word), in which words may be missing, or of (verb, noun) for one
-that no problem needs. A hash of the name puts about one in six on the test side, and so does a hash of the
-argument names. The plain ones (``calculator``, ``add`` ...), which a reader would try first, are always on
-the training side.
+The name of a useful tool is (stem, word, word), with optional words. The name of a useless tool is (verb,
+noun). A hash of the name puts about one in six names on the test side, and a hash of the argument names does
+the same. The plain names (``calculator``, ``add`` ...), which a reader would try first, are always on the
+training side.
 """
 
 import itertools
@@ -18,19 +18,19 @@ Kind = Literal["expression", "+", "-", "x", "/", "other"]
 Arguments = tuple[tuple[str, str], ...]
 
 HELD_OUT_NAME_MODULUS = 6
-MADE_UP_SHARE = 0.7  # of the tools in training
+MADE_UP_SHARE = 0.7  # share of the training tools with made-up names
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that is offered: what it computes, and its arguments' names and JSON types, in order."""
+    """An offered tool: name, computation, and argument names with JSON types, in order."""
 
     name: str
     kind: Kind
     arguments: Arguments
 
     def declaration(self) -> dict[str, Any]:
-        """The tool as chat completions take it in ``tools``."""
+        """Return the tool in the format of ``tools`` in chat completions."""
         parameters = {
             "type": "object",
             "properties": {name: {"type": kind} for name, kind in self.arguments},
@@ -81,14 +81,14 @@ _LETTERS = "aaabccddeeeeffgghhiiijkllllmmnnnnooooppqrrrrssssttttuuuvwxyz"
 
 
 def is_held_out_name(name: str) -> bool:
-    """Whether a tool's name belongs to the test side."""
+    """Return True if a tool's name belongs to the test side."""
     if name in _PLAIN_NAMES:
         return False
     return stable_hash("tools-mini name " + name) % HELD_OUT_NAME_MODULUS == 0
 
 
 def are_held_out_arguments(names: tuple[str, ...]) -> bool:
-    """Whether the arguments' names of a tool that a problem needs belong to the test side."""
+    """Return True if the argument names of a useful tool belong to the test side."""
     if names in (("expression",), ("a", "b")):
         return False
     return stable_hash("tools-mini arguments " + " ".join(names)) % HELD_OUT_NAME_MODULUS == 0
@@ -115,26 +115,31 @@ def _letters(rng: Rng) -> str:
 
 
 def _piece(rng: Rng) -> str:
-    """A word of the stories, or a part of one."""
+    """Return a word of the stories, or a part of such a word."""
     word = rng.pick(words.THINGS + words.FOODS + words.CONTAINERS)
     begin = rng.below(len(word) - 2) if rng.chance(0.4) else 0
     return word[begin : begin + rng.between(2, 7)]
 
 
 def _word(rng: Rng) -> str:
-    """A made-up word: letters, syllables or parts of words, which split into tokens in every way."""
+    """Return a made-up word of letters, syllables or word parts, so that tokenizers split the words in many
+    ways.
+    """
     parts = [(_letters, _syllables, _piece)[rng.below(3)](rng) for _ in range(1 + rng.chance(0.25))]
     return "".join(parts)[:10] + (str(rng.below(10)) if rng.chance(0.2) else "")
 
 
 def _made_up(rng: Rng, kind: Kind) -> Tool:
-    """A tool of the training side whose names are partly made up: they can only be copied, not chosen."""
+    """Return a training tool with partly made-up names, which a model can only copy. Raises Impossible for
+    held-out names.
+    """
     if kind == "other":
         name = f"{_word(rng)}_{rng.pick(_NOUNS)}"
     else:
         after = [rng.pick(_WORDS) if rng.chance(0.2) else _word(rng) for _ in range(rng.between(0, 2))]
         name = "_".join([rng.pick(_STEMS[kind]), *after])
     names = tuple(_word(rng) for _ in range(1 if kind == "expression" else 2))
+    # Some pairs differ only in a final digit.
     if len(names) == 2 and rng.chance(0.2):
         names = (f"{names[0]}1", f"{names[0]}2")
     types: tuple[str, ...] = _NUMBER_TYPES if kind in ("+", "-", "x", "/") else ("string",)
@@ -147,9 +152,13 @@ def _made_up(rng: Rng, kind: Kind) -> Tool:
 
 
 def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
-    """A tool of a kind. On the test side its name is held out; its arguments' names are now and then."""
+    """Return a tool of a kind. On the test side the name is held out, and the argument names sometimes are.
+
+    Raises Impossible if two drawn argument names are equal.
+    """
     if not held_out and rng.chance(MADE_UP_SHARE):
         return _made_up(rng, kind)
+    # Plain tools have the first name and the first argument names of their kind.
     plain = not held_out and kind != "other" and rng.chance(0.2)
     name = _STEMS[kind][0] if plain else rng.pick(_NAMES[kind, held_out])
     if kind == "other":
@@ -168,7 +177,9 @@ def draw_tool(rng: Rng, kind: Kind, held_out: bool) -> Tool:
 
 
 def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[Tool, ...]:
-    """Up to two tools that no problem needs, ``least`` of them at least, none of the same name."""
+    """Return up to two useless tools, at least ``least``, with distinct names. Raises Impossible for equal
+    names.
+    """
     count = max(least, (0, 0, 0, 0, 1, 1, 1, 1, 2, 2)[rng.below(10)])
     tools = tuple(draw_tool(rng, "other", held_out) for _ in range(count))
     if len({tool.name for tool in tools}) < count:
@@ -177,7 +188,10 @@ def draw_others(rng: Rng, held_out: bool, least: int = 0) -> tuple[Tool, ...]:
 
 
 def draw_offer(rng: Rng, needed: tuple[Op, ...], held_out: bool) -> tuple[Tool, ...]:
-    """Tools for the operations of a problem, and others, in any order; none of the same name."""
+    """Return tools for the operations of a problem, together with useless tools, in random order.
+
+    Raises Impossible for equal names or more than five tools.
+    """
     if rng.chance(0.6):
         tools = [draw_tool(rng, "expression", held_out)]
     else:
@@ -186,6 +200,7 @@ def draw_offer(rng: Rng, needed: tuple[Op, ...], held_out: bool) -> tuple[Tool, 
     tools += draw_others(rng, held_out)
     if len(tools) > 5 or len({tool.name for tool in tools}) < len(tools):
         raise Impossible
+    # Fisher-Yates with ``Rng``, whose draws are stable across Python versions.
     for i in range(len(tools) - 1, 0, -1):
         j = rng.below(i + 1)
         tools[i], tools[j] = tools[j], tools[i]

@@ -1,3 +1,1 @@
-"""Grammars made into token masks. Imports no torch; a backend that does is loaded by the head that asks for
-it.
-"""
+"""Convert grammars to token masks. The package imports no torch: only the xgrammar backend does."""

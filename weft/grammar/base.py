@@ -1,4 +1,6 @@
-"""What a grammar backend is: one compiler a model, one compiled grammar a source, one matcher a sequence."""
+"""The interface of grammar backends: one compiler per model, one compiled grammar per source, one matcher per
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,35 +13,43 @@ from weft.types.grammar import Grammar
 
 
 class Matcher(Protocol):
-    """Where one sequence is in its grammar. Not thread-safe.
+    """The position of one sequence in a grammar. Not thread-safe.
 
-    ``accept`` and ``fill`` raise InvalidRequest when the output has become too complex to follow (limits of
-    the backend): the sequence cannot go on, others are not touched.
+    ``accept`` and ``fill`` raise InvalidRequest if the output exceeds the complexity limits of the backend.
+    The sequence cannot continue; other sequences are not affected.
     """
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; False, and nothing changes, when the grammar does not allow it. Behind an end
-        of turn only ends of turn are taken."""
+        """Accept the next token. Return False, with nothing changed, if the grammar does not allow the token.
+
+        After an end-of-turn token, only end-of-turn tokens are accepted.
+        """
 
     def rollback(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` that were accepted."""
+        """Take back the last ``tokens`` accepted tokens."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Writes which tokens may follow: int32 [ceil(vocabulary / 32)], bit i of word w is token 32 w + i.
-        Ids that end a turn are allowed where the grammar may end, and only there."""
+        """Write the mask of allowed next tokens: int32 [ceil(vocabulary / 32)]. Bit i of word w is token 32 w
+        + i.
+
+        End-of-turn ids are allowed exactly where the grammar may end.
+        """
 
     def fill_each(self, matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
-        """``fill`` of each of ``matchers``, of any grammars of this one's compiler, into its row of
-        ``words``: int32 [matchers, ceil(vocabulary / 32)], contiguous. Returns the numbers of those that
-        failed: their rows are arbitrary, and ``fill`` raises why."""
+        """Fill one row per matcher: ``words`` is int32 [matchers, ceil(vocabulary / 32)], contiguous.
+
+        All matchers must come from the same compiler; their grammars may differ. Return the row numbers of
+        failed matchers. The content of a failed row is arbitrary, and ``fill`` of the matcher raises the
+        error.
+        """
 
     @property
     def ended(self) -> bool:
-        """Whether the output is complete, and only an end-of-turn id may follow."""
+        """True if the output is complete and only end-of-turn ids may follow."""
 
 
 def fill_one_by_one(matchers: Sequence[Matcher], words: np.ndarray) -> list[int]:
-    """``Matcher.fill_each`` of a backend that has nothing better."""
+    """Implement ``Matcher.fill_each`` by one ``fill`` per matcher."""
     failed = []
     for number, matcher in enumerate(matchers):
         try:
@@ -53,41 +63,40 @@ class CompiledGrammar(Protocol):
     """A grammar for one tokenizer. Thread-safe; shared by sequences."""
 
     def matcher(self) -> Matcher:
-        """At the start of an output."""
+        """Return a new matcher at the start of an output."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the grammar takes now, about. Grows with the outputs that follow the grammar."""
+        """Approximate current size in bytes. Grows with the outputs of the grammar."""
 
     @property
     def spent(self) -> bool:
-        """True when further outputs need a grammar that is compiled again."""
+        """True if further outputs need a newly compiled grammar."""
 
 
 class Compiler(Protocol):
-    """Compiles grammars for one tokenizer. Thread-safe: ``compile`` is called from threads, and releases the
-    GIL.
-    """
+    """Compiles grammars for one tokenizer. Thread-safe. ``compile`` runs in threads and releases the GIL."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest (400), naming the keyword or the position, for what it cannot hold to
-        exactly.
+        """Return the compiled grammar. Raises InvalidRequest (400), with the keyword or position, for a
+        grammar the backend cannot enforce exactly.
         """
 
 
 class GrammarCompiler(Compiler, Protocol):
-    """A backend: ``compile`` in two parts, of which the first is Python."""
+    """A backend. ``compile`` has two parts: ``lower`` (Python) and ``build`` (library)."""
 
     name: str
 
     def lower(self, grammar: Grammar) -> str:
-        """The grammar in the library's own language. Raises InvalidRequest (400), naming the keyword or the
-        position, for what it cannot hold to exactly.
+        """Return the grammar in the library's own language. Raises InvalidRequest (400), with the keyword or
+        position, for a grammar the backend cannot enforce exactly.
         """
 
     def build(self, source: str, nbytes: int = 0) -> CompiledGrammar:
-        """Compiles what ``lower`` returned; ``nbytes``: measured before. Releases the GIL. Raises
-        InvalidRequest.
+        """Compile the source made by ``lower``. Releases the GIL. Raises InvalidRequest.
+
+        ``nbytes``: size of the compiled grammar, if already measured.
         """
 
 
@@ -95,6 +104,8 @@ class CompilerFactory(Protocol):
     """Makes a backend's compiler."""
 
     def __call__(self, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
-        """``tokenizer``: folder of ``tokenizer.json``. ``vocab_size``: width of the logits; ids beyond the
-        tokenizer's are never allowed. Raises ConfigError, naming what to install, when the backend is not
-        there."""
+        """Return a compiler for the tokenizer in the folder ``tokenizer``.
+
+        ``vocab_size``: width of the logits. Ids beyond the tokenizer are never allowed. Raises ConfigError
+        with an install hint if the backend is not installed.
+        """

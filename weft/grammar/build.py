@@ -1,7 +1,7 @@
-"""From the forms that APIs have (response formats, guided decoding, structural tags) to grammars.
+"""Convert the forms of the APIs (response formats, guided decoding, structural tags) to grammars.
 
-Nothing here compiles: a form is checked for its shape, and what a schema or a pattern says is checked where
-the grammar is compiled. Every function raises InvalidRequest that names ``param``, the request's parameter.
+Nothing is compiled here. Only the shape of a form is checked. The content of a schema or pattern is checked
+during the compile. Every function raises InvalidRequest with ``param``, the request's parameter.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from weft.types.grammar import (
 
 
 def json_object(*, compact: bool = False) -> Grammar:
-    """Any JSON object: ``response_format: {"type": "json_object"}``."""
+    """Return the grammar of any JSON object: ``response_format: {"type": "json_object"}``."""
     return JsonSchema(schema='{"type":"object"}', compact=compact)
 
 
 def json_schema(schema: Any, *, compact: bool = False, param: str = "response_format") -> Grammar:
-    """A JSON value that is valid under ``schema``: parsed JSON (an object or a boolean), or its text.
+    """Return the grammar of a JSON value valid under ``schema``: parsed JSON (an object or a boolean), or
+    JSON text.
 
-    ``compact``: see ``JsonSchema``; what a model writes by itself differs by family.
+    See ``JsonSchema`` for ``compact``: models differ in the spacing of JSON.
     """
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             _refuse("the JSON schema is not valid JSON", param)
+    # False is valid JSON Schema, but no output satisfies False.
     if schema is False:
         _refuse("the JSON schema is false, which no output satisfies", param)
     if schema is not True and not isinstance(schema, dict):
@@ -49,21 +51,21 @@ def json_schema(schema: Any, *, compact: bool = False, param: str = "response_fo
 
 
 def regex(pattern: str, *, param: str = "guided_regex") -> Grammar:
-    """Text that the whole of ``pattern`` matches."""
+    """Return the grammar of texts that match the whole of ``pattern``."""
     if not isinstance(pattern, str) or not pattern:
         _refuse(f"{param} must be a pattern of at least one character", param)
     return Regex(pattern)
 
 
 def context_free(source: str, *, param: str = "guided_grammar") -> Grammar:
-    """Text of a context-free grammar: Lark (rule ``start``) or GBNF / EBNF (rule ``root``)."""
+    """Return the grammar of a context-free source: Lark (rule ``start``) or GBNF / EBNF (rule ``root``)."""
     if not isinstance(source, str) or not source.strip():
         _refuse(f"{param} must be a grammar with at least one rule", param)
     return ContextFree(source)
 
 
 def choice(texts: Items[str], *, param: str = "guided_choice") -> Grammar:
-    """One of ``texts``, exactly."""
+    """Return the grammar of exactly one of ``texts``."""
     if not isinstance(texts, list | tuple) or not texts:
         _refuse(f"{param} must be a list of at least one text", param)
     if not all(isinstance(text, str) and text for text in texts):
@@ -73,11 +75,11 @@ def choice(texts: Items[str], *, param: str = "guided_choice") -> Grammar:
 
 
 def structural_tag(value: Any, *, param: str = "response_format") -> Grammar:
-    """``{"type": "structural_tag", ...}`` in both forms.
+    """Return the grammar of ``{"type": "structural_tag", ...}`` in the older or newer form.
 
-    The older has ``structures`` (``begin``, ``schema``, ``end``) and ``triggers``; the newer has ``format``,
-    a tree of const_string, json_schema, any_text, regex, grammar, sequence, or, tag, triggered_tags,
-    tags_with_separator, optional, star, plus and repeat. Other formats are refused by name.
+    The older form has ``structures`` (``begin``, ``schema``, ``end``) and ``triggers``. The newer form has
+    ``format``, a tree of const_string, json_schema, any_text, regex, grammar, sequence, or, tag,
+    triggered_tags, tags_with_separator, optional, star, plus and repeat. Other formats are refused by name.
     """
     return read_structural_tag(value, param)
 

@@ -1,4 +1,4 @@
-"""What a grammar tree may hold, checked before a backend sees it."""
+"""Size checks of a grammar tree before a backend receives the tree."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from weft.types.grammar import (
 
 
 def check_tree(grammar: Grammar) -> None:
-    """Raises InvalidRequest that says what is too large or empty."""
+    """Raise InvalidRequest with the reason for a tree with a too large or an empty part."""
     parts = 0
     chars = 0
+    # An explicit stack, because the tree comes from a client and may be deep.
     stack: list[tuple[Grammar, int]] = [(grammar, 1)]
     while stack:
         part, depth = stack.pop()
@@ -53,6 +54,7 @@ def _inner(part: Grammar) -> Iterator[Grammar]:
 
 
 def _source_chars(part: Grammar) -> int:
+    """Return the number of characters of a client's text in ``part``."""
     match part:
         case Text():
             return len(part.text)
@@ -72,6 +74,7 @@ def _source_chars(part: Grammar) -> int:
 
 
 def _check_part(part: Grammar) -> None:
+    """Raise InvalidRequest for an empty text, pattern or list, and for invalid counts."""
     match part:
         case OneOf() if not part.parts:
             raise InvalidRequest("a grammar that is one of several parts must have at least one")

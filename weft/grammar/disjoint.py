@@ -1,4 +1,4 @@
-"""Whether JSON schemas exclude each other: then one of them holds where any of them does."""
+"""Decide if JSON schemas exclude each other. For such schemas, ``oneOf`` means the same as ``anyOf``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ _MAX_PAIRS = 20_000
 
 
 class Disjoint:
-    """Compares schemas of one document, which were read: each keyword has a value that it may have.
-    ``resolve`` finds what a reference points to.
+    """Compares checked schemas of one document: each keyword already has a valid value.
+
+    ``resolve`` returns the target of a reference.
     """
 
     def __init__(self, resolve: Callable[[str], Any]) -> None:
         self._resolve = resolve
         self._pairs = 0
         self._known: dict[int, tuple[dict[str, Any], frozenset[str] | None]] = {}
-        """By the id of a schema, which the entry keeps alive: ``_possible`` of the schema. Without these,
-        references that lead to each other would be followed again and again."""
+        """Cache of ``_possible`` by the id of a schema. The entry keeps the schema alive, so that the id
+        stays unique. Without the caches, references with cycles would be followed again and again.
+        """
         self._types: dict[int, tuple[dict[str, Any], frozenset[str]]] = {}
-        """``_kinds``, likewise."""
+        """Cache of ``_kinds`` by the id of a schema."""
         self._properties_of: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """``_required``, likewise."""
+        """Cache of ``_required`` by the id of a schema."""
 
     def check(self, schemas: list[Any], at: str) -> None:
-        """Raises InvalidRequest unless the ``schemas`` of a ``oneOf``, which stands at ``at``, exclude each
-        other."""
+        """Raise InvalidRequest unless the ``schemas`` of the ``oneOf`` at ``at`` exclude each other."""
         if not self.all(schemas):
             raise InvalidRequest(
                 f"oneOf is supported where its schemas exclude each other by type, or by the value of a "
@@ -38,10 +39,11 @@ class Disjoint:
             )
 
     def all(self, schemas: list[Any]) -> bool:
-        """True when no value is valid under two of ``schemas``, as far as is seen. False when in doubt.
+        """Return True if provably no value is valid under two of ``schemas``. Return False in doubt.
 
-        First in one pass: by type, by all values, by the values of one required property. Pairs are compared
-        only among schemas that share a type and that one pass does not tell apart, since pairs are many.
+        Cheap tests come first: types, then lists of all values, then the values of one required property.
+        Only schemas with a common type, and only if these tests fail, are compared in pairs, because there
+        are many pairs.
         """
         by_type: dict[str, list[Any]] = {}
         for schema in schemas:
@@ -53,7 +55,7 @@ class Disjoint:
         )
 
     def _by_values(self, schemas: list[Any]) -> bool:
-        """True when each schema lists its values, and no value is listed twice."""
+        """Return True if each schema lists its values and no value is listed twice."""
         listed = []
         for schema in schemas:
             values = self._possible(schema, 0)
@@ -63,7 +65,7 @@ class Disjoint:
         return len(frozenset().union(*listed)) == sum(map(len, listed))
 
     def _by_property(self, schemas: list[Any]) -> bool:
-        """True when all schemas require one property of objects, and list different values of it."""
+        """Return True if all schemas require the same property and list different values for the property."""
         found = [self._required(schema, 0) for schema in schemas]
         return any(
             self._by_values([properties[name] for properties in found])
@@ -77,12 +79,12 @@ class Disjoint:
         )
 
     def _parts(self, schema: dict[str, Any]) -> list[Any]:
-        """Schemas that hold wherever ``schema`` does."""
+        """Return the schemas that must hold wherever ``schema`` holds."""
         reference = schema.get("$ref")
         return [*([self._resolve(reference)] if isinstance(reference, str) else ()), *schema.get("allOf", ())]
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """Types of values that may be valid, a superset."""
+        """Return a superset of the types of valid values."""
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -96,7 +98,7 @@ class Disjoint:
         return kinds
 
     def _possible(self, schema: Any, depth: int) -> frozenset[str] | None:
-        """All values that may be valid, as texts; None where they are not listed."""
+        """Return a superset of the valid values, as texts; None if the values are not listed."""
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
@@ -105,6 +107,7 @@ class Disjoint:
             return known[1]
         constants = _constants(schema)
         values = None if constants is None else frozenset(map(_plain, constants))
+        # Any listed superset is enough: take the first found.
         parts = iter(self._parts(schema))
         while values is None and (part := next(parts, None)) is not None:
             values = self._possible(part, depth + 1)
@@ -117,7 +120,7 @@ class Disjoint:
         return values
 
     def _required(self, schema: Any, depth: int) -> dict[str, Any]:
-        """Schemas of the properties that a valid object has."""
+        """Return name to schema for the properties that every valid object has."""
         found: dict[str, Any] = {}
         if depth > _MAX_DEPTH or not isinstance(schema, dict):
             return found
@@ -131,6 +134,8 @@ class Disjoint:
         return found
 
     def _two(self, one: Any, other: Any, depth: int) -> bool:
+        """Return True if provably no value is valid under both schemas."""
+        # A bound on all comparisons together, because references can multiply the pairs.
         self._pairs += 1
         if depth > _MAX_DEPTH or self._pairs > _MAX_PAIRS:
             return False
@@ -147,10 +152,11 @@ class Disjoint:
         )
 
     def _inside(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Whether parts of ``one`` that hold beside the rest of it tell it from ``other``."""
+        """Return True if mandatory parts of ``one`` exclude ``other``."""
         reference = one.get("$ref")
         if isinstance(reference, str) and self._two(self._resolve(reference), other, depth + 1):
             return True
+        # One conflicting part of allOf is enough; of anyOf, every part must conflict.
         if any(self._two(part, other, depth + 1) for part in one.get("allOf", ())):
             return True
         for key in ("anyOf", "oneOf"):
@@ -164,7 +170,7 @@ class Disjoint:
         return first is not None and second is not None and first.isdisjoint(second)
 
     def _properties(self, one: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        """Both are objects with a required property that tells them apart."""
+        """Return True if both are objects and a required property distinguishes them."""
         if _types(one) != {"object"} or _types(other) != {"object"}:
             return False
         for name in set(one.get("required", ())) & set(other.get("required", ())):
@@ -175,14 +181,14 @@ class Disjoint:
 
 
 def _lacks(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether ``other`` requires a property that ``one`` forbids."""
+    """Return True if ``other`` requires a property that ``one`` forbids."""
     if one.get("additionalProperties") is not False or one.get("patternProperties"):
         return False
     return any(name not in one.get("properties", {}) for name in other.get("required", ()))
 
 
 def _types(schema: dict[str, Any]) -> set[str]:
-    """Types of values that may be valid. A number may be an integer."""
+    """Return a superset of the types of valid values. "number" includes integers."""
     if "const" in schema or "enum" in schema:
         return {_type(value) for value in _constants(schema) or ()}
     given = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
@@ -191,6 +197,7 @@ def _types(schema: dict[str, Any]) -> set[str]:
 
 
 def _constants(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the values of ``const`` or ``enum``; None without either."""
     if "const" in schema:
         return [schema["const"]]
     values: list[Any] | None = schema.get("enum")
@@ -198,7 +205,7 @@ def _constants(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _plain(value: Any) -> str:
-    """Equal values give equal texts: 1 and 1.0 are equal."""
+    """Return a text of ``value``. Equal values give equal texts: 1 and 1.0 are equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     elif isinstance(value, list):

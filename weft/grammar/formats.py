@@ -1,4 +1,6 @@
-"""Formats of JSON schemas as regular expressions: what they accept is valid, if not always all that is."""
+"""Formats of JSON schemas as regular expressions. Every accepted text is valid; some valid texts are not
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -54,12 +56,13 @@ FORMATS: dict[str, str] = {
     "uri": _URI,
     "json-pointer": "(?:/(?:[^~/]|~[01])*)*",
 }
-"""Of texts. Narrower than the standard: an email has at most three atoms of 20 characters before the ``@``;
-hostnames have at most six labels of 40 characters; times have no leap second; URIs have a ``//`` and a
-host name."""
+"""Formats of strings. Narrower than the standard: an email has at most three atoms of 20 characters before
+the ``@``; hostnames have at most six labels of 40 characters; times have no leap second; URIs have a
+``//`` and a host name.
+"""
 
 INTEGERS: dict[str, tuple[int, int]] = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**53), 2**53)}
-"""Of numbers: bounds. int64 is bounded by what a double holds exactly."""
+"""Formats of integers: (minimum, maximum). int64 is limited to integers that a double represents exactly."""
 
 NOTES = frozenset({"float", "double", "password"})
-"""Formats that ask nothing of a value."""
+"""Formats without a constraint on the value."""

@@ -1,9 +1,9 @@
-"""A process that compiles grammars to see what they cost.
+"""A process that compiles grammars to measure the cost.
 
     python -m weft.grammar.guard_worker CPU_SECONDS DESCRIPTOR
 
-The first payload is a ``Backend``, every other one a grammar. A grammar that takes too much time or memory
-ends this process, and no other.
+The first payload is a ``Backend``, every other payload a grammar. A grammar with too much time or memory ends
+only this process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from weft.types.grammar import Grammar
 log = get_logger(__name__)
 
 MEMORY = 2 * STACK_BYTES + (384 << 20)
-"""Bytes of address space beyond those of the started process. A thread that has just ended may still have its
-stack when the next one starts."""
+"""Bytes of address space beyond the started process. An ended thread may still have its stack when the next
+thread starts, hence two stacks.
+"""
 
 
 def main() -> None:
-    """Runs a guard worker."""
+    """Run a guard worker."""
 
     def prepare(greeting: bytes) -> Answer:
         backend = msgspec.msgpack.decode(greeting, type=Backend)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
-    """Compiles ``grammar`` and measures the memory that stays taken."""
+    """Compile ``grammar`` and return the verdict, with the memory still in use after the compile."""
     try:
         source = compiler.lower(grammar)
         before = heap_bytes()
@@ -70,7 +71,7 @@ def judge(compiler: GrammarCompiler, grammar: Grammar) -> Verdict:
         nbytes = MEMORY
         source = ""
     except BaseException as unexpected:
-        # a backend's panic is a BaseException; the thread has no caller to pass it on to
+        # A panic of the backend is a BaseException, and a thread has no caller to raise to.
         log.error("compiling a grammar failed: %s: %s", type(unexpected).__name__, unexpected)
         return Verdict(message=None)
     if nbytes > MAX_BYTES:

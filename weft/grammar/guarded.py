@@ -1,12 +1,12 @@
-"""Grammars compile in a process of their own first, so that what they cost is known and bounded.
+"""Compile each grammar in a separate process first, so that the cost is known and bounded.
 
-    front   thread ──grammar──► guard process ──► a verdict: fine, or why not
-    head    thread ──grammar──► guard process ──► the library's source, and its size
-                   ──source───► the library, in this process: a compile that is known to end
+    API server  thread ──grammar──► guard process ──► a verdict: accepted, or the reason against
+    engine      thread ──grammar──► guard process ──► the library's source, and its size
+                       ──source───► the library, in this process: a compile known to end
 
-The guard process has limits of CPU time and memory. A compiled grammar holds pointers and cannot move between
-processes; a head therefore compiles again what the guard has admitted. What Python does to a grammar is done
-in the guard alone.
+The guard process has limits of CPU time and memory. A compiled grammar contains pointers and cannot move
+between processes. Therefore an engine compiles again every grammar accepted by the guard. All Python work on
+a grammar happens in the guard alone.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from weft.grammar.registry import resolved
 from weft.types.grammar import Grammar
 
 CPU_SECONDS = {"llguidance": 2.0}
-"""CPU time of one compile, by backend; --grammar-compile-timeout for others. llguidance takes milliseconds
-for schemas that people write."""
+"""CPU seconds of one compile by backend; other backends use --grammar-compile-timeout. llguidance takes
+milliseconds for realistic schemas.
+"""
 MAX_BYTES = 16 << 20
-"""Size of one compiled grammar."""
+"""Maximum bytes of one compiled grammar."""
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,14 +44,14 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a guard found out about a grammar."""
+    """The result of a guard for one grammar."""
 
     source: str = ""
-    """In the library's own language."""
+    """The grammar in the library's own language."""
     nbytes: int = 0
-    """Size of the compiled grammar."""
+    """Size of the compiled grammar in bytes."""
     message: str | None = ""
-    """Why the grammar is refused; "" where it is not, None for a defect of this server."""
+    """Reason of a refusal; "" if accepted; None for an internal error."""
     param: str | None = None
     code: str = ""
 
@@ -59,17 +60,18 @@ _decode = msgspec.msgpack.Decoder(Verdict).decode
 
 
 class Proved:
-    """A grammar that compiles: the ``CompiledGrammar`` of a process that follows none."""
+    """A grammar that compiles. Stands for the ``CompiledGrammar`` in a process without matchers."""
 
     nbytes = 0
     spent = False
 
     def matcher(self) -> Matcher:
+        """Raise AssertionError: this process only checks grammars."""
         raise AssertionError("grammars are only checked here")
 
 
 class GuardedCompiler:
-    """Compiles grammars behind a guard. Thread-safe. ``close`` ends its processes."""
+    """Compiles grammars behind a guard. Thread-safe. ``close`` ends the guard processes."""
 
     def __init__(
         self,
@@ -77,8 +79,9 @@ class GuardedCompiler:
         seconds: float,
         make: Callable[[Backend], GrammarCompiler] | None = None,
     ) -> None:
-        """``backend`` is called for the first grammar. ``seconds``: for one compile. ``make``: makes the
-        compiler of this process; None where grammars are only checked."""
+        """``backend`` is called for the first grammar. ``seconds``: limit for one compile. ``make``: makes
+        the compiler of this process; None for a process that only checks grammars.
+        """
         self._backend = backend
         self._seconds = seconds
         self._make = make
@@ -88,8 +91,11 @@ class GuardedCompiler:
         self._closed = False
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequest (400) for a grammar that the backend cannot hold to, or that costs too much;
-        DeadlineExceeded (504) when the machine had no time for it."""
+        """Return the compiled grammar, or a ``Proved`` without ``make``.
+
+        Raises InvalidRequest (400) for a grammar the backend cannot enforce or that costs too much. Raises
+        DeadlineExceeded (504) if the machine was too busy, WeftError for an internal error.
+        """
         guard, compiler = self._parts()
         begin = time.monotonic()
         try:
@@ -114,12 +120,13 @@ class GuardedCompiler:
             raise WeftError("the grammar could not be compiled")
         if verdict.message:
             raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
-        if time.monotonic() - begin > LONG_S:  # another one may follow in this thread, but not often
+        # The library's compile takes long too. The thread stays at low priority, but later grammars are rare.
+        if time.monotonic() - begin > LONG_S:
             step_back(threading.current_thread())
         return Proved() if compiler is None else compiler.build(verdict.source, verdict.nbytes)
 
     def close(self) -> None:
-        """End the processes. What compiles in one fails."""
+        """End the guard processes. Compiles in progress fail."""
         with self._lock:
             self._closed = True
             guard = self._guard
@@ -127,6 +134,7 @@ class GuardedCompiler:
             guard.close()
 
     def _parts(self) -> tuple[Guard, GrammarCompiler | None]:
+        """Return the guard and the compiler of this process, made at the first call."""
         with self._lock:
             if self._guard is None:
                 backend = self._backend()

@@ -1,4 +1,4 @@
-"""Which keywords of JSON Schema each backend holds to exactly, as measured (docs/adr/0022)."""
+"""The JSON Schema keywords each backend enforces exactly, as measured (docs/adr/0022)."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ XGRAMMAR = Keywords(
     supported=LLGUIDANCE.supported - {"multipleOf", "patternProperties", "minProperties", "maxProperties"},
     dialect=JSON_STRING,
 )
-"""Of what is left ``narrow`` refuses more: combinations of keywords that it reads as either of them."""
+"""``narrow`` additionally refuses combinations of keywords of which xgrammar reads only some."""

@@ -1,8 +1,8 @@
-"""A lowered grammar in llguidance's dialect of Lark.
+"""Convert a lowered grammar to llguidance's dialect of Lark.
 
-llguidance matches in two levels: terminals, by their longest match, and rules over them. So whatever is
-regular is written as *one* terminal, however deep its tree is: there nothing depends on where a match ends.
-Between a terminal and what follows it (JSON, rules) the terminal takes all it can.
+llguidance matches on two levels: terminals, by longest match, and rules over terminals. Therefore any regular
+part becomes *one* terminal, however deep the part's tree is. Inside a terminal, no result depends on the end
+of a match. Before JSON or rules, a terminal takes the longest possible text.
 """
 
 from __future__ import annotations
@@ -35,15 +35,20 @@ _ANY = "/(?s:.*)/"
 _SOME = "/(?s:.+)/"
 
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""Text that is certain may be written in any tokens; otherwise the library asks the tokenizer for its own."""
+"""Certain text may be written in any tokens. Without the option, the library asks the tokenizer for
+tokens.
+"""
 
 SPELLINGS = '"\\bfnrt'
-"""Escapes that may stand in a JSON string. Without ``\\u`` each text has one spelling, so that a key cannot
-pass for another one."""
+"""Escapes allowed in a JSON string. Without ``\\u``, each text has one spelling, so that no key can imitate
+another key.
+"""
 
 
 def to_lark(node: Node, controls: Mapping[str, int]) -> str:
-    """llguidance's JSON form of ``node``; ``controls`` are the ids of control tokens."""
+    """Return ``node`` in llguidance's JSON form. ``controls``: text to id of control tokens. Raises
+    InvalidRequest.
+    """
     return _Writer(controls).write(node)
 
 
@@ -60,9 +65,10 @@ class _Writer:
         return json.dumps({"grammars": [{"name": "whole", "lark_grammar": source}, *self._nested]})
 
     def _rule(self, node: Node) -> str:
-        """An expression for rules."""
+        """Return an expression for use in rules."""
         if node == Chain(()):
             return '""'
+        # One terminal for the whole regular part: see the top of this file.
         if is_regular(node):
             return self._define("T", node, _terminal(node))
         match node:
@@ -81,13 +87,14 @@ class _Writer:
         raise AssertionError(node)
 
     def _define(self, kind: str, node: Node, text: str) -> str:
-        """The name of the rule or terminal that stands for ``node``; equal nodes share one."""
+        """Return the name of the rule or terminal for ``node``. Equal nodes share a name."""
         if node not in self._names:
             self._names[node] = f"{kind}{len(self._names)}"
             self._lines.append(f"{self._names[node]}: {text}")
         return self._names[node]
 
     def _nest(self, node: Node, entry: dict[str, Any]) -> str:
+        """Return the name of the nested grammar for ``node``. Equal nodes share a name."""
         if node not in self._names:
             self._names[node] = f"@n{len(self._names)}"
             self._nested.append({"name": self._names[node][1:], **entry})
@@ -95,9 +102,10 @@ class _Writer:
 
 
 def _merge(parts: tuple[Node, ...]) -> list[Node]:
-    """Runs of regular parts as one part each."""
+    """Return ``parts`` with each run of regular parts as one part."""
     result: list[Node] = []
     run: list[Node] = []
+    # The final None flushes the last run.
     for part in (*parts, None):
         if part is not None and is_regular(part):
             run.append(part)
@@ -115,7 +123,7 @@ def _times(loop: Loop) -> str:
 
 
 def _terminal(node: Node) -> str:
-    """A regular node as an expression for terminals."""
+    """Return a regular node as an expression for terminals."""
     match node:
         case Literal():
             return json.dumps(node.text, ensure_ascii=False)
@@ -133,6 +141,7 @@ def _terminal(node: Node) -> str:
 
 
 def _until(node: Until) -> str:
+    """Return free text as a terminal: any text, minus the texts with a stop inside."""
     if not node.without:
         return f"({_ANY} {json.dumps(node.end)})" if node.end else _ANY
     stops = "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in node.without) + ")"
@@ -143,7 +152,7 @@ def _until(node: Until) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """A regular expression between slashes. Line breaks in it are written as escapes."""
+    """Return a regular expression between slashes. Line breaks become escapes."""
     text = regex.replace("\n", "\\n").replace("\r", "\\r")
     result = ""
     escaped = False
@@ -154,23 +163,26 @@ def _slashed(regex: str) -> str:
 
 
 def _rules(source: str) -> str:
-    """A client's grammar in Lark."""
+    """Return a client's grammar in Lark. Raises InvalidRequest."""
     check_rules(source)
     if is_gbnf(source):
         try:
             source = gbnf_to_lark(source).replace("%llguidance {}", "")
-        except Exception:  # the translation raises bare Exception, with its own names in the text
+        except Exception:  # the translation raises bare Exception, with internal names in the text
             raise InvalidRequest("the grammar cannot be read as GBNF") from None
     return f"{_OPTIONS}\n{source}"
 
 
 WHITE_SPACE = r"( |\n[ \t]{0,16})?"
-"""Between two parts of a JSON value that is not compact: none, one blank, or a line's end and indentation.
-Without a bound a model that finds white space likeliest goes on with it for ever."""
+"""White space between two parts of a JSON value that is not compact: none, one blank, or a line end and
+indentation. Without a bound, a model with a preference for white space would write white space forever.
+"""
 
 
 def _guided(node: Json) -> Any:
-    """The schema with how its values are written: the options are ours, whatever the client's schema says."""
+    """Return the schema with the options of the value's spelling. The options overwrite any options in the
+    client's schema.
+    """
     schema = read_schema(node.schema, LLGUIDANCE)
     if schema is True:
         schema = {}

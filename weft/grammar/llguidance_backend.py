@@ -1,7 +1,7 @@
 """Grammars by llguidance: masks are computed token by token from a prefix tree, without precomputed tables.
 
-Ends of turn are decided here, over the library's matcher: it knows an end token that no model produces, and
-an end id is allowed exactly where the grammar may end, or where the grammar itself spells that token.
+The library knows only an end token that no model produces. This module decides the ends of turns: an end id
+is allowed exactly where the grammar may end, or where the grammar itself spells the token.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=250_000,
     verbose_errors=False,
 )
-"""What bounds a compile, the memory of a matcher and the time of one mask."""
+"""Limits of a compile, of a matcher's memory and of the time of one mask."""
 _MESSAGE_CHARS = 300
 _FULL = "too many states"
-"""In the library's message when a lexer has reached ``max_lexer_states``."""
+"""Part of the library's message for a lexer with ``max_lexer_states`` states."""
 LEXER_TOKENS = 4096
-"""Output tokens behind which a lexer is handed out no more."""
+"""After this many output tokens, a lexer is not shared with new matchers."""
 TOKEN_BYTES = 6 << 10
-"""Growth of a lexer by one token of an output that is as random as a pattern allows, about."""
+"""Approximate growth of a lexer per token, for an output as random as a pattern allows."""
 LEXER_BYTES = 50 << 20
-"""Size of a lexer with as many states as the limit allows, about."""
+"""Approximate size of a lexer with the maximum number of states."""
 RENEW_S = 0.05
-"""CPU seconds of a compile that a step may wait for."""
+"""Maximum CPU seconds of a compile during a step."""
 
 
 class _Tokens:
-    """What llguidance reads of a tokenizer."""
+    """The tokenizer interface of llguidance."""
 
     is_tokenizer_wrapper = True
 
@@ -67,7 +67,7 @@ class _Tokens:
 
 
 class LlguidanceCompiler:
-    """See ``GrammarCompiler``."""
+    """The llguidance ``GrammarCompiler``."""
 
     name = "llguidance"
 
@@ -81,10 +81,12 @@ class LlguidanceCompiler:
         return to_lark(lower(grammar, self._vocabulary.controls), self._vocabulary.controls)
 
     def build(self, source: str, nbytes: int = 0) -> LlguidanceGrammar:
+        """See ``GrammarCompiler.build``."""
         begin = time.thread_time()
         made = LlguidanceGrammar(self.lexer(source), self._vocabulary, self._tokens.vocab_size, self._spare)
         made.check_start()
         made.compiled_bytes = nbytes
+        # Only a cheap grammar may be compiled again while a step waits.
         if time.thread_time() - begin <= RENEW_S:
             made.renew = lambda: self.lexer(source)
         return made
@@ -93,7 +95,9 @@ class LlguidanceCompiler:
         return self.build(self.lower(grammar))
 
     def lexer(self, source: str) -> llguidance.LLMatcher:
-        """A matcher at the start of an output, with a lexer that no other matcher shares."""
+        """Return a matcher at the start of an output, with a lexer shared with no other matcher. Raises
+        InvalidRequest.
+        """
         matcher = llguidance.LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be compiled: {_plain(matcher.get_error())}")
@@ -101,11 +105,11 @@ class LlguidanceCompiler:
 
 
 class LlguidanceGrammar:
-    """See ``CompiledGrammar``.
+    """The llguidance ``CompiledGrammar``.
 
-    Its matchers share one lexer. Masks add states to the lexer, and the library refuses to go beyond its
-    limit of states. So no lexer is handed out behind ``LEXER_TOKENS`` tokens, and a matcher whose lexer is
-    full, by whatever output, goes on with a lexer of its own.
+    All matchers share one lexer. Masks add states to the lexer, and the library enforces a limit of states.
+    Therefore a lexer is not shared with new matchers after ``LEXER_TOKENS`` tokens. A matcher with a full
+    lexer continues with a new lexer of its own, whichever output filled the shared lexer.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, width: int, spare: int) -> None:
@@ -114,13 +118,13 @@ class LlguidanceGrammar:
         self._width = width
         self._spare = spare
         self.compiled_bytes = 0
-        """Measured after the compile."""
+        """Bytes measured after the compile."""
         self.tokens = 0
-        """Taken by all matchers."""
+        """Tokens accepted by all matchers."""
         self.full = False
-        """A matcher has found the lexer full."""
+        """True once a matcher found the lexer full."""
         self.renew: Callable[[], llguidance.LLMatcher] | None = None
-        """Makes a lexer of its own for a matcher; None where that takes too long for a step to wait."""
+        """Makes a private lexer for a matcher; None if a step cannot wait for the compile."""
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +138,9 @@ class LlguidanceGrammar:
         return LlguidanceMatcher(self._matcher.deep_copy(), self._vocabulary, self._width, self._spare, self)
 
     def check_start(self) -> None:
-        """Raises InvalidRequest for a grammar that no output satisfies. Warms what matchers start from."""
+        """Raise InvalidRequest for a grammar that no output satisfies. Computes the first mask, which later
+        matchers reuse.
+        """
         words = np.zeros((self._vocabulary.size + 31) // 32, np.int32)
         LlguidanceMatcher(self._matcher, self._vocabulary, self._width, self._spare).fill(words)
         if not words.any():
@@ -142,7 +148,7 @@ class LlguidanceGrammar:
 
 
 class LlguidanceMatcher:
-    """See ``Matcher``."""
+    """The llguidance ``Matcher``."""
 
     def __init__(
         self,
@@ -152,16 +158,16 @@ class LlguidanceMatcher:
         spare: int,
         grammar: LlguidanceGrammar | None = None,
     ) -> None:
-        """``grammar``: whose lexer ``matcher`` shares; None when ``matcher`` has a lexer of its own."""
+        """``grammar``: owner of the shared lexer; None for a private lexer."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._width = width
         self._spare = spare
         self._shared = grammar
         self._taken: list[int] = []
-        """Tokens that the library's matcher took, while the lexer is shared."""
+        """Tokens accepted by the library's matcher while the lexer is shared."""
         self._ends = 0
-        """End ids taken at the end; the library's matcher does not see them."""
+        """Number of end ids accepted at the end. The library's matcher does not see these ids."""
 
     def accept(self, token: int) -> bool:
         if self._ends == 0 and self._matcher.try_consume_tokens([token]) == 1:
@@ -169,6 +175,7 @@ class LlguidanceMatcher:
                 self._taken.append(token)
                 self._shared.tokens += 1
             return True
+        # A full shared lexer also refuses valid tokens: try again with a private lexer.
         if self._ends == 0 and token not in self._vocabulary.end_ids and self._lexer_renewed():
             return self.accept(token)
         self._raise_errors()
@@ -178,6 +185,7 @@ class LlguidanceMatcher:
         return False
 
     def rollback(self, tokens: int) -> None:
+        # End ids come last, so a rollback removes end ids first.
         ends = min(tokens, self._ends)
         self._ends -= ends
         if tokens > ends and not self._matcher.rollback(tokens - ends):
@@ -193,7 +201,7 @@ class LlguidanceMatcher:
         count = (self._width + 31) // 32
         if count == words.size and words.flags.c_contiguous:
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        else:  # the spare id takes a word of its own, or the row is not contiguous
+        else:  # the spare id needs an extra word, or the row is not contiguous
             scratch = np.empty(count, np.int32)
             self._matcher.unsafe_compute_mask_ptr(scratch.ctypes.data, scratch.nbytes)
             words[:] = scratch[: words.size]
@@ -213,9 +221,10 @@ class LlguidanceMatcher:
         direct = count == words.shape[1] and words.flags.c_contiguous
         buffer = words if direct else np.empty((len(rows), count), np.int32)
         failed: list[int] = []
-        ending: list[int] = []  # rows whose output may end
+        ending: list[int] = []  # rows that may end
         at, size = buffer.ctypes.data, 4 * count
         for number, row in enumerate(rows):
+            # After an end id, only end ids may follow.
             if row._ends:
                 buffer[number] = 0
                 ending.append(number)
@@ -248,26 +257,31 @@ class LlguidanceMatcher:
             bits[number // 32] |= np.uint32(1 << (number % 32))
 
     def _lexer_renewed(self) -> bool:
-        """Go on with a lexer of its own where the shared one may be full. False where nothing was changed.
+        """Switch to a private lexer if the shared lexer may be full. Return False if the old matcher stays in
+        use.
 
-        The states of a shared lexer come from other outputs, too, and those must not decide about this one.
-        A full lexer shows as an error of a mask, but a token that needs a new state is just refused: so the
-        first refusal without an error is tried again. Masks allow what is sampled, so refusals are rare.
+        Other outputs also add states to a shared lexer, and these states must not affect this output. A full
+        lexer appears as an error of a mask. A token that needs a new state, however, is refused without an
+        error. Therefore the first refusal without an error is tried again. Masks allow only valid samples, so
+        refusals are rare.
         """
         failed = self._matcher.is_error()
         if self._shared is None or (failed and _FULL not in self._matcher.get_error()):
             return False
+        # At most one attempt per matcher: afterwards the lexer counts as private.
         grammar, self._shared = self._shared, None
         grammar.full |= failed
         if grammar.renew is None:
             return False
         matcher = grammar.renew()
+        # Replay the output in the new lexer.
         if matcher.try_consume_tokens(self._taken) != len(self._taken):
             return False
         self._matcher, self._taken = matcher, []
         return True
 
     def _raise_errors(self) -> None:
+        """Raise InvalidRequest if the library's matcher has failed."""
         if self._matcher.is_error():
             if "NoExtension" in self._matcher.get_error():
                 raise InvalidRequest("no output satisfies the grammar")
@@ -275,11 +289,11 @@ class LlguidanceMatcher:
 
 
 def make_llguidance(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> LlguidanceCompiler:
-    """See ``CompilerFactory``."""
+    """Make the compiler: see ``CompilerFactory``."""
     return LlguidanceCompiler(read_vocabulary(Tokenizer.load(tokenizer), vocab_size, end_ids))
 
 
 def _plain(message: str) -> str:
-    """The first line of a message of the library, of bounded length."""
+    """Return the first line of a library message, at most ``_MESSAGE_CHARS`` characters."""
     first = message.replace("<non-verbose/>", "").strip().split("\n")[0]
     return " ".join(first.split())[:_MESSAGE_CHARS]

@@ -1,4 +1,4 @@
-"""Schemas without what a grammar cannot hold to."""
+"""Schemas without the keywords a grammar cannot enforce."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from weft.grammar.normal import lookup, normal
 from weft.grammar.schema import Keywords, LeftOut, SchemaReader, check_nesting
 
 MAX_NODES = 100_000
-"""Parts of a schema with shared parts counted as often as they stand."""
+"""Maximum parts of a schema. A shared part counts once per use."""
 
 
 def loosened(schema: dict[str, Any], keywords: Keywords) -> tuple[dict[str, Any], list[LeftOut]]:
-    """``schema`` without the keywords that ``read_schema`` would refuse, and these keywords.
+    """Return ``schema`` without the keywords refused by ``read_schema``, and these keywords.
 
-    A ``oneOf`` whose schemas do not exclude each other becomes ``anyOf``. Raises InvalidRequest for what is
-    no schema, or too large for any grammar.
+    A ``oneOf`` with overlapping schemas becomes ``anyOf``. Raises InvalidRequest for an invalid schema and
+    for a schema too large for any grammar.
     """
     check_nesting(schema)
     plain = normal(schema)
     reader = SchemaReader(plain, keywords, loose=True)
     reader.read()
-    _check_size(plain)  # the copy writes each shared part as often as it stands
+    _check_size(plain)  # the copy duplicates each shared part
     made = json.loads(json.dumps(plain))
     for one in reader.left_out:
         place = lookup(made, one.at)
@@ -34,9 +34,10 @@ def loosened(schema: dict[str, Any], keywords: Keywords) -> tuple[dict[str, Any]
 
 
 def _check_size(schema: Any) -> None:
-    """Raises InvalidRequest for a schema of more than ``MAX_NODES`` parts.
+    """Raise InvalidRequest for a schema with more than ``MAX_NODES`` parts.
 
-    ``normal`` gives many properties one object. Nested, the text of such a schema grows by a power.
+    ``normal`` makes many properties share one object. If such sharing is nested, the text of the schema grows
+    exponentially.
     """
     stack, nodes = [schema], 0
     while stack:

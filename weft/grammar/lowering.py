@@ -1,4 +1,5 @@
-"""A grammar tree in the few forms that backends translate: tags resolved to tokens, triggers to sequences.
+"""Reduce a grammar tree to the few forms that backends translate. Tags become tokens, triggers become
+sequences.
 
 Literal | Until | Pattern | Json | Rules | Choice | Chain | Loop | Token
 """
@@ -28,10 +29,10 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class Until(msgspec.Struct, frozen=True):
-    """Any text in which none of ``without`` comes up, then ``end``.
+    """Any text without any of ``without``, then ``end``.
 
-    ``end`` is "" for none: the text may stop anywhere. It is the first of ``without`` that comes up, which
-    may be an end itself. Control tokens do not come up in it.
+    With ``end`` "", the text may stop anywhere. Otherwise ``end`` is the first text of ``without`` to occur;
+    ``without`` may include ``end``. Control tokens do not occur in the text.
     """
 
     without: tuple[str, ...]
@@ -39,20 +40,20 @@ class Until(msgspec.Struct, frozen=True):
 
 
 class Pattern(msgspec.Struct, frozen=True):
-    """Text that the whole of a regular expression matches."""
+    """Text that matches the whole of a regular expression."""
 
     regex: str
 
 
 class Json(msgspec.Struct, frozen=True):
-    """A JSON value under a schema."""
+    """A JSON value valid under a schema."""
 
     schema: str
     compact: bool
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """A context-free grammar's text."""
+    """A client's context-free grammar."""
 
     source: str
 
@@ -64,13 +65,13 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Chain(msgspec.Struct, frozen=True):
-    """All of these, in order; none: the empty text."""
+    """All parts in order. Without parts: the empty text."""
 
     parts: tuple[Node, ...]
 
 
 class Loop(msgspec.Struct, frozen=True):
-    """``part``, ``least`` to ``most`` times (None: any number)."""
+    """``part`` repeated ``least`` to ``most`` times (None: any number)."""
 
     part: Node
     least: int
@@ -80,18 +81,21 @@ class Loop(msgspec.Struct, frozen=True):
 Node = Literal | Token | Until | Pattern | Json | Rules | Choice | Chain | Loop
 
 MAX_REPEATS = 4096
-"""Largest count of a part that is repeated."""
+"""Maximum count of a repeated part."""
 
 
 def lower(grammar: g.Grammar, controls: Collection[str]) -> Node:
-    """The tree in these forms. ``controls``: texts of the tokenizer's control tokens."""
+    """Return the tree in these forms. ``controls``: texts of the tokenizer's control tokens.
+
+    Raises InvalidRequest for open free text before JSON or rules.
+    """
     node = _Lowering(controls).node(grammar)
     _check_ends(node)
     return node
 
 
 def is_regular(node: Node) -> bool:
-    """Whether the node is one regular expression over text: no tokens, JSON or rules in it."""
+    """Return True if ``node`` is one regular expression over text: no tokens, JSON or rules inside."""
     match node:
         case Literal() | Until() | Pattern():
             return True
@@ -104,12 +108,13 @@ def is_regular(node: Node) -> bool:
 
 
 def _check_ends(node: Node) -> None:
-    """Raises InvalidRequest where free text that has no end stands in front of JSON or rules.
+    """Raise InvalidRequest if free text without an end stands before JSON or rules.
 
-    Where it ends and they begin, nothing would say.
+    The border between the two would be ambiguous.
     """
     match node:
         case Chain():
+            # A control token also marks the border.
             for one, following in pairwise(node.parts):
                 if _is_open(one) and not (is_regular(following) or _starts_with_token(following)):
                     raise InvalidRequest("free text in front of JSON or of a grammar must have an end")
@@ -123,7 +128,7 @@ def _check_ends(node: Node) -> None:
 
 
 def _is_open(node: Node) -> bool:
-    """Whether the node may end with free text that has no end."""
+    """Return True if ``node`` may end with free text without an end."""
     match node:
         case Until():
             return not node.end
@@ -138,6 +143,7 @@ def _is_open(node: Node) -> bool:
 
 
 def _starts_with_token(node: Node) -> bool:
+    """Return True if every text of ``node`` starts with a control token."""
     match node:
         case Token():
             return True
@@ -179,16 +185,18 @@ class _Lowering:
                 return self._triggered(part)
 
     def _text(self, text: str) -> Node:
+        """Return ``text`` with the texts of control tokens replaced by the tokens."""
         if not self._controls:
             return Literal(text)
         pieces = [piece for piece in self._pattern.split(text) if piece]
         return _chain([Token(piece) if piece in self._controls else Literal(piece) for piece in pieces])
 
     def _until(self, ends: tuple[str, ...], without: tuple[str, ...]) -> Node:
-        """Each end is a case of its own: text without any end, then that one.
+        """Return free text up to one of ``ends``. Each end is an alternative: text without any end, then this
+        end.
 
-        An end that spells a control token is that token; spelled in other tokens it does not come up in the
-        text.
+        An end spelled like a control token is that token. The same spelling in other tokens must not occur in
+        the text.
         """
         if not ends:
             return Until(without, "")
@@ -205,6 +213,7 @@ class _Lowering:
         if part.most == 0:
             return Chain(())
         between = self._text(part.between)
+        # inner (between inner)*: the first repetition has no separator.
         most = None if part.most is None else part.most - 1
         least = max(part.least - 1, 0)
         whole = _chain([inner, _loop(_chain([between, inner]), least, most)])
@@ -226,12 +235,13 @@ def _choice(parts: list[Node]) -> Node:
 
 
 def _chain(parts: list[Node]) -> Node:
-    """Nested chains and neighbouring literals become one."""
+    """Return a flat chain: nested chains are merged, and adjacent literals are joined."""
     flat: list[Node] = []
     for part in parts:
         for inner in part.parts if isinstance(part, Chain) else (part,):
             if isinstance(inner, Literal) and not inner.text:
                 continue
+            # Join neighbours, so that a token may span both texts.
             if isinstance(inner, Literal) and flat and isinstance(flat[-1], Literal):
                 inner = Literal(flat.pop().text + inner.text)  # type: ignore[union-attr]
             flat.append(inner)

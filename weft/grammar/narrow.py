@@ -1,8 +1,7 @@
-"""JSON schemas in the few forms that xgrammar holds to: of keywords that stand side by side it drops some.
+"""Reduce JSON schemas to the forms enforced by xgrammar. For keywords side by side, xgrammar ignores some.
 
-Takes what ``read_schema`` made. Objects whose schema lists properties and leaves others open are closed:
-xgrammar does not check which further names a model writes, and whether they repeat a listed one by another
-spelling.
+The input comes from ``read_schema``. An object schema with listed properties and open further properties
+becomes closed. xgrammar does not check further names: a model could repeat a listed name in another spelling.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ _OF_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _MERGED = _OF_TYPE["number"] | _OF_TYPE["string"] | {"type"}
-"""Keywords that can be moved out of allOf."""
+"""Keywords that can move out of allOf."""
 _NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*\]")
-"""A class of all characters but some: xgrammar leaves out of it what has to be escaped."""
+"""A negated class. xgrammar excludes the characters that need an escape."""
 _QUOTED = re.compile(r'"|\\\\|\\u00[01]')
-"""What a JSON string would have to escape."""
+"""Characters that need an escape in a JSON string."""
 
 
 def narrow(schema: Any) -> Any:
-    """The schema in those forms. Raises InvalidRequest that names the keyword, for all others."""
+    """Return the schema in the reduced forms. Raises InvalidRequest with the keyword for any other schema."""
     if schema is True:
         return True
     definitions = schema.pop("$defs", {})
@@ -43,6 +42,7 @@ def narrow(schema: Any) -> Any:
 
 
 def _one(schema: Any) -> Any:
+    """Return one reduced schema. Raises InvalidRequest."""
     if schema is True or schema == {}:
         return True
     if schema is False:
@@ -53,6 +53,7 @@ def _one(schema: Any) -> Any:
     for key in ("enum", "const"):
         if key in schema:
             return _constants(schema, key)
+    # xgrammar ignores keywords beside these two.
     for key in ("$ref", "anyOf"):
         if key in schema:
             if len(schema) > 1:
@@ -67,13 +68,14 @@ def _one(schema: Any) -> Any:
 
 
 def _without_all_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with what is under allOf beside the rest, where no keyword is there twice."""
+    """Return ``schema`` with the parts of allOf merged, if no keyword occurs twice. Raises InvalidRequest."""
     parts = schema.get("allOf")
     if parts is None:
         return schema
     rest = {key: value for key, value in schema.items() if key != "allOf"}
     if len(parts) == 1 and not rest and isinstance(parts[0], dict):
         return _without_all_of(parts[0])
+    # Merge only keywords that xgrammar reads side by side, each at most once.
     for part in parts:
         if not isinstance(part, dict) or set(part) - _MERGED or set(part) & set(rest) or set(rest) - _MERGED:
             _refuse("allOf of several schemas")
@@ -82,6 +84,7 @@ def _without_all_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constants(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an enum with the values of a fitting type. Raises InvalidRequest without such a value."""
     if set(schema) - {key, "type"}:
         _refuse(f"{key} beside other keywords")
     values = schema["enum"] if key == "enum" else [schema["const"]]
@@ -94,6 +97,7 @@ def _constants(schema: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _is(value: Any, kind: str) -> bool:
+    """Return True if ``value`` has the JSON type ``kind``. 1.0 counts as an integer."""
     if kind == "integer":
         whole = isinstance(value, float) and value.is_integer()
         return whole or (isinstance(value, int) and not isinstance(value, bool))
@@ -104,11 +108,13 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of one type in the form xgrammar enforces."""
     if kind == "integer":
         return {"type": kind, **_whole_bounds(keys)}
     if kind == "string" and "pattern" in keys:
         if len(keys) > 1:
             _refuse("pattern (or format) beside minLength or maxLength")
+        # xgrammar matches patterns against the raw JSON text, where these characters are escapes.
         if _QUOTED.search(_NEGATED.sub("", keys["pattern"])):
             _refuse("a quotation mark, a backslash or a control character in a pattern")
     if kind == "string" and keys:
@@ -121,14 +127,17 @@ def _of_type(kind: str, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _length(keys: dict[str, Any]) -> str:
-    """Bounds of length as a pattern: with the keywords for it xgrammar takes control characters, too."""
+    """Return bounds of length as a pattern. For minLength and maxLength, xgrammar would accept control
+    characters.
+    """
     least, most = keys.get("minLength", 0), keys.get("maxLength", "")
     return rf'^[^"\\\u0000-\u001f\ud800-\udfff]{{{least},{most}}}$'
 
 
 def _whole_bounds(keys: dict[str, Any]) -> dict[str, Any]:
-    """Bounds of whole numbers, as minimum and maximum."""
+    """Return the bounds of integers as minimum and maximum. Raises InvalidRequest for an empty range."""
     least = [math.ceil(keys["minimum"])] if "minimum" in keys else []
+    # Exclusive bounds of integers become inclusive bounds.
     least += [math.floor(keys["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in keys else []
     most = [math.floor(keys["maximum"])] if "maximum" in keys else []
     most += [math.ceil(keys["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in keys else []
@@ -143,14 +152,17 @@ def _array(keys: dict[str, Any]) -> dict[str, Any]:
     result = dict(keys)
     if "prefixItems" in keys:
         result["prefixItems"] = [_one(inner) for inner in keys["prefixItems"]]
+    # ``items: false`` is supported only behind prefixItems.
     if "items" in keys and not ("prefixItems" in keys and keys["items"] is False):
         result["items"] = _one(keys["items"])
     return result
 
 
 def _object(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of an object schema: closed if any property is named."""
     properties = {name: _one(inner) for name, inner in keys.get("properties", {}).items()}
     required = keys.get("required", [])
+    # A required property without a schema accepts any value.
     properties.update({name: True for name in required if name not in properties})
     further = keys.get("additionalProperties", True)
     if not properties:

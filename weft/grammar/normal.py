@@ -1,9 +1,9 @@
-"""JSON schemas as their standards mean them: one form, whatever the writer's tools made.
+"""Normalize JSON schemas to one form with the meaning of the standards, for any tool's output.
 
-Four things become plain here, before anything else reads a schema. A keyword with the value null is absent:
-serializers write their defaults so. ``nullable`` (OpenAPI 3.0) adds null to ``type``. References by ``$id``
-and ``$anchor`` become JSON pointers from the top. ``propertyNames`` becomes properties or a pattern of
-properties, where it has such a form.
+Four things change before any other reader. A keyword with the value null is removed, because serializers
+write unset fields as null. ``nullable`` (OpenAPI 3.0) adds null to ``type``. References by ``$id`` and
+``$anchor`` become JSON pointers from the top. ``propertyNames`` becomes properties or a pattern of
+properties, if possible.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ONE = frozenset(
 )
 """Keywords with one schema."""
 LISTS = frozenset(["allOf", "anyOf", "oneOf", "prefixItems", "items"])
-"""Keywords with a list of schemas. ``items`` was one in older drafts."""
+"""Keywords with a list of schemas. ``items`` is a list only in older drafts."""
 BY_NAME = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"])
 """Keywords with schemas by name."""
 _VALUES = frozenset(["const", "default", "example"])
-"""Keywords whose value may be null."""
+"""Keywords with null as a valid value."""
 
 
 def normal(document: dict[str, Any]) -> dict[str, Any]:
-    """``document`` in this form. The argument is unchanged.
+    """Return ``document`` in normal form. The argument stays unchanged.
 
-    A reference that is not understood stays as it is. The caller bounds the nesting.
+    An unknown reference stays as written. The caller must bound the nesting.
     """
     names = _Names(document)
     made: dict[str, Any] = _normal(document, names, "")
@@ -50,17 +50,17 @@ def normal(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_nulls(schema: Any) -> Any:
-    """``schema`` without the keywords that have the value null."""
+    """Return ``schema`` without the keywords whose value is null."""
     return _normal(schema, None, "")
 
 
 def step(key: str) -> str:
-    """One step of a JSON pointer."""
+    """Return ``key`` as one step of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def lookup(document: Any, pointer: str) -> Any:
-    """The value at a JSON pointer. Raises LookupError."""
+    """Return the value at a JSON pointer. Raises LookupError."""
     found = document
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -74,10 +74,11 @@ def lookup(document: Any, pointer: str) -> Any:
 
 
 def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside of a schema, each with its pointer from there."""
+    """Yield the direct subschemas of a schema, each with its relative pointer."""
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from ((f"/{key}/{step(name)}", inner) for name, inner in value.items())
+        # ``items`` is in LISTS and in ONE: the value decides.
         elif key in LISTS and isinstance(value, list):
             yield from ((f"/{key}/{number}", inner) for number, inner in enumerate(value))
         elif key in ONE:
@@ -85,13 +86,14 @@ def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _normal(schema: Any, names: _Names | None, at: str) -> Any:
-    """``names``: None leaves everything but null keywords."""
+    """Return ``schema`` in normal form. With ``names`` None, only null keywords are removed."""
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
     for key, value in schema.items():
         if value is None and key not in _VALUES:
             continue
+        # Recurse only into schemas: values such as ``enum`` or ``default`` may look like schemas.
         here = f"{at}/{step(key)}"
         if key in BY_NAME and isinstance(value, dict):
             value = {name: _normal(inner, names, f"{here}/{step(name)}") for name, inner in value.items()}
@@ -112,23 +114,26 @@ def _normal(schema: Any, names: _Names | None, at: str) -> Any:
 
 
 class _Names:
-    """``$id`` and ``$anchor`` of a document, and the schemas that they name."""
+    """The ``$id`` and ``$anchor`` names of a document, and the named schemas."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
         draft = document.get("$schema")
-        # ``id`` names a schema in the oldest drafts alone; later it is any word.
+        # Only the oldest drafts use ``id`` as a name. In later drafts ``id`` is an ordinary word.
         old = isinstance(draft, str) and ("draft-03" in draft or "draft-04" in draft)
         self._key = "id" if old else "$id"
         self._bases: dict[str, str] = {"": ""}
-        """The URI of each schema that begins a document of its own, by its pointer."""
+        """Pointer to URI, for each schema that starts an embedded document."""
         self._places: dict[str, str] = {}
-        """Pointers by URI; an anchor's with ``#``."""
+        """URI to pointer. The URI of an anchor contains ``#``."""
         self._around: dict[str, str] = {"": ""}
-        """The pointer of the document that each schema is in."""
+        """Pointer of each schema to the pointer of the embedded document around."""
         self._collect(document, "", "")
 
     def _collect(self, schema: Any, at: str, base: str) -> None:
+        """Record the names in ``schema`` at pointer ``at``. ``base``: pointer of the embedded document
+        around.
+        """
         if not isinstance(schema, dict):
             return
         own = schema.get(self._key)
@@ -137,7 +142,7 @@ class _Names:
             self._places[self._bases[at]] = base = at
         self._around[at] = base
         anchor = schema.get("$anchor")
-        if isinstance(own, str) and own.startswith("#"):  # an anchor, as drafts up to 7 write one
+        if isinstance(own, str) and own.startswith("#"):  # an anchor in the form of drafts up to 7
             anchor = own[1:]
         if isinstance(anchor, str) and anchor:
             self._places[f"{self._bases[base]}#{anchor}"] = at
@@ -145,8 +150,9 @@ class _Names:
             self._collect(inner, at + where, base)
 
     def pointer(self, reference: str, at: str) -> str:
-        """The reference from the top; unchanged where nothing has its name."""
+        """Return ``reference`` as a pointer from the top; unchanged if the name is unknown."""
         base = self._around.get(at, "")
+        # ``target`` selects an embedded document, ``fragment`` a pointer or an anchor inside.
         target, _, fragment = reference.partition("#")
         if target:
             found = self._places.get(urldefrag(urljoin(self._bases[base], target)).url)
@@ -160,7 +166,7 @@ class _Names:
         return reference if anchored is None else f"#{anchored}"
 
     def target(self, pointer: str) -> Any:
-        """The schema at a pointer from the top, as it was written; None where there is none."""
+        """Return the schema at a pointer from the top, in the original form; None if missing."""
         try:
             return lookup(self._document, pointer.removeprefix("#"))
         except LookupError:

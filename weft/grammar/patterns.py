@@ -1,8 +1,9 @@
-"""Patterns of JSON schemas (ECMA-262, found anywhere in a text) as regular expressions of whole texts.
+"""Convert patterns of JSON schemas (ECMA-262, found anywhere in a text) to regular expressions of whole
+texts.
 
-Dialects differ: what ``\\d``, ``\\s``, ``.`` and ``$`` mean, what stands for itself in a class. What comes
-out is written in the part that all dialects read alike, and is at most what each of them would accept. What
-has no such form (look-around, ``\\b``, references, flags) is refused.
+Dialects disagree about ``\\d``, ``\\s``, ``.``, ``$`` and about literal characters in a class. The result
+uses only syntax with the same meaning in all dialects. The result never accepts a text that some dialect
+would reject. Syntax without such a form (look-around, ``\\b``, references, flags) is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from weft.common.errors import InvalidRequest
 _DIGIT = "0-9"
 _WORD = "A-Za-z0-9_"
 _ALL_SPACES = "\t-\r\x1c-\x20\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-"""What any dialect takes for white space."""
+"""Characters taken for white space by at least one dialect."""
 _LINE_ENDS = "\n\r\u2028\u2029"
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 _MAX_DEPTH = 40
@@ -24,23 +25,25 @@ _MAX_COUNT = 65535
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a backend writes what dialects write differently."""
+    """The spelling of dialect-dependent syntax for a backend."""
 
     anything: str
     """Any text."""
     code: str
-    """A character, by its code."""
+    """A character, by code."""
     most_code: int
-    """Largest code that can be written so."""
+    """Largest code expressible by ``code``."""
     not_digit: str = ""
-    """One character that no dialect takes for a digit; "" for none."""
+    """Content of a negated class: everything some dialect takes for a digit; "" if not expressible."""
     not_word: str = ""
     excluded: str = ""
-    """What every negated class leaves out as well, as it stands in a class; no other class may hold it."""
+    """Characters excluded from every negated class, in class syntax. No positive class may contain these
+    characters.
+    """
     optional: str = "?"
-    """Once or not at all."""
+    """Suffix for zero or one occurrence."""
     space: str = " "
-    """Characters that every dialect takes for white space, as far as they can stand in a text."""
+    """Characters taken for white space by every dialect, if allowed in a text."""
 
 
 RUST = Dialect(
@@ -59,13 +62,13 @@ JSON_STRING = Dialect(
     optional="{0,1}",
     excluded=r'"\\\u0000-\u001f\ud800-\udfff',
 )
-"""Of the characters that stand for themselves in a string of JSON."""
+"""For characters that stand for themselves in a JSON string."""
 
 
 def whole_pattern(pattern: str, dialect: Dialect = RUST) -> str:
-    """A regular expression that matches the whole of just those texts in which ``pattern`` is found.
+    """Return a regular expression for the whole texts in which ``pattern`` is found.
 
-    Raises InvalidRequest for what has no such form in all dialects, saying what and where.
+    Raises InvalidRequest, with reason and position, for syntax without the same meaning in all dialects.
     """
     return _Reader(pattern, dialect).whole()
 
@@ -77,7 +80,7 @@ class _Reader:
         self._at = 0
 
     def whole(self) -> str:
-        """The alternatives, each bound to the ends of the text or free to them."""
+        """Return all alternatives, each anchored to the ends of the text or open at the ends."""
         result = [self._bound()]
         while self._take("|"):
             result.append(self._bound())
@@ -86,6 +89,7 @@ class _Reader:
         return f"(?:{'|'.join(result)})" if len(result) > 1 else result[0]
 
     def _bound(self) -> str:
+        """Read one top-level alternative, with its anchors made explicit."""
         start = "" if self._take("^") else self._dialect.anything
         inner = self._sequence(0)
         end = "" if self._take("$") else self._dialect.anything
@@ -100,6 +104,7 @@ class _Reader:
         return "|".join(result)
 
     def _sequence(self, depth: int) -> str:
+        """Return a sequence up to an alternative, a closing parenthesis or a final ``$``."""
         result = ""
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             if self._text[self._at] == "$":
@@ -126,9 +131,11 @@ class _Reader:
         return self._literal(char)
 
     def _group(self, depth: int) -> str:
+        """Read a group behind its opening parenthesis. The result never captures."""
         if depth >= _MAX_DEPTH:
             self._refuse(f"groups nested more than {_MAX_DEPTH} deep")
         if self._take("?"):
+            # Accept (?:...), (?<name>...) and (?P<name>...).
             self._take("P")
             if self._take("<") and self._at < len(self._text) and self._text[self._at] not in "=!":
                 end = self._text.find(">", self._at)
@@ -143,6 +150,7 @@ class _Reader:
         return f"(?:{inner})"
 
     def _repeated(self, atom: str) -> str:
+        """Return ``atom`` with the repetition at the cursor, if any."""
         if self._at >= len(self._text):
             return atom
         char = self._text[self._at]
@@ -153,17 +161,18 @@ class _Reader:
             times = found
         else:
             return atom
-        self._take("?")  # lazy: the same texts
+        self._take("?")  # a lazy repetition matches the same texts
         if self._at < len(self._text) and self._text[self._at] in "*+?":
             self._refuse("two repetitions of one thing")
         return atom + times
 
     def _counts(self) -> str | None:
-        """``{n}``, ``{n,}`` or ``{n,m}``; None where the brace stands for itself."""
+        """Read ``{n}``, ``{n,}`` or ``{n,m}``. Return None if the brace is a literal."""
         end = self._text.find("}", self._at)
         least, comma, most = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         if not least and comma and most.isdecimal():
             self._refuse("a count without its smaller number")
+        # ECMA-262 reads a brace without valid counts as a literal.
         if not (least.isascii() and least.isdecimal()) or (
             most and not (most.isascii() and most.isdecimal())
         ):
@@ -174,6 +183,7 @@ class _Reader:
         return f"{{{int(least)}{comma}{int(most) if most else ''}}}"
 
     def _escape(self) -> str:
+        """Return an escape outside a class."""
         char = self._next()
         if char == "d":
             return f"[{_DIGIT}]"
@@ -189,7 +199,7 @@ class _Reader:
         return self._literal(self._escaped_char(char))
 
     def _escaped_char(self, char: str) -> str:
-        """The character that an escape stands for."""
+        """Return the character of an escape."""
         if char in _CONTROLS:
             return _CONTROLS[char]
         if char in "xu":
@@ -198,6 +208,7 @@ class _Reader:
             if len(code) < digits or any(digit not in "0123456789abcdefABCDEF" for digit in code):
                 self._refuse(f"\\{char} without {digits} hexadecimal digits")
             self._at += digits
+            # A lone surrogate is not a character of any text.
             if 0xD800 <= int(code, 16) < 0xE000:
                 self._refuse("half of a surrogate pair")
             return chr(int(code, 16))
@@ -206,6 +217,7 @@ class _Reader:
         return char
 
     def _class(self) -> str:
+        """Read a class behind its opening bracket."""
         negated = self._take("^")
         if self._at < len(self._text) and self._text[self._at] == "]":
             self._refuse("an empty class")
@@ -217,6 +229,7 @@ class _Reader:
                 inner = "".join(items)
                 return f"[^{inner}{self._dialect.excluded}]" if negated else f"[{inner}]"
             low = self._class_item(negated)
+            # A hyphen is a range only between two characters; a final hyphen is a literal.
             rest = self._text[self._at : self._at + 2]
             if len(rest) == 2 and rest[0] == "-" and rest[1] != "]":
                 self._at += 1
@@ -230,11 +243,12 @@ class _Reader:
                 items.append(self._in_class(low) if len(low) == 1 else low)
 
     def _class_item(self, negated: bool) -> str:
-        """One character, or (longer) a set as it stands in a class."""
+        """Return one character, or a longer string for a set in class syntax."""
         char = self._next()
         if char != "\\":
             return char
         char = self._next()
+        # A negated class must exclude everything some dialect includes; a positive class the reverse.
         if char in "dw" and negated:
             found = self._dialect.not_digit if char == "d" else self._dialect.not_word
             return found or self._refuse(f"\\{char} in a negated class")
@@ -265,7 +279,7 @@ class _Reader:
         return f"[^{self._coded(chars)}{self._dialect.excluded}]"
 
     def _coded(self, chars: str) -> str:
-        """Characters, and ranges of them, as they stand in a class."""
+        """Return characters, and ranges of characters, in class syntax."""
         return "".join(char if char == "-" else self._code(char) for char in chars)
 
     def _code(self, char: str) -> str:

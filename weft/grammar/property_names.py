@@ -1,4 +1,4 @@
-"""``propertyNames`` in keywords that grammars have: names one by one, or as one pattern."""
+"""Express ``propertyNames`` by keywords that grammars support: single names, or one pattern."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from weft.grammar.formats import FORMATS
 
 _MAX_STEPS = 16
-"""References that lead from one to the next."""
+"""Maximum length of a chain of references."""
 _NOTES = frozenset(["type", "title", "description", "$comment", "examples", "default", "deprecated"])
 
 
 def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[str, Any] | None:
-    """``schema`` with the same meaning and without ``propertyNames``; None where there is no such form.
+    """Return ``schema`` with the same meaning without ``propertyNames``; None if impossible.
 
-    A list of names gives each name its own entry in ``properties``. Any other rule becomes the pattern of the
-    further properties. ``resolve`` finds the schema that a reference points to.
+    A list of names gives each name an entry in ``properties``. Any other rule becomes the pattern of the
+    further properties. ``resolve`` returns the target of a reference.
     """
     rule = _rule(schema["propertyNames"], resolve)
     rest = {key: value for key, value in schema.items() if key != "propertyNames"}
@@ -29,6 +29,7 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
     if (names := _names(rule)) is not None:
         if schema.get("patternProperties"):
             return None
+        # A listed property outside the allowed names becomes impossible (False).
         listed = frozenset(names)
         allowed = {key: value if key in listed else False for key, value in properties.items()}
         allowed |= {name: further for name in names if name not in properties and further is not False}
@@ -40,7 +41,9 @@ def spelled_out(schema: dict[str, Any], resolve: Callable[[str], Any]) -> dict[s
 
 
 def _rule(rule: Any, resolve: Callable[[str], Any]) -> Any:
-    """The rule itself, behind references."""
+    """Return the rule at the end of a chain of references; None if the chain is too long or has other
+    keywords.
+    """
     for _ in range(_MAX_STEPS):
         if not isinstance(rule, dict) or not isinstance(rule.get("$ref"), str):
             return rule
@@ -51,7 +54,7 @@ def _rule(rule: Any, resolve: Callable[[str], Any]) -> Any:
 
 
 def _names(rule: dict[str, Any]) -> list[str] | None:
-    """The names that are allowed, where the rule lists them."""
+    """Return the allowed names if the rule lists names, else None."""
     if rule.get("type", "string") != "string" or rule.keys() - _NOTES - {"enum", "const"}:
         return None
     listed = rule.get("enum", [rule["const"]] if "const" in rule else None)
@@ -61,11 +64,12 @@ def _names(rule: dict[str, Any]) -> list[str] | None:
 
 
 def _pattern(rule: dict[str, Any]) -> str | None:
-    """A pattern of the names, where the rule has exactly one thing to say of them."""
+    """Return a pattern of the names if the rule has exactly one constraint, else None."""
     if rule.get("type", "string") != "string":
         return None
     said = {key: value for key, value in rule.items() if key not in _NOTES}
     if said.keys() <= {"minLength", "maxLength"}:
+        # Bounds of length count as one constraint.
         least, most = said.get("minLength", 0), said.get("maxLength", "")
         if not all(isinstance(one, int) or one == "" for one in (least, most)):
             return None
@@ -81,7 +85,7 @@ def _pattern(rule: dict[str, Any]) -> str | None:
 
 
 def _says_nothing(rule: Any) -> bool:
-    """True for a rule that every name keeps."""
+    """Return True if every name satisfies the rule."""
     if not isinstance(rule, dict) or rule.get("type", "string") != "string":
         return False
     said = rule.keys() - _NOTES

@@ -1,4 +1,4 @@
-"""The grammar backends, by name. Only the one that is asked for is imported."""
+"""The grammar backends by name. Only the requested backend is imported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ backends.add("llguidance", "weft.grammar.llguidance_backend:make_llguidance")
 backends.add("xgrammar", "weft.grammar.xgrammar_backend:make_xgrammar")
 
 DEFAULT = "llguidance"
-"""What ``auto`` is: see docs/adr/0022-grammar-backends.md."""
+"""The backend of ``auto``: see docs/adr/0022-grammar-backends.md."""
 
 
 def resolved(name: str) -> str:
-    """The backend's own name for ``auto``."""
+    """Return the backend's name, with ``auto`` resolved."""
     return DEFAULT if name == "auto" else name
 
 
 def make_compiler(name: str, tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> GrammarCompiler:
-    """The compiler of backend ``name`` (or ``auto``) for a tokenizer: see ``CompilerFactory``.
+    """Return the compiler of backend ``name`` (or ``auto``) for a tokenizer: see ``CompilerFactory``.
 
-    The front takes ``llguidance`` to check grammars, whatever the heads use: it needs no torch.
+    The API server always checks grammars with ``llguidance``, because llguidance needs no torch. The engines
+    may use another backend.
     """
     return backends.get(resolved(name))(tokenizer, vocab_size, end_ids)

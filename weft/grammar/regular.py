@@ -1,7 +1,7 @@
-"""Context-free grammars of clients that are regular, as one pattern.
+"""Convert regular context-free grammars of clients to one pattern.
 
-A pattern can stand in a JSON schema, so a tool's text can be held to it inside of JSON. A grammar in Lark's
-notation is regular here if no rule leads to itself.
+A pattern can stand in a JSON schema, so a grammar can constrain a tool's text inside JSON. A grammar in
+Lark's notation counts as regular here if no rule leads to itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import re
 
 MAX_PATTERN = 16 << 10
-"""Characters of a pattern. Rules that use rules many times grow without it."""
+"""Maximum characters of a pattern. Rules with many uses of other rules grow without this limit."""
 _TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|\#[^\n]*)
     |(?P<text>"(?:[^"\\\n]|\\.)*"(?!i))
@@ -43,9 +43,9 @@ _SPECIAL = frozenset("\\^$.|?*+()[]{}/-")
 
 
 def regular_pattern(source: str) -> str | None:
-    """The pattern of the whole text that a grammar in Lark's notation takes.
+    """Return the pattern of the whole texts accepted by a grammar in Lark's notation.
 
-    None where a rule leads to itself, and for notation that is not read here (``%ignore``, templates, flags).
+    Return None if a rule leads to itself, and for unsupported notation (``%ignore``, templates, flags).
     """
     rules = _rules(source)
     if rules is None or "start" not in rules:
@@ -57,11 +57,11 @@ def regular_pattern(source: str) -> str | None:
 
 
 class _NotRegularError(Exception):
-    """No pattern has the same texts."""
+    """No pattern accepts the same texts."""
 
 
 def _rules(source: str) -> dict[str, list[tuple[str, str]]] | None:
-    """Rules by name, each a list of (kind, text); None for notation that is not read."""
+    """Return the rules by name, each a list of (kind, text); None for unsupported notation."""
     rules: dict[str, list[tuple[str, str]]] = {}
     current: list[tuple[str, str]] | None = None
     at = 0
@@ -79,6 +79,7 @@ def _rules(source: str) -> dict[str, list[tuple[str, str]]] | None:
             current = None
         elif kind == "rule":
             current = rules.setdefault(found["defined"], [])
+            # The rule is defined twice, or a common terminal has the same name.
             if current:
                 return None
         elif kind not in ("space", "alias"):
@@ -92,14 +93,15 @@ _KINDS = ("space", "text", "regex", "import", "alias", "rule", "name", "times", 
 
 
 class _Writer:
-    """Writes rules as patterns, each once."""
+    """Writes rules as patterns, each rule once."""
 
     def __init__(self, rules: dict[str, list[tuple[str, str]]]) -> None:
         self._rules = rules
         self._made: dict[str, str | None] = {}
-        """Patterns of rules; None while a rule is being written."""
+        """Patterns of rules by name; None while the rule is being written."""
 
     def rule(self, name: str) -> str:
+        """Return the pattern of a rule. Raise _NotRegularError for an unknown or recursive rule."""
         if name not in self._made:
             if name not in self._rules:
                 raise _NotRegularError
@@ -109,13 +111,17 @@ class _Writer:
             if items or len(made) > MAX_PATTERN:
                 raise _NotRegularError
             self._made[name] = made
+        # None: the rule is being written further up the call stack, so the rule is recursive.
         known = self._made[name]
         if known is None:
             raise _NotRegularError
         return known
 
     def _either(self, items: list[tuple[str, str]]) -> str:
-        """Alternatives, up to a closing bracket. ``items``: last one first; those that are read are taken."""
+        """Read alternatives up to a closing bracket and return their pattern.
+
+        ``items`` is in reverse order; read items are removed.
+        """
         options, total = [""], 0
         while items and items[-1] not in (("mark", ")"), ("mark", "]")):
             kind, text = items.pop()
@@ -123,6 +129,7 @@ class _Writer:
                 options.append("")
                 continue
             one = self._item(kind, text, items)
+            # Several repetitions in a row apply one after another.
             while items and items[-1][0] == "times":
                 one = _group(one) + _times(items.pop()[1])
             options[-1] += one
@@ -132,6 +139,7 @@ class _Writer:
         return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
     def _item(self, kind: str, text: str, items: list[tuple[str, str]]) -> str:
+        """Return the pattern of one item. Raise _NotRegularError for an item without a pattern."""
         if kind == "text":
             try:
                 return "".join(f"\\{char}" if char in _SPECIAL else char for char in json.loads(text))
@@ -144,6 +152,7 @@ class _Writer:
         if kind == "name":
             return _group(self.rule(text))
         if kind == "mark" and text in "([":
+            # Square brackets mean an optional part in Lark.
             inner = _group(self._either(items))
             if not items or items.pop()[1] != (")" if text == "(" else "]"):
                 raise _NotRegularError
@@ -152,13 +161,14 @@ class _Writer:
 
 
 def _group(pattern: str) -> str:
-    """``pattern`` as one item."""
+    """Return ``pattern`` as a single unit for a following repetition."""
     if len(pattern) == 1 or re.fullmatch(r"\\.|\[[^\[\]\\]*\]|\(\?:[^()]*\)", pattern):
         return pattern
     return f"(?:{pattern})"
 
 
 def _times(text: str) -> str:
+    """Return a repetition of Lark as a suffix of a pattern."""
     if text[0] != "~":
         return text
     least, _, most = text[1:].replace(" ", "").partition("..")

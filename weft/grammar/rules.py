@@ -1,4 +1,4 @@
-"""Context-free grammars from clients: their notation, and what they may hold."""
+"""Context-free grammars of clients: notation and limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from weft.common.errors import InvalidRequest
 
 MAX_RULES = 500
-"""Backends recurse from rule to rule."""
+"""Maximum number of rules. Backends recurse from rule to rule."""
 _DIRECTIVES = frozenset({"ignore", "import"})
 _SKIPPED = re.compile(r'"(?:[^"\\\n]|\\.)*"i?|/(?![/*])(?:[^/\\\n]|\\.)+/[a-z]*|//[^\n]*|#[^\n]*')
 _DIRECTIVE = re.compile(r"%\s*([A-Za-z_]\w*)")
@@ -15,14 +15,14 @@ _RULE = re.compile(r"^\s*[?!]?[A-Za-z_][\w.\-]*(?:\[[^\]]*\])?(?:\.-?\d+)?\s*(?:
 
 
 def is_gbnf(source: str) -> bool:
-    """Whether the notation is GBNF or another EBNF (``root ::= ...``), not Lark (``start: ...``)."""
+    """Return True for GBNF or another EBNF (``root ::= ...``), False for Lark (``start: ...``)."""
     return "::=" in _SKIPPED.sub(" ", source)
 
 
 def check_rules(source: str) -> None:
-    """Raises InvalidRequest for a grammar that is too large, or that reaches beyond itself.
+    """Raise InvalidRequest for a grammar with too many rules, or with a reference outside the source.
 
-    JSON schemas, options and other grammars inside of it would pass by the checks that those have.
+    JSON schemas, options and other grammars inside the source would bypass their own checks.
     """
     plain = _SKIPPED.sub('""', source)
     if len(_RULE.findall(plain)) > MAX_RULES:

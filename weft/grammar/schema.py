@@ -1,8 +1,8 @@
-"""JSON schemas, read strictly: what a backend holds to exactly goes through, all else is refused by name.
+"""Read JSON schemas strictly: keep every part a backend can enforce exactly, refuse everything else by name.
 
-A schema comes out with the same meaning in fewer words: without annotations, formats and patterns written as
-one whole-text pattern, ``oneOf`` of parts that exclude each other as ``anyOf``. ``loose.py`` leaves
-out of a schema what is refused here, for requests that allow this.
+The result has the same meaning with fewer keywords. Annotations are dropped. Formats and patterns become one
+whole-text pattern. ``oneOf`` of mutually exclusive schemas becomes ``anyOf``. For requests that allow a
+loose schema, ``loose.py`` removes the keywords refused here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from weft.grammar.patterns import RUST, Dialect, whole_pattern
 from weft.grammar.schema_values import Unheld, bound, check_constant, check_text, count, shown
 
 MAX_NESTING = 64
-"""Levels of arrays and objects of a schema's own text."""
+"""Maximum levels of arrays and objects in the text of a schema."""
 MAX_SCHEMAS = 4000
-"""Subschemas of a schema."""
+"""Maximum subschemas of a schema."""
 MAX_TARGETS = 256
-"""Places that references point to."""
+"""Maximum number of reference targets."""
 MAX_PROPERTIES = 1000
-"""Properties of one object."""
+"""Maximum properties of one object."""
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ANNOTATIONS = frozenset(
@@ -45,7 +45,7 @@ _ANNOTATIONS = frozenset(
         "$id",
         "id",
         "$anchor",
-        "nullable",  # already in the type
+        "nullable",  # ``normal`` has already added null to the type
         "contentEncoding",
         "contentMediaType",
         "contentSchema",
@@ -65,19 +65,19 @@ _UNSUPPORTED = "is not supported"
 
 
 class Keywords(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend holds to, measured by bench/grammars.py."""
+    """The keywords a backend enforces, as measured by bench/grammars.py."""
 
     backend: str
     supported: frozenset[str]
-    """Keywords, each as this module leaves it. Annotations and places of definitions are not listed."""
+    """Supported keywords in this module's output form. Annotations and definitions are not listed."""
     dialect: Dialect = RUST
-    """Of its patterns."""
+    """Dialect of the backend's patterns."""
 
 
 def read_schema(text: str, keywords: Keywords) -> Any:
-    """The schema of JSON text ``text``, rewritten for a backend: an object, or True.
+    """Return the schema in JSON text ``text``, rewritten for a backend: an object, or True.
 
-    Raises InvalidRequest that names the keyword and where it stands, as a JSON pointer.
+    Raises InvalidRequest with the keyword and its position as a JSON pointer.
     """
     try:
         schema = json.loads(text, parse_constant=_no_constant)
@@ -92,10 +92,10 @@ def read_schema(text: str, keywords: Keywords) -> Any:
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A keyword that was taken out of a schema."""
+    """A keyword removed from a schema."""
 
     at: str
-    """JSON pointer of the schema that had the keyword."""
+    """JSON pointer of the schema with the keyword."""
     keyword: str
 
 
@@ -104,9 +104,10 @@ def _no_constant(name: str) -> Never:
 
 
 def check_nesting(schema: Any) -> None:
-    """Raises InvalidRequest for a schema with too many levels."""
+    """Raise InvalidRequest for a schema with too many levels. Uses no recursion."""
     level: list[Any] = [schema]
     for _ in range(MAX_NESTING):
+        # Level by level, so that the recursion limit cannot be reached.
         level = [
             inner
             for outer in level
@@ -119,10 +120,10 @@ def check_nesting(schema: Any) -> None:
 
 
 class SchemaReader:
-    """Rewrites one document. Definitions keep their places, so that references stay what they are."""
+    """Rewrites one document. Every reference target becomes a definition of the result."""
 
     def __init__(self, document: dict[str, Any], keywords: Keywords, *, loose: bool = False) -> None:
-        """``loose``: keywords that cannot be held to are noted in ``left_out``, and not refused."""
+        """``loose``: keywords a backend cannot enforce are recorded in ``left_out`` instead of refused."""
         self.left_out: list[LeftOut] = []
         self._loose = loose
         self._step = step if loose else _step
@@ -130,11 +131,11 @@ class SchemaReader:
         self._keywords = keywords
         self._count = 0
         self._targets: dict[str, Any] = {}
-        """Rewritten targets of references, by pointer; None until one is read."""
+        """Rewritten targets of references by pointer; None until the target is read."""
         self._unread: list[str] = []
         self._disjoint = Disjoint(self.resolve)
         self._exclusive: list[tuple[list[Any], str]] = []
-        """The schemas of each ``oneOf``, and where it stands."""
+        """The schemas of each ``oneOf``, with the position of the ``oneOf``."""
         self._readers: dict[str, Callable[[Any, dict[str, Any], str], dict[str, Any]]] = {
             "type": self._read_type,
             "enum": self._read_enum,
@@ -156,11 +157,12 @@ class SchemaReader:
         }
 
     def read(self) -> Any:
+        """Return the rewritten document. Raises InvalidRequest."""
         result = self._schema(self._document, "")
         while self._unread:
             pointer = self._unread.pop()
             self._targets[pointer] = self._schema(self.resolve(pointer), pointer[1:])
-        # Only now: schemas have what they must have, those that references point to, too.
+        # Check exclusivity last: by now all schemas, including reference targets, are known to be valid.
         for schemas, at in self._exclusive:
             if not self._loose:
                 self._disjoint.check(schemas, at)
@@ -168,7 +170,7 @@ class SchemaReader:
                 self.left_out.append(LeftOut(at.removesuffix("/oneOf"), "oneOf"))
         if self._targets:
             self._check_cycles()
-            # each target gets a definition of its own name: what was at its place may be gone or rewritten
+            # Each target gets a new definition name: the original place may be gone or rewritten.
             names = {pointer: f"d{number}" for number, pointer in enumerate(self._targets)}
             defined = {names[pointer]: target for pointer, target in self._targets.items()}
             result = {
@@ -178,7 +180,7 @@ class SchemaReader:
         return result
 
     def resolve(self, pointer: str, at: str = "") -> Any:
-        """What a reference points to, as the client wrote it."""
+        """Return the target of a reference in the client's own form. Raises InvalidRequest."""
         if pointer != "#" and not pointer.startswith("#/"):
             self._refuse("$ref", at, "points outside of the schema")
         try:
@@ -190,6 +192,7 @@ class SchemaReader:
         return found
 
     def _schema(self, schema: Any, at: str) -> Any:
+        """Return one rewritten schema. ``at`` is its JSON pointer."""
         self._count += 1
         if self._count > MAX_SCHEMAS:
             raise InvalidRequest(f"the JSON schema has more than {MAX_SCHEMAS} parts")
@@ -202,6 +205,7 @@ class SchemaReader:
             if key in _ANNOTATIONS or key in _PLACES or key.startswith("x-"):
                 continue
             try:
+                # ``Unheld``: the keyword is valid, but no grammar can enforce the keyword.
                 result.update(self._keyword(key, value, schema, at))
             except Unheld:
                 if not self._loose:
@@ -210,7 +214,7 @@ class SchemaReader:
         return self._joined(result, schema, at)
 
     def _keyword(self, key: str, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """The keywords that ``key`` becomes."""
+        """Return the rewritten form of one keyword."""
         here = f"{at}/{self._step(key)}"
         if key in _COUNTS:
             return {key: count(value, here)}
@@ -221,17 +225,18 @@ class SchemaReader:
         self._refuse(key, at, _UNSUPPORTED)
 
     def _joined(self, result: dict[str, Any], schema: dict[str, Any], at: str) -> dict[str, Any]:
-        """The rewritten keywords together, checked against what the backend holds to."""
+        """Merge the rewritten keywords and refuse any keyword without support by the backend."""
         more = result.pop("", None)
         if more:
             result["allOf"] = [*result.get("allOf", ()), *more]
         for key in result:
+            # Check the rewritten keywords: a client's keyword may have become another keyword.
             if key not in self._keywords.supported:
                 self._refuse(key, at, _UNSUPPORTED)
         return result
 
-    # One method a keyword: (value, the schema around it, pointer) -> keywords of the result. Under "" are
-    # schemas that hold as well.
+    # One method per keyword: (value, the surrounding schema, pointer) -> keywords of the result. The key ""
+    # lists schemas to add to ``allOf``.
 
     def _read_type(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         types = value if isinstance(value, list) else [value]
@@ -260,6 +265,7 @@ class SchemaReader:
             if len(self._targets) >= MAX_TARGETS:
                 raise InvalidRequest(f"references point to more than {MAX_TARGETS} places (at {at})")
             self.resolve(value, at)
+            # Read the target later: a reference may lead to a schema in progress.
             self._targets[value] = None
             self._unread.append(value)
         return {"$ref": value}
@@ -273,6 +279,7 @@ class SchemaReader:
     def _read_one_of(self, value: Any, schema: dict[str, Any], at: str) -> dict[str, Any]:
         parts = self._list(value, at)
         self._exclusive.append((value, at))
+        # ``anyOf`` already stands in the schema: both must hold.
         if "anyOf" in schema:
             return {"": [{"anyOf": parts}]}
         return {"anyOf": parts}
@@ -319,7 +326,7 @@ class SchemaReader:
             return {}
         closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
         if least > 1 and not closed:
-            # a key that is written twice counts once
+            # A key written twice counts once, so a count of written keys proves nothing.
             raise Unheld(f"minProperties is supported up to the number of required properties (at {at})")
         return {"minProperties": least}
 
@@ -347,7 +354,7 @@ class SchemaReader:
         if value in INTEGERS:
             least, most = INTEGERS[value]
             return {"": [{"minimum": least, "maximum": most}]}
-        if value not in FORMATS:  # an annotation, as the standard says
+        if value not in FORMATS:  # an unknown format is an annotation, as the standard says
             return {}
         pattern = {"pattern": _anchored(self._pattern(f"^(?:{FORMATS[value]})$", at))}
         return {"": [pattern]} if "pattern" in schema else pattern
@@ -359,9 +366,10 @@ class SchemaReader:
             raise Unheld(f"{error.message} (at {at})") from None
 
     def _check_cycles(self) -> None:
-        """Raises InvalidRequest where a reference leads to itself without a value between."""
+        """Raise InvalidRequest if a reference leads to itself without a value in between."""
         state: dict[str, bool] = {}
         for start in self._targets:
+            # Depth-first search without recursion. ``state``: False on the current path, True when finished.
             stack: list[tuple[str, Iterator[str]]] = []
             if start not in state:
                 state[start] = False
@@ -384,7 +392,7 @@ class SchemaReader:
 
 
 def _same_place(schema: Any) -> Iterator[str]:
-    """References that speak of the same value as ``schema``."""
+    """Yield the references that apply to the same value as ``schema``."""
     if not isinstance(schema, dict):
         return
     if "$ref" in schema:
@@ -395,7 +403,7 @@ def _same_place(schema: Any) -> Iterator[str]:
 
 
 def _renamed(schema: Any, names: dict[str, str]) -> Any:
-    """``schema`` with references to definitions of these names. Values of enum and const stay."""
+    """Return ``schema`` with references to the new definition names. Values of enum and const stay."""
     if isinstance(schema, list):
         return [_renamed(inner, names) for inner in schema]
     if not isinstance(schema, dict):
@@ -404,6 +412,7 @@ def _renamed(schema: Any, names: dict[str, str]) -> Any:
     for key, value in schema.items():
         if key == "$ref":
             value = f"#/$defs/{names[value]}"
+        # Names of properties are not keywords: a property may be named ``$ref`` or ``enum``.
         elif key in ("properties", "patternProperties"):
             value = {name: _renamed(inner, names) for name, inner in value.items()}
         elif key not in ("enum", "const"):

@@ -1,4 +1,4 @@
-"""Values in JSON schemas that no grammar can hold to, and what is no value at all."""
+"""Values in JSON schemas: validity, and the limits of grammars."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 from weft.common.errors import InvalidRequest
 
 MAX_COUNT = 100_000
-"""Of minItems, maxLength and the like."""
+"""Maximum value of minItems, maxLength and similar keywords."""
 MAX_EXACT = 2**53
-"""Largest integer that every reader of JSON takes exactly."""
+"""Largest integer that every JSON reader represents exactly."""
 
 
 class Unheld(InvalidRequest):
-    """A keyword is right, and no grammar can hold to it."""
+    """The keyword is valid, but no grammar can enforce the keyword."""
 
 
 def count(value: Any, at: str) -> int:
+    """Return ``value`` as a count. Raises InvalidRequest, or Unheld beyond ``MAX_COUNT``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -28,6 +29,9 @@ def count(value: Any, at: str) -> int:
 
 
 def bound(value: Any, at: str) -> float:
+    """Return ``value`` as a numeric bound. Raises InvalidRequest, or Unheld for a value too large or too
+    close to 0.
+    """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise InvalidRequest(f"a number is expected (at {at})")
     if abs(value) > MAX_EXACT or (value != 0 and abs(value) < 1e-12):
@@ -36,7 +40,8 @@ def bound(value: Any, at: str) -> float:
 
 
 def check_constant(value: Any, at: str) -> None:
-    """Values that every spelling of JSON has exactly once."""
+    """Raise Unheld for a value without a unique JSON spelling, at any depth."""
+    # An explicit stack: a client's constant may be deep.
     stack = [value]
     while stack:
         one = stack.pop()
@@ -52,6 +57,7 @@ def check_constant(value: Any, at: str) -> None:
 
 
 def check_text(text: str, at: str) -> None:
+    """Raise Unheld for a text with control characters or lone surrogates."""
     if any((ord(char) < 0x20 and char not in "\b\f\n\r\t") or char == "\x7f" for char in text):
         raise Unheld(f"texts with control characters are not supported (at {at})")
     if any(0xD800 <= ord(char) < 0xE000 for char in text):
@@ -59,5 +65,6 @@ def check_text(text: str, at: str) -> None:
 
 
 def shown(value: Any) -> str:
+    """Return ``value`` as JSON text of at most 60 characters, for errors."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,9 +1,11 @@
-"""Compiles grammars beside the loop that needs them: bounded cache, deadlines, places shared by clients.
+"""Compile grammars outside the step loop: bounded cache, deadlines, and compile threads shared fairly by
+clients.
 
-    submit ──► cache ──► one queue a client ──► a place, in turns ──► every waiter's Compile ends
+    submit ──► cache ──► one queue per client ──► a place, in turns ──► every waiter's Compile ends
 
-A compile runs in a thread. ``PLACES`` compiles run at a time, and one client has at most ``CLIENT_PLACES`` of
-them, so no client's slow grammars keep the grammars of another client waiting. Equal grammars compile once.
+A compile runs in a thread. ``PLACES`` compiles run at a time, at most ``CLIENT_PLACES`` of them for one
+client. Slow grammars of one client therefore do not delay the grammars of another client. Equal grammars
+compile once.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from weft.types.grammar import Grammar
 _log = get_logger(__name__)
 
 PLACES = 3
-"""Compiles at a time."""
+"""Maximum concurrent compiles."""
 CLIENT_PLACES = 2
-"""Compiles of one client at a time."""
+"""Maximum concurrent compiles of one client."""
 MAX_WAITING = 1024
-"""Compiles that wait for a place."""
+"""Maximum unfinished compiles of all clients, running compiles included."""
 CLIENT_WAITING = 512
-"""Compiles of one client that wait."""
+"""Maximum queued compiles of one client."""
 MAX_ENTRIES = 256
 MAX_KEPT_BYTES = 32 << 20
-"""Size of the grammars in the cache: their sources, and what they take when compiled."""
+"""Maximum bytes of the cache: sources and compiled grammars."""
 
 
 class Compile:
-    """A compile under way, or done, as one request waits for it. Thread-safe; made by ``submit``."""
+    """A running or finished compile for one request. Thread-safe; made by ``submit``."""
 
     def __init__(self, clock: Clock, deadline: float) -> None:
         self._clock = clock
@@ -49,15 +51,15 @@ class Compile:
         self._calls: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        """True when ``result`` returns at once, also once the deadline has passed. Never blocks."""
+        """Return True if ``result`` returns at once: finished, or past the deadline. Never blocks."""
         return self._ended.is_set() or self._clock.now() >= self._deadline
 
     def result(self) -> CompiledGrammar:
-        """The compiled grammar; to be called when ``done``.
+        """Return the compiled grammar. Call only if ``done``.
 
-        Raises InvalidRequest (400) for a grammar that the backend cannot hold to, or that costs too much,
-        DeadlineExceeded (504) when the compile took too long, Overloaded (429) when this client has too many
-        grammars waiting, Unavailable (503) when all clients together have.
+        Raises InvalidRequest (400) for a grammar the backend cannot enforce or that costs too much. Raises
+        DeadlineExceeded (504) after the deadline, Overloaded (429) if this client has too many grammars
+        waiting, and Unavailable (503) if all clients together have too many or the server is stopping.
         """
         if self._error is not None:
             error = self._error
@@ -76,13 +78,13 @@ class Compile:
         return max(self._deadline - self._clock.now(), 0.0)
 
     def wait(self) -> CompiledGrammar:
-        """``result``, when there is one."""
+        """Block until the compile ends or the deadline passes. Then return or raise like ``result``."""
         while not self._ended.is_set() and (left := self.left):
             self._ended.wait(left)
         return self.result()
 
     def end(self, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
-        """For the service: this is the result."""
+        """Store the result and call the callbacks. Only the service calls this method."""
         self._compiled = compiled
         self._error = error
         self._ended.set()
@@ -90,52 +92,55 @@ class Compile:
             call()
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Has ``call`` called, from any thread, once there is a result; at once, or twice, if there is
-        one.
+        """Call ``call`` from any thread once there is a result; immediately if the compile has already ended.
+
+        In a race, ``call`` may be called twice.
         """
+        # Append before the check: otherwise an end between the two would be missed.
         self._calls.append(call)
         if self._ended.is_set():
             call()
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the compiled grammar takes now."""
+        """Current bytes of the compiled grammar."""
         return 0 if self._compiled is None else self._compiled.nbytes
 
     @property
     def holds_spent(self) -> bool:
-        """True when the grammar has to be compiled again for further outputs."""
+        """True if further outputs need a newly compiled grammar."""
         return self._compiled is not None and self._compiled.spent
 
     @property
     def late(self) -> bool:
-        """True when the deadline passed without a result."""
+        """True if the deadline passed without a result."""
         return not self._ended.is_set() and self._clock.now() >= self._deadline
 
 
 _Key: TypeAlias = tuple[int, bytes]
-"""(client, or 0 where clients share what is compiled; source)."""
+"""(client, or 0 if clients share compiled grammars; source)."""
 
 
 class _Work:
-    """One grammar to compile, and everybody who waits for it."""
+    """One grammar to compile, and all waiting requests."""
 
     def __init__(self, key: _Key, grammar: Grammar) -> None:
         self.key = key
         self.grammar = grammar
         self.waiters: list[Compile] = []
         self.clients: set[int] = set()
-        """Clients in whose queues the work is."""
+        """Clients with this work in their queues."""
         self.taken = False
-        """True from when a thread compiles it."""
+        """True once a thread compiles the grammar."""
 
     @property
     def wanted(self) -> bool:
+        """True if no thread compiles the grammar and at least one waiter is in time."""
         return not self.taken and not all(waiter.late for waiter in self.waiters)
 
 
 class GrammarService:
-    """Compiles for one model. Thread-safe. The owner calls ``close``."""
+    """Compiles grammars for one model. Thread-safe. The owner must call ``close``."""
 
     def __init__(
         self,
@@ -147,8 +152,9 @@ class GrammarService:
         entries: int = MAX_ENTRIES,
         kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """``apart``: clients do not share compiled grammars. One client's outputs must not fill the lexer of
-        another client."""
+        """``apart``: clients do not share compiled grammars, so that the outputs of one client cannot fill
+        the lexer of another client.
+        """
         self._compiler: Final = compiler
         self._timeout = timeout
         self._apart = apart
@@ -157,23 +163,25 @@ class GrammarService:
         self._kept_bytes = kept_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, Compile] = OrderedDict()
-        """Results by source, refusals too; the one that was used longest ago first."""
+        """Results by source, refusals included. The least recently used result is first."""
         self._under_way: dict[_Key, _Work] = {}
         self._queues: OrderedDict[int, deque[_Work]] = OrderedDict()
-        """By client; the client whose turn is next first. None is empty."""
+        """Non-empty queues by client. The client with the next turn is first."""
         self._running: dict[int, int] = {}
-        """Compiles of each client that run."""
+        """Number of running compiles by client."""
         self._closed = False
 
     @property
     def kept(self) -> tuple[int, int]:
-        """Entries of the cache, and their bytes."""
+        """Number of cache entries and their bytes."""
         with self._lock:
             return len(self._kept), self._size()
 
     def submit(self, grammar: Grammar, client: int = 0) -> Compile:
-        """Starts to compile ``grammar`` for ``client``, or takes it from the cache. Never blocks, never
-        raises for what the grammar says: ``result`` does."""
+        """Start a compile of ``grammar`` for ``client``, or return the cached result. Never blocks.
+
+        Errors of the grammar are raised by ``Compile.result``, not here.
+        """
         key = (client if self._apart else 0, msgspec.msgpack.encode(grammar))
         with self._lock:
             found = self._find(key)
@@ -189,18 +197,18 @@ class GrammarService:
                 work = self._under_way[key] = _Work(key, grammar)
             work.waiters.append(task)
             if client not in work.clients and not work.taken:
-                # also where it waits already, for another client: that one's queue may be long
+                # Queue the work also for this client: the queue of the other client may be long.
                 work.clients.add(client)
                 self._queues.setdefault(client, deque()).append(work)
             self._start_threads()
         return task
 
     def compile(self, grammar: Grammar, client: int = 0) -> CompiledGrammar:
-        """Compiles, and waits for it up to the deadline."""
+        """Compile and wait until the deadline. Raises like ``Compile.result``."""
         return self.submit(grammar, client).wait()
 
     def close(self) -> None:
-        """Takes no more; does not wait for threads that compile."""
+        """End all waiting compiles with Unavailable. Does not wait for running threads. Idempotent."""
         with self._lock:
             self._closed = True
             for work in self._under_way.values():
@@ -211,6 +219,7 @@ class GrammarService:
             self._under_way.clear()
 
     def _find(self, key: _Key) -> Compile | None:
+        """Return a cached result, or None. A spent grammar leaves the cache."""
         found = self._kept.get(key)
         if found is None:
             return None
@@ -221,6 +230,7 @@ class GrammarService:
         return found
 
     def _refusal(self, client: int) -> WeftError | None:
+        """Return the error for a new compile beyond the limits, or None."""
         if self._closed:
             return Unavailable("the server is stopping")
         if len(self._queues.get(client, ())) >= CLIENT_WAITING:
@@ -234,13 +244,15 @@ class GrammarService:
         return None
 
     def _start_threads(self) -> None:
-        """As many threads as there is work for. Under the lock."""
+        """Start a thread for each free place with work. The lock must be held."""
         while (taken := self._next()) is not None:
             thread = threading.Thread(target=self._run, args=taken, daemon=True, name="weft-grammar")
             with_stack(thread)
 
     def _next(self) -> tuple[_Work, int] | None:
-        """The work that a place is free for, and the client whose turn it is. Under the lock."""
+        """Return the next work and its client, or None if no place is free or no work is queued. The lock
+        must be held.
+        """
         if sum(self._running.values()) >= PLACES:
             return None
         for client in list(self._queues):
@@ -252,18 +264,19 @@ class GrammarService:
                 if work.wanted:
                     work.taken = True
                     self._running[client] = self._running.get(client, 0) + 1
+                    # Round robin: a client that got a place goes to the end.
                     if queue:
                         self._queues.move_to_end(client)
                     else:
                         del self._queues[client]
                     return work, client
                 if self._under_way.get(work.key) is work and not work.taken:
-                    del self._under_way[work.key]  # nobody waits for it any more
+                    del self._under_way[work.key]  # no waiter is left
             del self._queues[client]
         return None
 
     def _run(self, work: _Work, client: int) -> None:
-        """A thread: goes on as long as there is work, so that threads are no more than what they compile."""
+        """Compile until no work is left: the body of a thread. At most ``PLACES`` such threads run."""
         going: tuple[_Work, int] | None = (work, client)
         while going is not None:
             work, client = going
@@ -283,17 +296,21 @@ class GrammarService:
         except WeftError as refused:
             return None, refused
         except BaseException as unexpected:
-            # a backend's panic is a BaseException; the thread has no caller to pass it on to
+            # A panic of the backend is a BaseException, and a thread has no caller to raise to.
             _log.error("compiling a grammar failed: %s: %s", type(unexpected).__name__, unexpected)
             return None, WeftError("the grammar could not be compiled")
 
     def _end(self, work: _Work, compiled: CompiledGrammar | None, error: WeftError | None) -> None:
+        """Deliver a result to all waiters and cache the result. Errors except InvalidRequest are not
+        cached.
+        """
         self._under_way.pop(work.key, None)
         for task in work.waiters:
             task.end(compiled, error)
         if compiled is None and not isinstance(error, InvalidRequest):
             return
         self._kept[work.key] = work.waiters[0]
+        # Sizes grow with use, so the sum is computed anew.
         size = self._size()
         while len(self._kept) > self._entries or size > self._kept_bytes:
             key, old = self._kept.popitem(last=False)

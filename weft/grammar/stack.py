@@ -1,4 +1,4 @@
-"""The stacks of threads that compile, which libraries need to recurse over rules."""
+"""Large stacks for compile threads: the libraries recurse over rules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import threading
 from typing import Final
 
 STACK_BYTES: Final = 256 << 20
-"""An overflow would end the process. Only the used part takes memory."""
+"""Stack size. An overflow would end the process. Only the used part takes memory."""
 _lock = threading.Lock()
 
 
 def with_stack(thread: threading.Thread) -> None:
-    """Start ``thread`` with a stack of ``STACK_BYTES``; the size is a setting of the process, put back."""
+    """Start ``thread`` with a stack of ``STACK_BYTES``. The stack size is a process-wide setting and is
+    restored.
+    """
     with _lock:
         before = threading.stack_size(STACK_BYTES)
         try:

@@ -1,4 +1,6 @@
-"""A lowered grammar as a structural tag of xgrammar, which matches bytes and tokens without a lexer."""
+"""Convert a lowered grammar to a structural tag of xgrammar, which matches bytes and tokens without a
+lexer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from weft.grammar.lowering import (
 from weft.grammar.patterns import ECMA, whole_pattern
 
 MARK = "\x01weft\x01"
-"""In the bytes of each control token, and kept out of free text, which xgrammar does not hold to UTF-8."""
+"""Part of the bytes of every control token, and excluded from free text: xgrammar does not require UTF-8 in
+free text.
+"""
 
 
 def to_format(
@@ -30,8 +34,10 @@ def to_format(
     json_format: Callable[[Json], dict[str, Any]],
     client_rules: Callable[[str], str],
 ) -> dict[str, Any]:
-    """The format of ``node``. ``json_format`` gives that of a JSON value, ``client_rules`` the EBNF of a
-    client's grammar."""
+    """Return the structural-tag format of ``node``. Raises InvalidRequest.
+
+    ``json_format`` returns the format of a JSON value, ``client_rules`` the EBNF of a client's grammar.
+    """
 
     def convert(part: Node) -> dict[str, Any]:
         match part:
@@ -62,10 +68,12 @@ def to_format(
 
 
 def _until(node: Until) -> dict[str, Any]:
+    """Return the format of free text. Raises InvalidRequest for an end that overlaps with itself."""
     without = [text for text in node.without if text != node.end]
     text = {"type": "any_text", "excludes": [MARK, *without]}
     if not node.end:
         return text
+    # xgrammar would miss an end inside an overlapping start.
     if any(node.end.startswith(node.end[cut:]) for cut in range(1, len(node.end))):
         raise InvalidRequest(
             f"free text that ends with {node.end!r} is not supported by xgrammar: the end begins as it ends; "

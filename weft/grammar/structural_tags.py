@@ -1,4 +1,4 @@
-"""Structural tags, as clients send them, as grammars."""
+"""Read structural tags of clients as grammars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_FORMATS = 1000
 
 
 def read_structural_tag(value: Any, param: str) -> g.Grammar:
-    """The grammar of a structural tag in either form. Raises InvalidRequest that names what is wrong."""
+    """Return the grammar of a structural tag in either form. Raises InvalidRequest with the reason."""
     reader = _Reader(param)
     if not isinstance(value, dict):
         reader.refuse("a structural tag must be an object")
@@ -63,7 +63,7 @@ class _Reader:
         }
 
     def structures(self, value: dict[str, Any]) -> g.Grammar:
-        """The older form: tags with schemas, called by triggers in free text."""
+        """Read the older form: tags with schemas, started by triggers in free text."""
         tags = value["structures"]
         if not isinstance(tags, list) or not tags:
             self.refuse("structures must be a list of at least one tag")
@@ -77,7 +77,7 @@ class _Reader:
         return self._triggered(parts, self._texts(value, "triggers", ""), (), least=0, most=None, only=False)
 
     def format(self, value: Any, at: str, depth: int) -> g.Grammar:
-        """One format of the newer form."""
+        """Read one format of the newer form. ``at`` is the path for errors."""
         self._left -= 1
         if depth > g.MAX_DEPTH or self._left < 0:
             self.refuse(f"a structural tag has more than {MAX_FORMATS} formats, or {g.MAX_DEPTH} levels")
@@ -90,6 +90,7 @@ class _Reader:
                 f"{at}: a format of type {json.dumps(kind)[:60]} is not supported; there are: {known}"
             )
         for key, given in value.items():
+            # Clients send every default: accept unknown fields without an effect.
             if key != "type" and key not in self._fields[kind] and given not in (None, [], False, "json"):
                 self.refuse(f"{at}: {key} is not supported in a format of type {kind}")
         return self._forms[kind](value, at, depth)
@@ -102,7 +103,7 @@ class _Reader:
         return g.Sequence((g.Text(begin), *self._content(content, ends)))
 
     def _read_tag(self, value: Any, at: str, depth: int) -> tuple[str, g.Grammar, tuple[str, ...]]:
-        """Begin, content and the possible ends of a tag."""
+        """Return begin, content and possible ends of a tag."""
         if not isinstance(value, dict) or value.get("type", "tag") != "tag":
             self.refuse(f"{at} must be a format of type tag")
         end = value.get("end")
@@ -111,7 +112,7 @@ class _Reader:
         return self._text(value, "begin", at), content, ends
 
     def _content(self, content: g.Grammar, ends: tuple[str, ...]) -> tuple[g.Grammar, ...]:
-        """A content up to one of ``ends``. Free text goes on to the first of them."""
+        """Return a content up to one of ``ends``. Free text stops at the first end to occur."""
         if isinstance(content, g.FreeText) and not content.ends and all(ends):
             return (g.FreeText(ends=ends, without=content.without),)
         closing = [g.Text(end) for end in ends]
@@ -143,9 +144,10 @@ class _Reader:
         most: int | None,
         only: bool,
     ) -> g.Grammar:
-        """Free text with tags in it. ``only``: nothing behind the first tag."""
+        """Return free text with tags inside. ``only``: no text follows the first tag."""
         by_trigger: dict[str, list[g.Grammar]] = {trigger: [] for trigger in triggers}
         for begin, content, ends in tags:
+            # Two matching triggers would make the tag ambiguous.
             found = [trigger for trigger in triggers if begin.startswith(trigger)]
             if len(found) != 1:
                 self.refuse(f"the tag that begins with {begin!r} must begin with exactly one of the triggers")
@@ -228,5 +230,5 @@ class _Reader:
         return tuple(dict.fromkeys(found))
 
     def refuse(self, message: str) -> Never:
-        """Raises InvalidRequest for the parameter."""
+        """Raise InvalidRequest for the request's parameter."""
         raise InvalidRequest(message, param=self._param)

@@ -1,4 +1,4 @@
-"""A tokenizer as grammars see it: the bytes of each token, and which tokens are no text."""
+"""A tokenizer from a grammar's point of view: the bytes of each token, and the tokens without text."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from weft.common.errors import ConfigError
 from weft.text.tokenizer import Tokenizer
 
 _MARKUP = re.compile(r"<.*>|\[.*\]|｜.*｜", re.DOTALL)
-"""How added tokens look that are markup, whether their tokenizer calls them special or not
-(``<tool_call>`` and ``</think>`` often are not)."""
+"""Spelling of added tokens used as markup. Some tokenizers do not mark such tokens special (``<tool_call>``,
+``</think>``).
+"""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens of one tokenizer, for logits of one width."""
 
     tokens: tuple[bytes, ...]
-    """Bytes of each text token, ``size`` of them; empty for ids that are no text: controls, ids that the
-    tokenizer does not know."""
+    """Bytes of each text token, ``size`` entries. Empty for ids without text: controls, and ids unknown to
+    the tokenizer.
+    """
     controls: dict[str, int]
-    """Tokens that are never part of free text, patterns or JSON: only a grammar that spells one allows it."""
+    """Tokens that never occur in free text, patterns or JSON. Only a grammar that spells such a token
+    allows the token.
+    """
     end_ids: tuple[int, ...]
-    """Ids that end a turn. Whether a grammar may end decides over them, and nothing else."""
+    """Ids at the end of a turn. Only the end of the grammar decides if these ids are allowed."""
     size: int
     """Width of the logits."""
 
     def spare(self) -> int:
-        """An id that no model produces: one behind the tokenizer's, else ``size``."""
+        """Return an id that no model produces: the id behind all used ids."""
         used = max((number for number, token in enumerate(self.tokens) if token), default=-1)
         used = max(used, *self.controls.values(), *self.end_ids, -1)
         return used + 1
 
 
 def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int]) -> Vocabulary:
-    """The vocabulary of ``tokenizer``. Raises ConfigError for a tokenizer whose tokens have no bytes of
-    their own (a decoder that only reads whole texts).
+    """Return the vocabulary of ``tokenizer``.
+
+    Raises ConfigError for a tokenizer without bytes per token (a decoder that only reads whole texts).
     """
     if tokenizer.form.join == "whole":
         raise ConfigError(
@@ -47,6 +52,7 @@ def read_vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Sequence[int
         )
     controls = dict(tokenizer.special)
     controls.update({text: number for text, number in tokenizer.added.items() if _MARKUP.fullmatch(text)})
+    # Controls and end ids have no bytes, so that free text cannot contain these tokens.
     hidden = {*controls.values(), *end_ids}
     tokens = tuple(
         b"" if number in hidden else tokenizer.token_bytes(number)

@@ -1,7 +1,8 @@
-"""Grammars by xgrammar: most of a mask is computed when a grammar is compiled. Imports torch.
+"""Grammars by xgrammar: most of each mask is computed during the compile. Imports torch.
 
-It holds to fewer keywords of JSON Schema (see ``narrow``), and knows an end token that no model produces; an
-end id is allowed exactly where the grammar may end, or where the grammar itself spells that token.
+xgrammar enforces fewer keywords of JSON Schema (see ``narrow``). The library knows only an end token that no
+model produces. An end id is allowed exactly where the grammar may end, or where the grammar itself spells
+that token.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ except ImportError:
 
 _MESSAGE_CHARS = 300
 MAX_MASK_S = 0.2
-"""CPU time of a grammar's first mask. The library has no limits, and a step waits for its masks."""
+"""Maximum CPU seconds of a grammar's first mask. The library has no limits, and a step waits for masks."""
 
 
 class XgrammarCompiler:
-    """See ``GrammarCompiler``."""
+    """The xgrammar ``GrammarCompiler``."""
 
     name = "xgrammar"
 
@@ -79,7 +80,7 @@ class XgrammarCompiler:
 
 
 class XgrammarGrammar:
-    """See ``CompiledGrammar``. Outputs leave a grammar as it is."""
+    """The xgrammar ``CompiledGrammar``. Outputs do not change a grammar."""
 
     nbytes = 0
     spent = False
@@ -97,7 +98,7 @@ class XgrammarGrammar:
 
 
 class XgrammarMatcher:
-    """See ``Matcher``."""
+    """The xgrammar ``Matcher``."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary, known: frozenset[int], width: int) -> None:
         self._matcher = matcher
@@ -106,7 +107,7 @@ class XgrammarMatcher:
         self._width = width
         self._spare = vocabulary.spare()
         self._ends = 0
-        """End ids taken at the end; the library's matcher does not see them."""
+        """Number of end ids accepted at the end. The library's matcher does not see these ids."""
 
     def accept(self, token: int) -> bool:
         if self._ends == 0 and token in self._known and self._matcher.accept_token(token):
@@ -130,6 +131,7 @@ class XgrammarMatcher:
             direct = count == words.size and words.flags.c_contiguous
             row = words if direct else np.empty(count, np.int32)
             if not self._matcher.fill_next_token_bitmask(row.reshape(1, -1), 0):
+                # False: every token is allowed.
                 row[:] = -1
             if not direct:
                 words[:] = row[: words.size]
@@ -143,7 +145,9 @@ class XgrammarMatcher:
         return fill_one_by_one(matchers, words)
 
     def _forbid_behind(self, words: np.ndarray) -> None:
-        """No bits for the spare id and those behind it: the library leaves them as they come."""
+        """Clear the bits of the spare id and of all ids behind the spare id: the library leaves these bits
+        undefined.
+        """
         word, bit = divmod(self._spare, 32)
         if word < words.size:
             bits = words.view(np.uint32)
@@ -165,16 +169,16 @@ class XgrammarMatcher:
 
 
 def make_xgrammar(tokenizer: str, vocab_size: int, end_ids: Sequence[int]) -> XgrammarCompiler:
-    """See ``CompilerFactory``."""
+    """Make the compiler: see ``CompilerFactory``."""
     return XgrammarCompiler(read_vocabulary(Tokenizer.load(tokenizer), vocab_size, end_ids))
 
 
 MAX_WHITE_SPACE = 17
-"""Characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
+"""Maximum characters between two parts of a JSON value that is not compact; see ``lark.WHITE_SPACE``."""
 
 
 def _check_start(compiled: XgrammarGrammar, size: int) -> None:
-    """Raises InvalidRequest for a grammar that no output satisfies, or whose masks take too long."""
+    """Raise InvalidRequest for a grammar that no output satisfies, or with too slow masks."""
     words = np.zeros((size + 31) // 32, np.int32)
     matcher = compiled.matcher()
     start = time.thread_time()
@@ -186,12 +190,14 @@ def _check_start(compiled: XgrammarGrammar, size: int) -> None:
 
 
 def _json_format(node: Json) -> dict[str, Any]:
+    """Return the structural-tag format of a JSON value. Raises InvalidRequest."""
     schema = narrow(read_schema(node.schema, XGRAMMAR))
     if not node.compact:
         return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITE_SPACE}
     text = json.dumps(schema, ensure_ascii=False)
     if not text.isascii():
-        # the library's own text of a grammar, the only way to these separators, spoils such characters
+        # Separators can be set only through the library's text form of a grammar, which corrupts such
+        # characters.
         raise InvalidRequest(
             "characters beyond ASCII in a schema of compact JSON are not supported by xgrammar"
         )
@@ -205,6 +211,7 @@ def _json_format(node: Json) -> dict[str, Any]:
 
 
 def _client_rules(source: str) -> str:
+    """Return a client's context-free grammar in GBNF. Raises InvalidRequest."""
     check_rules(source)
     if is_gbnf(source):
         return source
@@ -215,6 +222,8 @@ def _client_rules(source: str) -> str:
 
 
 def _plain(error: Exception) -> str:
-    """The library's message, without its source lines, of bounded length."""
+    """Return the library's message on one line, without source positions, at most ``_MESSAGE_CHARS``
+    characters.
+    """
     text = " ".join(str(error).split())
     return text.split(": ", 1)[-1][:_MESSAGE_CHARS]

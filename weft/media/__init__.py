@@ -1,5 +1,4 @@
-"""Images in requests: where they come from, how large they are, and their pixels. Knows no HTTP and no
-tensors.
+"""Images in requests: sources, sizes and pixels. The package uses no HTTP server and no tensors.
 
-Pillow is imported by ``decode`` alone, which runs in worker processes (``python -m weft.media.worker``).
+Only ``decode`` imports Pillow. Servers decode in worker processes (``python -m weft.media.worker``).
 """

@@ -1,6 +1,7 @@
-"""Which addresses of the internet an image may be fetched from: public ones of hosts, and no others.
+"""The addresses from which an image may be fetched: public unicast addresses only.
 
-An allow-list, written out: what Python's ``ipaddress`` calls global differs between its releases.
+The allow-list is explicit, because the definition of global addresses in Python's ``ipaddress`` differs
+between releases.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ _NOT_PUBLIC_4 = tuple(map(IPv4Network, (
     "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24",
     "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24",
     "224.0.0.0/4", "240.0.0.0/4",
-    "168.63.129.16/32",  # services of Azure for its own machines
+    "168.63.129.16/32",  # Azure's internal services
 )))
 _PUBLIC_6 = IPv6Network("2000::/3")
 _NOT_PUBLIC_6 = tuple(map(IPv6Network, (
     "2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20",
 )))
-"""Among them those that stand for IPv4 addresses (Teredo, 6to4); what else does is not in 2000::/3."""
+"""Includes Teredo and 6to4, which embed IPv4 addresses. All other embeddings of IPv4 lie outside 2000::/3."""
 # fmt: on
 
 
 def is_public(address: str) -> bool:
-    """Whether ``address`` (as ``getaddrinfo`` writes it) is one of the public internet."""
+    """Return True if ``address`` (in the form of ``getaddrinfo``) is a public internet address."""
     try:
         found = ip_address(address)
-    except ValueError:  # with a zone, for example
+    except ValueError:  # for example an address with a zone
         return False
     if isinstance(found, IPv6Address):
         mapped = found.ipv4_mapped

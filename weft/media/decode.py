@@ -1,6 +1,6 @@
-"""Pixels of an image, with Pillow, as the reference processors make them: turned, RGB on white, resized.
+"""Decode images to pixels with Pillow like the reference processors: upright, RGB on white, resized.
 
-The one module that imports Pillow, when it is first used: it is an extra (``weft[vision]``).
+Only this module imports Pillow, at first use. Pillow is an extra (``weft[vision]``).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ KEY_BYTES = 16
 
 
 def can_decode() -> bool:
-    """Whether Pillow is installed. Imports nothing."""
+    """Return True if Pillow is installed. Imports nothing."""
     return importlib.util.find_spec("PIL") is not None
 
 
 def missing() -> BadMedia:
-    """The error of a server without Pillow."""
+    """Return the error of a server without Pillow."""
     return BadMedia("cannot be read by this server, which lacks Pillow: install weft[vision]", "no_vision")
 
 
 def load() -> None:
-    """Imports Pillow and its readers of the formats that are read. Raises BadMedia without it."""
+    """Import Pillow and the readers of the supported formats. Raises BadMedia without Pillow."""
     try:
         from PIL import BmpImagePlugin, GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
     except ImportError:
@@ -41,8 +41,10 @@ def load() -> None:
 
 
 def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target: Target) -> bytes:
-    """uint8 [frames, canvas height, canvas width, 3] of an image's file, or of those of frames. Raises
-    BadMedia, which names the frame.
+    """Return uint8 [frames, canvas height, canvas width, 3] as bytes, for one image file or the files of a
+    frame group.
+
+    Raises BadMedia with the number of the frame.
     """
     made = []
     for number, (data, header) in enumerate(files):
@@ -54,13 +56,17 @@ def group_pixels(files: Sequence[tuple[bytes | memoryview, ImageHeader]], target
 
 
 def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> bytes:
-    """uint8 [canvas height, canvas width, 3] of a file, whose pixels were counted before. Raises BadMedia."""
+    """Return uint8 [canvas height, canvas width, 3] of one file as bytes. Raises BadMedia.
+
+    The caller must have checked the pixel count of ``header`` against the server's limit.
+    """
     load()
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = None  # the header was compared to the server's limit
+    Image.MAX_IMAGE_PIXELS = None  # the caller checked the header against the server's limit
     try:
         with Image.open(io.BytesIO(data), formats=[header.format]) as image:
+            # The limits were checked against our header, so Pillow must read the same size.
             if image.size != (header.width, header.height):
                 raise BadMedia("is damaged: it gives two sizes")
             image.load()
@@ -69,12 +75,12 @@ def pixels_of(data: bytes | memoryview, header: ImageHeader, target: Target) -> 
         raise
     except MemoryError:
         raise BadMedia("takes more memory to decode than this server allows; send a smaller one") from None
-    except Exception:  # readers of damaged files raise anything
+    except Exception:  # readers raise arbitrary errors for damaged files
         raise BadMedia("cannot be decoded: the file is damaged or cut off") from None
 
 
 def upright(image: Image, orientation: int) -> Image:
-    """``image`` as EXIF says that it is to be shown."""
+    """Return ``image`` turned by its EXIF orientation (1 to 8)."""
     from PIL.Image import Transpose
 
     turn = {
@@ -90,7 +96,9 @@ def upright(image: Image, orientation: int) -> Image:
 
 
 def finished(image: Image, target: Target) -> bytes:
-    """The pixels that a model wants of an upright image: transparent parts are white."""
+    """Return the model's pixels of an upright image: uint8 [canvas height, canvas width, 3] as bytes.
+    Transparent parts become white.
+    """
     from PIL import Image as images
 
     if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -103,6 +111,7 @@ def finished(image: Image, target: Target) -> bytes:
     image = image.resize((target.width, target.height), resample=images.Resampling(target.resample))
     height, width = target.canvas
     if (width, height) != image.size:
+        # [height, width, 3]; the image is in the upper left corner, the rest stays black.
         canvas = images.new("RGB", (width, height))
         canvas.paste(image, (0, 0))
         image = canvas
@@ -110,8 +119,9 @@ def finished(image: Image, target: Target) -> bytes:
 
 
 def key_of(pixels: bytes | memoryview, target: Target) -> bytes:
-    """What an image, or a group of frames, is known by in caches: its pixels, their shape, and what a model
-    makes of them."""
+    """Return the cache key of an image or frame group: a hash of the pixels, their shape and the model's
+    processing.
+    """
     found = blake2b(digest_size=KEY_BYTES)
     for part in (target.fingerprint, repr(target.canvas).encode()):
         found.update(len(part).to_bytes(8, "little") + part)

@@ -1,4 +1,4 @@
-"""What is wrong with an image, apart from where in a request it stands."""
+"""Errors of an image, independent of the image's place in a request."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ UNREACHABLE = "image_fetch_failed"
 
 
 class BadMedia(Exception):
-    """An image that cannot be used. ``reason`` goes on from "the image ", and says what to change."""
+    """An unusable image. ``reason`` continues the words "the image " and includes a remedy."""
 
     def __init__(self, reason: str, code: str = INVALID, frame: int = 0) -> None:
-        """``frame``: which one it is, of several that are one task of a media worker."""
+        """``frame``: number of the frame among several frames in one task of a media worker."""
         super().__init__(reason)
         self.reason = reason
         self.code = code
         self.frame = frame
 
     def at(self, where: str, param: str | None = None) -> InvalidRequest:
-        """As the error of a request; ``where`` names the part, ``param`` the parameter, by default it,
-        too.
+        """Return the error of a request. ``where`` names the part; ``param`` names the parameter (default:
+        ``where``).
         """
         return InvalidRequest(f"{where}: the image {self.reason}", param=param or where, code=self.code)

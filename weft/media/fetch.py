@@ -1,8 +1,8 @@
-"""Fetches one file by http(s), for a client who may wish that this server reaches where the client cannot.
+"""Fetch one file by http(s) for a client that may try to reach internal hosts through this server.
 
-The host is looked up once; every address that it has must be public, and the connection is made to one of
-these addresses, not to the name, so that a name which changes meanwhile changes nothing. Each redirect is a
-new URL, checked like the first. Neither proxies nor credentials of the environment are used.
+The host is resolved once, and every address must be public. The connection goes to one of these addresses,
+not to the name. A later change of the name's addresses therefore has no effect. Each redirect is a new URL
+with the same checks. Proxies and credentials of the environment are not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "w
 
 
 class Fetcher:
-    """Fetches for one server's rules. Blocks."""
+    """Fetches files under one server's rules. Blocks."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Fetcher:
         permits: Callable[[str], bool] = is_public,
         secure: ssl.SSLContext | None = None,
     ) -> None:
-        """``allowed``: entries of ``--allowed-media-domains``. ``seconds``: for all of a fetch, redirects
-        included; a look-up of a name alone may take longer. ``permits``: of addresses.
+        """``allowed``: entries of ``--allowed-media-domains``. ``seconds``: limit of a fetch including
+        redirects; only a name lookup may exceed the limit. ``permits``: check of addresses.
         """
         self._allowed = allowed
         self._most = most_bytes
@@ -47,10 +47,11 @@ class Fetcher:
         self._secure = secure
 
     def fetch(self, url: str) -> bytes:
-        """The file. Raises BadMedia."""
+        """Return the bytes of the file. Raises BadMedia."""
         deadline = time.monotonic() + self._seconds
         address = web_address(url, self._allowed)
         try:
+            # ``_get`` checks each new address like the first.
             for _ in range(1 + MAX_REDIRECTS):
                 found = self._get(address, deadline)
                 if isinstance(found, bytes):
@@ -65,7 +66,7 @@ class Fetcher:
         raise BadMedia(f"is behind more than {MAX_REDIRECTS} redirects", REFUSED)
 
     def _get(self, address: WebAddress, deadline: float) -> bytes | WebAddress:
-        """The file, or where it is said to be."""
+        """Return the file, or the address of a redirect. Raises BadMedia, OSError or HTTPException."""
         with self._connect(address, deadline) as link:
             watched = _Watched(link, deadline)
             link.sendall(_request(address))
@@ -78,6 +79,7 @@ class Fetcher:
                     raise BadMedia(
                         f"could not be fetched: its server answers with status {answer.status}", UNREACHABLE
                     )
+                # A compressed body could expand beyond every limit, so only plain bodies are read.
                 if (answer.getheader("Content-Encoding") or "identity").lower() != "identity":
                     raise BadMedia("could not be fetched: its server sends it compressed", UNREACHABLE)
                 if answer.length is not None and answer.length > self._most:
@@ -87,6 +89,7 @@ class Fetcher:
                 answer.close()
 
     def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        """Return the body. Raises BadMedia for a body longer than the limit or shorter than declared."""
         data = bytearray()
         while piece := answer.read(min(_PIECE, self._most + 1 - len(data))):
             data += piece
@@ -97,12 +100,13 @@ class Fetcher:
         return bytes(data)
 
     def _connect(self, address: WebAddress, deadline: float) -> socket.socket:
-        """A connection to one of the host's addresses, all of which were checked."""
+        """Return a connection to one of the host's addresses, after a check of all addresses."""
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         except (socket.gaierror, UnicodeError):
             raise BadMedia("could not be fetched: its host is not known", UNREACHABLE) from None
         places = [(family, place) for family, _, _, _, place in found]
+        # A single private address refuses the host, because an attacker may mix both kinds.
         if not places or not all(self._permits(str(place[0])) for _, place in places):
             raise BadMedia("has a URL whose host is not on the public internet", REFUSED)
         failure: OSError = ConnectionError()
@@ -125,19 +129,19 @@ class Fetcher:
 
 
 class _Watched:
-    """A socket of which ``HTTPResponse`` makes its file: each read has what is left of the deadline."""
+    """The socket for ``HTTPResponse``. Each read may use the time left before the deadline."""
 
     def __init__(self, link: socket.socket, deadline: float) -> None:
         self._link = link
         self._deadline = deadline
 
     def makefile(self, mode: str) -> object:
-        """``mode`` is "rb"."""
+        """Return the reader for the response. ``mode`` is "rb"."""
         return io.BufferedReader(_Reads(self._link, self._deadline), _PIECE)
 
 
 class _Reads(io.RawIOBase):
-    """Reads of a socket until a deadline, so that a byte now and then does not make it endless."""
+    """Reads of a socket with one deadline for all reads, so that a slow server cannot prolong a fetch."""
 
     def __init__(self, link: socket.socket, deadline: float) -> None:
         self._link = link
@@ -147,13 +151,13 @@ class _Reads(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        """Raises TimeoutError."""
+        """Read into ``buffer`` and return the number of bytes. Raises TimeoutError past the deadline."""
         self._link.settimeout(_left(self._deadline))
         return self._link.recv_into(buffer)
 
 
 def _left(deadline: float) -> float:
-    """Seconds. Raises TimeoutError."""
+    """Return the seconds before the deadline. Raises TimeoutError past the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

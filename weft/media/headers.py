@@ -1,7 +1,7 @@
-"""What an image's header says: its format, size and orientation, without decoding any of it.
+"""Read format, size and orientation from an image's header, without decoding.
 
-An allow-list of formats: JPEG, PNG, WebP, GIF and BMP. What a client or server declares is not looked at.
-Every number comes from outside: reads are bounds-checked, and loops advance with each turn.
+The formats are an allow-list: JPEG, PNG, WebP, GIF and BMP. Declared types are ignored. All numbers are
+untrusted: reads are bounds-checked, and every loop iteration advances.
 """
 
 from __future__ import annotations
@@ -16,49 +16,53 @@ import msgspec
 from weft.media.errors import BadMedia
 
 Format: TypeAlias = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP"]
-"""As Pillow names them."""
+"""Pillow's name of the format."""
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
 _XMP_ORIENTATION = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
 _ORIENTATION = 0x0112
 _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _MOST_ENTRIES = 4096
-"""Of a directory in EXIF data."""
+"""Maximum entries of a directory in EXIF data."""
 _PNG_XMP = b"XML:com.adobe.xmp\0"
 MOST_SCANS = 100
-"""Of a JPEG: encoders write about ten. Each scan goes over all pixels."""
+"""Maximum scans of a JPEG. Encoders write about ten. Each scan covers all pixels."""
 _MOST_TURNS = 1 << 17
-"""Parts that are looked at, of whatever kind: far more than real files have."""
+"""Maximum parts of any kind examined in a file. Real files have far fewer."""
 
 
 class ImageHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an image before it is decoded."""
+    """The facts of an image before decoding."""
 
     format: Format
     width: int
-    """Pixels as they are stored."""
+    """Stored width in pixels, before orientation."""
     height: int
     orientation: int = 1
-    """As EXIF numbers them, 1 to 8: how stored pixels are turned to be shown."""
+    """EXIF orientation, 1 to 8: the turn from stored to shown pixels."""
 
     scans: int = 1
-    """Passes over all pixels that decoding takes."""
+    """Passes of the decoder over all pixels."""
 
     @property
     def work(self) -> int:
-        """Pixels that decoding goes over, at least 1."""
+        """Pixels visited by the decoder in all passes, at least 1."""
         return max(self.width * self.height * self.scans, 1)
 
     @property
     def shown(self) -> tuple[int, int]:
-        """(height, width) as the image is shown."""
+        """(height, width) of the shown image."""
         return (self.width, self.height) if self.orientation >= 5 else (self.height, self.width)
 
 
 def read_header(data: bytes | memoryview) -> ImageHeader:
-    """The header of a whole file. Raises BadMedia for other formats, damaged headers and animations."""
+    """Return the header of a complete file.
+
+    Raises BadMedia for other formats, damaged headers and animations.
+    """
     view = memoryview(data)
     start = bytes(view[:16])
     try:
+        # The first bytes decide, never the declared type.
         if start.startswith(b"\xff\xd8\xff"):
             found = _jpeg(view)
         elif start.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -79,6 +83,7 @@ def read_header(data: bytes | memoryview) -> ImageHeader:
 
 
 def _jpeg(view: memoryview) -> ImageHeader:
+    """Return the header of a JPEG: markers are read up to the frame header (SOF). Raises BadMedia."""
     at = 2
     orientation = 0
     for _ in range(_MOST_TURNS):
@@ -86,10 +91,10 @@ def _jpeg(view: memoryview) -> ImageHeader:
             raise BadMedia("is damaged: it is no JPEG behind its first bytes")
         at += 1
         marker = view[at]
-        if marker == 0xFF:  # there may be any number of them before a marker
+        if marker == 0xFF:  # fill bytes before a marker
             continue
         at += 1
-        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # they stand alone
+        if marker == 0x01 or 0xD0 <= marker <= 0xD8:  # markers without a length
             continue
         if marker in (0xD9, 0xDA):
             raise BadMedia("is damaged: it has pixels, or an end, before its size")
@@ -113,14 +118,16 @@ def _jpeg(view: memoryview) -> ImageHeader:
 
 
 _MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.DOTALL)
-"""Not 0xFF of pixels, behind which encoders write a zero, and no mark between rows of pixels."""
+"""A marker: neither 0xFF in pixel data (followed by a zero byte) nor a restart marker between rows of
+pixels.
+"""
 
 
 def _scans(view: memoryview, at: int) -> int:
-    """Number of scans of a JPEG from ``at`` on. Raises BadMedia for too many.
+    """Return the number of scans of a JPEG from ``at`` on. Raises BadMedia for too many scans.
 
-    Steps over parts as decoders do: bytes that are no marker are skipped, and a comment or the preview of a
-    camera counts nothing. Marks below 0xC0 have no length: a decoder steps over them alone, or fails.
+    The function skips parts like a decoder: bytes without a marker are skipped, and comments or camera
+    previews do not count. Markers below 0xC0 have no length: a decoder skips such a marker alone, or fails.
     """
     found = 0
     for _ in range(_MOST_TURNS):
@@ -128,6 +135,7 @@ def _scans(view: memoryview, at: int) -> int:
         if at < 0 or view[at - 1] == 0xD9:
             return max(found, 1)
         marker = view[at - 1]
+        # 0xD9: end of image; 0xD8: start of image; 0xDA: start of a scan.
         if marker < 0xC0 or marker == 0xD8:
             continue
         if marker == 0xDA:
@@ -142,13 +150,13 @@ def _scans(view: memoryview, at: int) -> int:
 
 
 def _behind_marker(view: memoryview, at: int) -> int:
-    """Position behind the next marker from ``at`` on; -1 where there is none."""
+    """Return the position behind the next marker from ``at`` on; -1 without a marker."""
     match = _MARKER.search(view, at)
     return match.end() if match is not None else -1
 
 
 def _orientation_in(part: memoryview) -> int:
-    """Of an application segment; 0 where it has none."""
+    """Return the orientation in an application segment; 0 if the segment has none."""
     if bytes(part[:6]) == b"Exif\0\0":
         return _exif(part[6:])
     if bytes(part[: len(_XMP)]) == _XMP:
@@ -162,8 +170,9 @@ def _xmp(text: memoryview) -> int:
 
 
 def _exif(data: memoryview) -> int:
-    """The orientation in a TIFF structure; 0 where it has none, or is damaged: the image itself may be
-    well.
+    """Return the orientation in a TIFF structure.
+
+    Return 0 if missing or damaged: the image itself may still be valid.
     """
     if bytes(data[:6]) == b"Exif\0\0":
         data = data[6:]
@@ -174,6 +183,7 @@ def _exif(data: memoryview) -> int:
         (at,) = struct.unpack_from(order + "I", data, 4)
         (entries,) = struct.unpack_from(order + "H", data, at)
         for number in range(min(entries, _MOST_ENTRIES)):
+            # Directory entry: tag, type (3: short, 4: long), count, value; 12 bytes.
             tag, kind, count = struct.unpack_from(order + "HHI", data, at + 2 + 12 * number)
             if tag == _ORIENTATION and count == 1 and kind in (3, 4):
                 form = order + ("H" if kind == 3 else "I")
@@ -185,6 +195,7 @@ def _exif(data: memoryview) -> int:
 
 
 def _png(view: memoryview) -> ImageHeader:
+    """Return the header of a PNG. Raises BadMedia, also for animations."""
     size, kind, width, height = struct.unpack_from(">I4sII", view, 8)
     if kind != b"IHDR" or size != 13:
         raise BadMedia("is damaged: it is a PNG without a header")
@@ -192,6 +203,7 @@ def _png(view: memoryview) -> ImageHeader:
     for name, data in _png_chunks(view):
         if name == b"acTL" and struct.unpack_from(">I", data)[0] > 1:
             raise _animated()
+        # The EXIF chunk wins over XMP, whatever the order.
         if name == b"eXIf":
             orientation = _exif(data) or orientation
         if name == b"iTXt" and bytes(data[: len(_PNG_XMP)]) == _PNG_XMP and not data[len(_PNG_XMP)]:
@@ -200,6 +212,7 @@ def _png(view: memoryview) -> ImageHeader:
 
 
 def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield (name, data) of each chunk. The data of the last chunk may be cut off."""
     at = 8
     for _ in range(_MOST_TURNS):
         if at + 12 > len(view):
@@ -213,6 +226,7 @@ def _png_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _webp(view: memoryview) -> ImageHeader:
+    """Return the header of a WebP. Raises BadMedia, also for animations."""
     found: tuple[int, int] | None = None
     orientation = 0
     for name, data in _webp_chunks(view):
@@ -220,6 +234,7 @@ def _webp(view: memoryview) -> ImageHeader:
             if data[0] & 0x02:
                 raise _animated()
             found = 1 + int.from_bytes(data[4:7], "little"), 1 + int.from_bytes(data[7:10], "little")
+        # the canvas size in VP8X wins
         elif name == b"VP8L" and found is None:
             (bits,) = struct.unpack_from("<I", data, 1)
             found = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
@@ -238,6 +253,7 @@ def _webp(view: memoryview) -> ImageHeader:
 
 
 def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield (name, data) of each chunk. Chunks are padded to even sizes."""
     at = 12
     for _ in range(_MOST_TURNS):
         if at + 8 > len(view):
@@ -249,12 +265,14 @@ def _webp_chunks(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def _gif(view: memoryview) -> ImageHeader:
+    """Return the header of a GIF: the canvas, enlarged to contain the frame. Raises BadMedia."""
     width, height, flags = struct.unpack_from("<HHB", view, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 0x80 else 0)
     frames = 0
     for _ in range(_MOST_TURNS):
         if at >= len(view) or (kind := view[at]) == 0x3B:
             break
+        # 0x21: extension; 0x2C: image; 0x3B: trailer.
         if kind == 0x21:
             at = _after_blocks(view, at + 2)
         elif kind == 0x2C:
@@ -265,7 +283,7 @@ def _gif(view: memoryview) -> ImageHeader:
             width, height = max(width, left + wide), max(height, top + high)
             table = 3 << ((flags & 7) + 1) if flags & 0x80 else 0
             at = _after_blocks(view, at + 10 + table + 1)
-        else:  # decoders step over what they do not know
+        else:  # decoders skip unknown bytes
             at += 1
     else:
         raise _too_many_parts()
@@ -275,7 +293,7 @@ def _gif(view: memoryview) -> ImageHeader:
 
 
 def _after_blocks(view: memoryview, at: int) -> int:
-    """Behind a chain of blocks, each with its length in its first byte, that begins at ``at``."""
+    """Return the position behind a chain of length-prefixed blocks starting at ``at``."""
     for _ in range(_MOST_TURNS):
         if at >= len(view) or not view[at]:
             return at + 1

@@ -1,4 +1,4 @@
-"""Images of callers in this process: fetched and decoded here, since they are the caller's own."""
+"""Images of callers in this process: fetched and decoded here, because the caller owns the images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LocalPictures:
-    """What ``Pictures`` and media workers do for a server. Thread-safe."""
+    """The work of ``Pictures`` and of media workers for a caller without a server. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         self.facts = facts
@@ -29,14 +29,16 @@ class LocalPictures:
         self._fetcher = Fetcher(section.allowed_media_domains, section.max_image_bytes, section.media_timeout)
 
     def items(self, parts: Sequence[Asked]) -> list[MediaItem]:
-        """One for each image and each group of frames of ``parts``, in order, each at position 0. Raises
-        InvalidRequest, naming the part.
+        """Return one item per image and per frame group of ``parts``, in order, each at position 0.
+
+        Raises InvalidRequest with the part.
         """
         opened: dict[str, Image] = {}
         named = [_named(part, opened) for part in parts]
         headers = {name: _header(image) for name, image in opened.items()}
         files: dict[str, memoryview] = {}
         try:
+            # First without files. ``NeedsFiles`` lists all files to fetch; then measure again.
             found = self._pictures.measured(named, headers)
         except NeedsFiles as needs:
             for wanted in needs.wanted:
@@ -50,6 +52,7 @@ class LocalPictures:
     def _pixels(
         self, picture: Picture, opened: Mapping[str, Image], files: Mapping[str, memoryview]
     ) -> bytes:
+        """Return the pixels of all frames of a picture. Raises InvalidRequest."""
         made = []
         for frame in picture.frames:
             try:
@@ -64,7 +67,7 @@ class LocalPictures:
 
 
 class _Named(msgspec.Struct, frozen=True):
-    """A part whose images are known by names."""
+    """A part with a name (or URL) for each image."""
 
     frames: tuple[str, ...]
     where: str
@@ -77,12 +80,14 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 def _named(part: Asked, opened: dict[str, Image]) -> _Named:
-    """``part``, with names for images that Pillow has read, which are added to ``opened``."""
+    """Return ``part`` with a name for each open Pillow image. The upright images are added to ``opened`` by
+    name.
+    """
     places = tuple(part.place(number) for number in range(len(part.frames)))
     names = []
     for source, where in zip(part.frames, places, strict=True):
         if not isinstance(source, str):
-            name = f"\0opened {len(opened)}"  # no URL begins so
+            name = f"\0opened {len(opened)}"  # no URL starts with a NUL
             try:
                 opened[name] = _upright(source)
             except BadMedia as error:
@@ -97,6 +102,7 @@ def _header(image: Image) -> ImageHeader:
 
 
 def _upright(source: Any) -> Image:
+    """Return a Pillow image turned by its EXIF orientation. Raises BadMedia."""
     load()
     from PIL import Image, ImageOps
 
@@ -104,7 +110,7 @@ def _upright(source: Any) -> Image:
         raise BadMedia("must be a URL or an image of Pillow's", INVALID)
     try:
         return ImageOps.exif_transpose(source)
-    except Exception:  # it may be read only now
+    except Exception:  # Pillow may read the file only now
         raise BadMedia("cannot be decoded: the file is damaged or cut off") from None
 
 
@@ -114,6 +120,6 @@ def _item(picture: Picture, pixels: bytes) -> MediaItem:
 
 
 def placed(items: Sequence[MediaItem], starts: Sequence[int]) -> tuple[MediaItem, ...]:
-    """``items`` at the positions of their first tokens."""
+    """Return ``items`` at the positions ``starts`` of their first tokens."""
     pairs = zip(items, starts, strict=True)
     return tuple(msgspec.structs.replace(item, start=start) for item, start in pairs)

@@ -1,4 +1,4 @@
-"""The memory that images of live requests take, bounded, and the descriptors by which others open it."""
+"""Bounded memory for the images of live requests, and the descriptors of shared memory."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ log = get_logger(__name__)
 
 
 class MediaMemory:
-    """Memory of the images of one front. Used from its event loop."""
+    """Memory of the images of one API server. Used from its event loop."""
 
     def __init__(self, most: int, *, apart: bool = False) -> None:
-        """``most``: bytes. ``apart``: clients are told apart, and share them."""
+        """``most``: limit in bytes. ``apart``: clients share the limit fairly."""
         self.most = most
         self.used = 0
         self._apart = apart
         self._used_by: dict[int, int] = {}
-        """Bytes of each client that has some."""
+        """Bytes by client, for clients with any."""
         self.descriptors = 0
-        """Open ones of shared memory."""
+        """Number of open descriptors of shared memory."""
         self._scarce = False
 
     @property
     def most_of_client(self) -> int:
-        """Bytes that one client may take where nobody else has any."""
+        """Maximum bytes of one client if no other client uses any."""
         return self.most // 2 if self._apart else self.most
 
     def lease(self, client: int = 0) -> Lease:
-        """What one request of a client will take: nothing so far."""
+        """Return an empty lease for one request of a client."""
         return Lease(self, client)
 
     def has_room(self, client: int, size: int) -> bool:
-        """True where ``client`` may take ``size`` bytes more.
+        """Return True if ``client`` may take ``size`` more bytes.
 
-        A client has at most as many bytes as stay free: one client alone gets a half, two get a third each.
-        So there is always room for one more client, and nobody has to say how many clients there are.
+        With ``apart``, a client never uses more bytes than stay free. A single client gets a half, two
+        clients get a third each. Room for one more client therefore always remains, without a known number of
+        clients.
         """
         free = self.most - self.used - size
         return free >= (self._used_by.get(client, 0) + size if self._apart else 0)
 
     def add(self, client: int, size: int) -> None:
-        """Count ``size`` bytes, which may be negative, as the client's."""
+        """Add ``size`` bytes (may be negative) to the client's use."""
         self.used += size
         left = self._used_by.get(client, 0) + size
         self._used_by[client] = left
@@ -52,12 +53,13 @@ class MediaMemory:
             del self._used_by[client]
 
     def share(self, size: int) -> SharedBytes | None:
-        """Shared memory, which counts as a descriptor; None where there is none to spare."""
+        """Return shared memory of ``size`` bytes; None if descriptors or shared memory are scarce."""
         try:
             made = SharedBytes(size) if self.descriptors < most_descriptors() else None
         except OSError:
             made = None
         self.descriptors += made is not None
+        # Warn once per shortage.
         if made is None and not self._scarce:
             log.warning("images are sent to engines, not shown: descriptors are scarce (ulimit -n)")
         self._scarce = made is None
@@ -65,7 +67,7 @@ class MediaMemory:
 
 
 class Lease:
-    """The part of one request, until it is closed."""
+    """The memory of one request, until ``close``."""
 
     def __init__(self, memory: MediaMemory, client: int) -> None:
         self._memory = memory
@@ -74,7 +76,9 @@ class Lease:
         self._shared: list[SharedBytes] = []
 
     def take(self, size: int) -> None:
-        """``size`` bytes more. Raises Overloaded when there is no room now, InvalidRequest when never."""
+        """Take ``size`` more bytes. Raises Overloaded if there is no room now, InvalidRequest if there is
+        never enough room.
+        """
         memory = self._memory
         if self.size + size > memory.most_of_client:
             raise InvalidRequest(
@@ -88,20 +92,21 @@ class Lease:
         self.size += size
 
     def give(self, size: int) -> None:
-        """``size`` bytes of what was taken are free again."""
+        """Return ``size`` taken bytes."""
         self._memory.add(self._client, -size)
         self.size -= size
 
     def share(self, size: int) -> SharedBytes | None:
-        """For ``size`` bytes of what was taken: shared memory, closed with the lease. None: descriptors are
-        scarce, and these bytes are to be kept otherwise."""
+        """Return shared memory for ``size`` bytes already taken; the lease closes the memory. Return None if
+        descriptors are scarce.
+        """
         made = self._memory.share(size)
         if made is not None:
             self._shared.append(made)
         return made
 
     def close(self) -> None:
-        """All of it is; what was shared can be opened no more. Idempotent."""
+        """Return all bytes and close the shared memory, which nobody can open afterwards. Idempotent."""
         self.give(self.size)
         self._memory.descriptors -= len(self._shared)
         for one in self._shared:

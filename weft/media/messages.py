@@ -1,7 +1,6 @@
-"""What a front and its media workers say to each other: a task and its answer, each with bytes behind it.
+"""Messages between an API server and its media workers: a task and a reply, each followed by raw bytes.
 
-A message is the length of its head (4 bytes, little-endian), the head (msgpack) and the rest: the bytes of a
-file, or pixels, which nobody packs or unpacks.
+head length (4 bytes, little-endian) | head (msgpack) | rest: file or pixels, never packed
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ Side: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 
 
 class WorkerRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The greeting of a worker: what holds for all of its tasks."""
+    """The greeting of a worker: the rules for all tasks."""
 
     most_bytes: int
-    """Of a file."""
+    """Maximum bytes of a file."""
     memory: int
-    """Bytes that the process may map beside what it has when it starts."""
+    """Bytes the process may map in addition to the memory at its start."""
     seconds: float
-    """For one fetch."""
+    """Maximum seconds of one fetch."""
     allowed: tuple[str, ...] = ()
-    """Domains that may be fetched from."""
+    """Domains from which files may be fetched."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The pixels that a model wants of one image."""
+    """The pixels of one image as a model needs the image."""
 
     height: Side
-    """Of the image, resized."""
+    """Height and ``width`` of the resized image."""
     width: Side
     canvas: tuple[Side, Side]
-    """(height, width) of the pixels: the image is in their upper left corner, the rest is black."""
+    """(height, width) of the pixels. The image is in the upper left corner; the rest is black."""
     resample: Annotated[int, Meta(ge=0, le=5)]
-    """Pillow's number of the filter."""
+    """Pillow's number of the resize filter."""
     fingerprint: bytes
-    """Of how the model goes on with the pixels: equal images under unlike processing have unlike keys."""
+    """Hash of the model's processing. Equal images with different processing get different keys."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The task of fetching a file."""
+    """Task: fetch a file."""
 
     url: str
 
@@ -58,32 +57,34 @@ class DecodeFile(msgspec.Struct, frozen=True, kw_only=True):
 
     header: ImageHeader
     size: Annotated[int, Meta(ge=0)]
-    """Bytes."""
+    """Size in bytes."""
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make pixels of the files behind the head: of an image, or of a group of a video's frames, in order."""
+    """Task: decode the files behind the head, of an image or of a frame group, in order."""
 
     files: tuple[DecodeFile, ...]
     target: Target
     into: SharedName | None = None
-    """Where the pixels are to be written; what cannot be written there is in the answer."""
+    """Shared memory for the pixels. If writing fails, the reply contains the pixels."""
 
 
 Task: TypeAlias = Fetch | Decode
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """The task is done: behind it are the file, or the pixels (uint8 [frames, height, width, 3]), if these
-    were not written elsewhere."""
+    """Reply to a task. The file or the pixels follow, unless the pixels are in shared memory.
+
+    Pixels are uint8 [frames, height, width, 3].
+    """
 
     key: bytes = b""
-    """Of pixels."""
+    """Cache key of the pixels."""
     reason: str = ""
-    """Why there are none; see ``BadMedia``."""
+    """Reason of a failure; see ``BadMedia``."""
     code: str = ""
     frame: int = 0
-    """Of which frame that is said."""
+    """Number of the failed frame."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -92,19 +93,19 @@ _done = msgspec.msgpack.Decoder(Done)
 
 
 def packed(head: Task | Done) -> bytes:
-    """The bytes before the rest."""
+    """Return the bytes in front of the rest: length and head."""
     data = _encoder.encode(head)
     return _LENGTH.pack(len(data)) + data
 
 
 def task_of(payload: bytes) -> tuple[Task, memoryview]:
-    """A task and the bytes behind it. Raises ValueError or msgspec.DecodeError."""
+    """Return a task and the bytes behind the task. Raises ValueError or msgspec.DecodeError."""
     head, rest = _split(payload)
     return _task.decode(head), rest
 
 
 def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
-    """(key, the bytes behind the answer). Raises BadMedia, or ValueError or msgspec.DecodeError."""
+    """Return (key, bytes behind the reply). Raises BadMedia, ValueError or msgspec.DecodeError."""
     head, rest = _split(answer)
     done = _done.decode(head)
     if done.reason:
@@ -113,6 +114,7 @@ def result_of(answer: bytes | bytearray) -> tuple[bytes, memoryview]:
 
 
 def _split(data: bytes | bytearray) -> tuple[memoryview, memoryview]:
+    """Return the head and the rest. Raises ValueError."""
     view = memoryview(data)
     if len(view) < _LENGTH.size:
         raise ValueError("a message without a head")

@@ -1,6 +1,4 @@
-"""The images of a prompt, and frames of its videos, before they are decoded: checked, measured and counted by
-their headers alone.
-"""
+"""The images and video frames of a prompt before decoding: checked, measured and counted by header alone."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ from weft.media.messages import Target
 from weft.media.urls import inline, is_web, web_address
 
 LOW_PIXELS = 512 * 512
-"""Of an image with ``detail: low``, once it is resized."""
+"""Maximum pixels of an image with ``detail: low`` after resizing."""
 
 
 class Asked(Protocol):
-    """A part of a message (``ImagePart`` or ``VideoPart`` of ``weft.text``)."""
+    """A message part with images (``ImagePart`` or ``VideoPart`` of ``weft.text``)."""
 
     @property
     def frames(self) -> tuple[Any, ...]:
-        """URLs: one of an image."""
+        """Sources, normally URLs; exactly one for an image."""
 
     @property
     def where(self) -> str: ...
@@ -41,18 +39,18 @@ class Asked(Protocol):
     def is_video(self) -> bool: ...
 
     def place(self, number: int) -> str:
-        """The place of a frame in the request, for errors."""
+        """Return the place of a frame in the request, for errors."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A file that has to be fetched."""
+    """A file to fetch."""
 
     url: str
     where: str
 
 
 class NeedsFiles(Exception):
-    """Files have to be fetched before a request can be read: it is to be read again then."""
+    """Files must be fetched before the request can be read. The request must then be read again."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         super().__init__()
@@ -60,41 +58,41 @@ class NeedsFiles(Exception):
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """An image, or a frame of a video, whose file is here or is fetched."""
+    """An image, or a frame of a video, with its file received or fetched."""
 
     where: str
-    """Its place in the request, for errors."""
+    """The place in the request, for errors."""
     header: ImageHeader
     url: str = ""
-    """Of one whose file was fetched."""
+    """URL of a fetched file; "" for a file inside the request."""
     data: memoryview = msgspec.field(default_factory=lambda: memoryview(b""))
-    """The file of one that came with the request."""
+    """The file, for a file inside the request."""
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands at one run of placeholders in a prompt: an image, or a group of frames."""
+    """The content of one run of placeholders in a prompt: an image or a frame group."""
 
     where: str
     """The part of the request, for errors."""
     frames: tuple[Frame, ...]
-    """One of an image; of a video, as many as its group has."""
+    """One frame for an image; the frames of the group for a video."""
     target: Target
     grid: tuple[int, int, int]
-    """Frame groups, rows and columns of patches."""
+    """(frame groups, rows, columns) of patches."""
     count: int
-    """Tokens that stand for it."""
+    """Number of placeholder tokens."""
     start: int = 0
-    """Position of the first one."""
+    """Position of the first placeholder token."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pixels."""
+        """Bytes of the decoded pixels."""
         height, width = self.target.canvas
         return len(self.frames) * height * width * 3
 
 
 def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dict[str, ImageHeader]:
-    """Headers of fetched files, by their URLs. Raises InvalidRequest, naming the part."""
+    """Return URL to header for fetched files. Raises InvalidRequest with the part."""
     found = {}
     for one in wanted:
         try:
@@ -105,7 +103,7 @@ def headers_of(wanted: Sequence[Wanted], files: Mapping[str, memoryview]) -> dic
 
 
 class Pictures:
-    """What a model makes of images, and what a server lets them be. Thread-safe."""
+    """Measures images by a model's facts and a server's limits. Thread-safe."""
 
     def __init__(self, facts: MediaFacts, section: MediaSection) -> None:
         self.facts = facts
@@ -120,10 +118,10 @@ class Pictures:
         )
 
     def measured(self, parts: Sequence[Asked], known: Mapping[str, ImageHeader]) -> list[Picture]:
-        """One for each image and each group of frames of ``parts``, in order; ``known`` has the headers of
-        files that were fetched, by their URLs.
+        """Return one picture per image and per frame group of ``parts``, in order.
 
-        Raises InvalidRequest, naming the part, and NeedsFiles for what is neither here nor known.
+        ``known`` maps the URLs of fetched files to headers. Raises InvalidRequest with the part, and
+        NeedsFiles for files neither in the request nor known.
         """
         each = [[(source, part.place(n)) for n, source in enumerate(part.frames)] for part in parts]
         sources = itertools.chain.from_iterable(each)
@@ -134,6 +132,7 @@ class Pictures:
         work = 0
         for part, places in zip(parts, each, strict=True):
             frames = [self._frame(source, where, known) for source, where in places]
+            # Check the total before the next part, so that many large images stop early.
             work += sum(frame.header.work for frame in frames)
             if work > self._section.max_request_pixels:
                 raise BadMedia(
@@ -149,6 +148,9 @@ class Pictures:
         return found
 
     def _is_missing(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> bool:
+        """Return True for an allowed web URL without a known header. Raises InvalidRequest for a forbidden
+        URL.
+        """
         if source in known or not is_web(source):
             return False
         try:
@@ -158,6 +160,7 @@ class Pictures:
         return True
 
     def _frame(self, source: str, where: str, known: Mapping[str, ImageHeader]) -> Frame:
+        """Return the checked frame of one source. Raises InvalidRequest."""
         if source in known:
             return self._checked(Frame(where=where, header=known[source], url=source))
         try:
@@ -168,7 +171,7 @@ class Pictures:
         return self._checked(Frame(where=where, header=header, data=memoryview(data)))
 
     def _checked(self, frame: Frame) -> Frame:
-        """Raises InvalidRequest for more pixels than are decoded."""
+        """Return ``frame``. Raise InvalidRequest if the image exceeds the pixel limit."""
         header = frame.header
         if header.width * header.height > self._section.max_image_pixels:
             raise BadMedia(
@@ -179,7 +182,7 @@ class Pictures:
         return frame
 
     def fitted(self, frame: Frame, detail: str = "auto") -> Picture:
-        """An image, as the model wants it. Raises InvalidRequest."""
+        """Return one image fitted to the model's sizes. Raises InvalidRequest."""
         facts = self._low if detail == "low" else self.facts
         try:
             fit = facts.grid_of(*self._checked(frame).header.shown)
@@ -188,7 +191,10 @@ class Pictures:
         return self._picture(frame.where, (frame,), fit)
 
     def groups(self, frames: Sequence[Frame], where: str) -> list[Picture]:
-        """A video of these frames, as the model wants it. Raises InvalidRequest."""
+        """Return the frame groups of a video, fitted to the model's sizes.
+
+        Raises InvalidRequest, also for frames of different sizes.
+        """
         video, size = self.facts.frames, self.facts.temporal
         if video is None:
             raise InvalidRequest(f"{where}: this model takes no videos", param=where)
@@ -206,6 +212,7 @@ class Pictures:
             fit = self.facts.video_grid_of(video, len(frames), height, width)
         except InvalidRequest as error:
             raise InvalidRequest(f"{where}: {error.message}", param=where) from None
+        # The last group may be shorter.
         cuts = [tuple(frames[begin : begin + size]) for begin in range(0, len(frames), size)]
         return [self._picture(where, cut, fit) for cut in cuts]
 

@@ -1,4 +1,4 @@
-"""A front's media workers: files are fetched and decoded in processes of their own, off the event loop."""
+"""The media workers of an API server: separate processes fetch and decode files, off the event loop."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ T = TypeVar("T")
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "weft.media.worker")
 FETCHERS = 8
-"""Processes that fetch. Each waits for one server at a time, which may be slow."""
+"""Maximum fetch processes. Each process waits for one remote server at a time."""
 SLACK = 512 << 20
-"""Bytes that a worker may map beside what its image takes."""
+"""Bytes a worker may map in addition to the memory for its image."""
 BYTES_A_PIXEL = 24
-"""Of a transparent image: decoded, turned, on white, without its transparency; and the file."""
+"""Decoding memory per pixel, for the worst case (a transparent, turned image), file included."""
 MOST_FRAMES = 2
-"""That are decoded together: what models with videos take as a group."""
+"""Maximum frames decoded together: the frame group of video models."""
 CPU_S = 10.0
-"""Seconds of CPU time of one task, for images of up to ``CPU_PIXELS``; more in proportion. The dearest file
-of that size took 2.0 s on a busy core of a Zen 4."""
+"""CPU seconds of one task for images of up to ``CPU_PIXELS``; larger limits scale in proportion. The slowest
+file of that size took 2.0 s on a busy core of a Zen 4.
+"""
 CPU_PIXELS = 64 << 20
 LATE_S = 5.0
-"""Seconds after a worker's own deadline in which it must say so; then it is ended."""
+"""Seconds after a worker's own deadline before the pool ends the worker."""
 
 
 class MediaService:
-    """Fetches and decodes images in worker processes. Used from one event loop. ``close`` ends it. Processes
-    start when there is work for them.
+    """Fetches and decodes images in worker processes. Used from one event loop. The owner must call
+    ``close``.
+
+    Processes start on demand.
     """
 
     def __init__(self, section: MediaSection, *, apart: bool = False) -> None:
-        """``apart``: clients are told apart. No client gets all processes, nor all memory."""
+        """``apart``: limit each client, so that no client gets all processes or all memory."""
         self._section = section
         self._apart = apart
         self.memory = MediaMemory(section.media_memory, apart=apart)
@@ -68,18 +71,22 @@ class MediaService:
 
     @property
     def _cpu_seconds(self) -> float:
-        """CPU time of one task."""
+        """CPU seconds of one task."""
         return max(CPU_S * self._section.max_image_pixels / CPU_PIXELS, CPU_S)
 
     async def fetch(self, wanted: Sequence[Wanted], lease: Lease, client: int = 0) -> dict[str, memoryview]:
-        """Files by their URLs, which count as ``lease``, each as the largest one until it is here: so there
-        are no more at a time than processes. Raises WeftError, naming the part. ``client``: who asks; clients
-        share the processes equally, counted in files."""
+        """Fetch files and return URL to file. The files count in ``lease``.
+
+        Each running fetch reserves the maximum file size. To bound this memory, at most ``FETCHERS`` fetches
+        of one request run at a time. ``client``: clients share the processes equally, counted in files.
+        Raises WeftError with the part of the request.
+        """
         few = asyncio.Semaphore(FETCHERS)
         files = await _all(self._fetch(one, lease, few, client) for one in wanted)
         return {one.url: file for one, file in zip(wanted, files, strict=True)}
 
     async def _fetch(self, wanted: Wanted, lease: Lease, few: asyncio.Semaphore, client: int) -> memoryview:
+        """Fetch one file. Reserve the maximum size first and return the unused part afterwards."""
         async with few:
             lease.take(self._section.max_image_bytes)
             task = packed(Fetch(url=wanted.url))
@@ -94,10 +101,13 @@ class MediaService:
         lease: Lease,
         client: int = 0,
     ) -> tuple[MediaItem, ...]:
-        """The pixels, which count as ``lease``, in memory that engines of this host can open while it lasts.
-        No more images wait for a process than there are processes: so what the pool may have waiting is a
-        bound of requests, whatever images each has. ``client``: whose images these are; clients share the
-        processes equally, counted in pixels, scans and bytes. Raises WeftError, naming the part."""
+        """Decode ``pictures`` to media items. The pixels count in ``lease``.
+
+        If possible, the pixels are in shared memory, which engines of this host can open until the lease
+        closes. At most as many images of one request wait as there are processes, so the pool's queue bounds
+        requests rather than images. ``client``: clients share the processes equally, counted in pixels, scans
+        and bytes. Raises WeftError with the part of the request.
+        """
         if not can_decode():
             raise missing().at(pictures[0].where)
         lease.take(sum(picture.nbytes for picture in pictures))
@@ -112,6 +122,7 @@ class MediaService:
     async def _decode(
         self, picture: Picture, files: Mapping[str, memoryview], lease: Lease, client: int
     ) -> MediaItem:
+        """Decode one picture."""
         shared = lease.share(picture.nbytes)
         into = None if shared is None else shared.name
         data = [files[frame.url] if frame.url else frame.data for frame in picture.frames]
@@ -121,6 +132,7 @@ class MediaService:
         places = [frame.where for frame in picture.frames]
         cost = float(sum(frame.header.work for frame in picture.frames) + sum(map(len, data)))
         key, pixels = await self._call(self._decoders, places, task, *data, client=client, cost=cost)
+        # No pixels in the reply: the worker wrote the pixels to shared memory.
         if shared is not None and not len(pixels):
             try:
                 pixels = shared.seal()
@@ -135,7 +147,7 @@ class MediaService:
             start=picture.start,
             count=picture.count,
             grid=picture.grid,
-            pixels=cast(bytes, pixels),  # a copy of megabytes would hold the event loop up
+            pixels=cast(bytes, pixels),  # no copy: copying megabytes would block the event loop
             shared=into,
         )
 
@@ -147,7 +159,11 @@ class MediaService:
         client: int = -1,
         cost: float = 1.0,
     ) -> tuple[bytes, memoryview]:
-        """``places``: of each frame, for errors."""
+        """Run one task in ``pool`` and return (key, bytes). ``places``: the place of each frame in the
+        request, for errors.
+
+        Raises WeftError with the place.
+        """
         try:
             return result_of(await pool.call(*payload, client=client, cost=cost))
         except BadMedia as error:
@@ -162,25 +178,27 @@ class MediaService:
         except DeadlineExceeded:
             late = BadMedia(f"took longer than {self._section.media_timeout:g} seconds", UNREACHABLE)
             raise late.at(places[0]) from None
+        # A reply that cannot be decoded is a server error, not an error of the image.
         except (WorkerDied, ValueError, msgspec.DecodeError):
             raise _failed(places[0]) from None
 
     @property
     def processes(self) -> int:
-        """How many live."""
+        """Number of live processes."""
         return self._decoders.processes + self._fetchers.processes
 
     async def close(self) -> None:
-        """Ends every process; who waits gets Unavailable."""
+        """End every process. Waiting callers get Unavailable."""
         await asyncio.gather(self._decoders.close(), self._fetchers.close())
 
 
 def _failed(where: str) -> WeftError:
+    """Return the error of a failure inside the server."""
     return WeftError(f"{where}: the server failed on this image", param=where, code="image_failed")
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results, in order. The first error ends the others."""
+    """Return the results in order. After the first error, all other tasks are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)

@@ -1,7 +1,7 @@
-"""URLs of images: ``data:`` URLs, which bring the bytes, and http(s), where the server's owner allows it.
+"""URLs of images: ``data:`` URLs with the bytes inside, and http(s) if the server's owner allows http(s).
 
-Nothing is repaired: what two programs could read in two ways (userinfo, backslashes, numbers as hosts) is
-refused, so that the host which is checked is the host that is asked.
+Nothing is repaired. Any URL that two programs could read differently (userinfo, backslashes, numbers as
+hosts) is refused. Only then is the checked host certainly the contacted host.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import msgspec
 from weft.media.errors import REFUSED, TOO_LARGE, BadMedia
 
 MAX_URL = 8192
-"""Characters of an http(s) URL."""
+"""Maximum characters of an http(s) URL."""
 _MAX_HEAD = 512
-"""Characters of a ``data:`` URL before its bytes."""
+"""Maximum characters of a ``data:`` URL before the data."""
 _SPACE = b" \t\r\n"
 _HEAD = re.compile(r"data:[\w.+\-/]{0,100}((?:;[\w.+\-]{1,40}(?:=[\w.+\-\"]{0,100})?){0,8})", re.IGNORECASE)
 _WEB = re.compile(r"(https?)://([^/?#]+)([^#]*)", re.IGNORECASE)
@@ -34,25 +34,25 @@ class WebAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     scheme: Literal["http", "https"]
     host: str
-    """A name or an address, in lower case; IPv6 without brackets."""
+    """A name or an address in lower case; IPv6 without brackets."""
     port: int
     target: str
-    """Path and query, as they go into the request line."""
+    """Path and query, for the request line."""
 
     @property
     def netloc(self) -> str:
-        """As the ``Host`` header has it."""
+        """Value of the ``Host`` header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
 
 def is_web(url: str) -> bool:
-    """Whether it names something to be fetched, rather than bring it."""
+    """Return True for an http(s) URL."""
     return url[:8].lower().startswith(("http://", "https://"))
 
 
 def inline(url: str, most: int) -> bytes:
-    """The bytes that a ``data:`` URL brings, ``most`` of them. Raises BadMedia."""
+    """Return the bytes in a ``data:`` URL. Raises BadMedia, also for more than ``most`` bytes."""
     if url[:5].lower() != "data:":
         raise BadMedia(
             "must be a data: URL with its bytes in base64, or an http(s) URL where this server allows them; "
@@ -69,8 +69,10 @@ def inline(url: str, most: int) -> bytes:
 
 
 def from_base64(text: str, most: int) -> bytes:
-    """The bytes, ``most`` of them. Raises BadMedia."""
-    if len(text) > most // 2 * 3 + 4096:  # more than line breaks add
+    """Return the decoded bytes. Raises BadMedia for invalid or empty data and for more than ``most``
+    bytes.
+    """
+    if len(text) > most // 2 * 3 + 4096:  # before decoding; leaves room for line breaks
         raise too_large(most)
     try:
         data = text.encode("ascii")
@@ -88,7 +90,7 @@ def from_base64(text: str, most: int) -> bytes:
 
 
 def _tolerant(data: bytes) -> bytes:
-    """Of base64 in lines, or without its padding."""
+    """Decode base64 with line breaks or without padding. Raises BadMedia."""
     data = data.translate(None, _SPACE).rstrip(b"=")
     try:
         return binascii.a2b_base64(data + b"=" * (-len(data) % 4), strict_mode=True)
@@ -97,14 +99,14 @@ def _tolerant(data: bytes) -> bytes:
 
 
 def too_large(most: int) -> BadMedia:
-    """The error of an image of more than ``most`` bytes."""
+    """Return the error of an image with more than ``most`` bytes."""
     return BadMedia(f"has more than {most} bytes (--max-image-bytes); send a smaller one", TOO_LARGE)
 
 
 def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
-    """An http(s) URL, checked: its form, and its host against the domains that are allowed.
+    """Return an http(s) URL in parts, after checks of the form and of the host against ``allowed``.
 
-    Raises BadMedia. Whether the host's addresses are public is seen when they are known (``fetch``).
+    Raises BadMedia. ``fetch`` checks later if all addresses of the host are public.
     """
     if not allowed:
         raise BadMedia(
@@ -115,6 +117,7 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
         raise BadMedia(f"has a URL of more than {MAX_URL} characters", REFUSED)
     if not url.isascii() or not url.isprintable() or any(c in url for c in ' \\"<>^`{|}'):
         raise BadMedia("has a URL with characters that must be percent-encoded", REFUSED)
+    # Each check refuses a form that other URL parsers read differently.
     whole = _WEB.fullmatch(url.partition("#")[0])
     if whole is None:
         raise BadMedia("has a URL of another form than https://host/path", REFUSED)
@@ -135,19 +138,22 @@ def web_address(url: str, allowed: Sequence[str]) -> WebAddress:
 
 
 def redirected(start: WebAddress, location: str, allowed: Sequence[str]) -> WebAddress:
-    """Where ``start`` sends its client, checked like any other URL. Raises BadMedia."""
+    """Return the target of a redirect from ``start``, with the usual checks. Raises BadMedia."""
     url = urljoin(f"{start.scheme}://{start.netloc}{start.target}", location)
     if not is_web(url):
         raise BadMedia("is redirected to something that is no http(s) URL", REFUSED)
     found = web_address(url, allowed)
+    # A downgrade would send the path unencrypted.
     if start.scheme == "https" and found.scheme == "http":
         raise BadMedia("is redirected from https to http", REFUSED)
     return found
 
 
 def _host(text: str) -> str:
-    """Raises BadMedia for what is neither a name nor an address in its usual form (127.1, 0x7f.1,
-    1234567).
+    """Return the host in normal form.
+
+    Raises BadMedia for anything except a name or an address in the usual form (127.1, 0x7f.1 and 1234567 are
+    refused).
     """
     wrong = BadMedia("has a URL whose host is no name and no address in its usual form", REFUSED)
     if text.startswith("["):
@@ -158,7 +164,7 @@ def _host(text: str) -> str:
     labels = text.split(".")
     if len(text) > 253 or not all(map(_LABEL.fullmatch, labels)):
         raise wrong
-    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):  # resolvers read it as a number, in several bases
+    if re.fullmatch(r"\d+|0x[0-9a-f]*", labels[-1]):  # resolvers accept numbers in several bases
         try:
             return str(IPv4Address(text))
         except AddressValueError:
@@ -167,13 +173,14 @@ def _host(text: str) -> str:
 
 
 def _permits(allowed: Sequence[str], host: str, port: int, usual: bool) -> bool:
-    """Whether one of the entries names the host: itself, ``*.`` with a domain above it, or ``*``.
+    """Return True if an entry names the host: the host itself, ``*.`` with a parent domain, or ``*``.
 
-    An entry without a port allows the scheme's own.
+    An entry without a port allows only the scheme's default port (``usual``).
     """
     shown = f"[{host}]" if ":" in host else host
     for entry in allowed:
         domain, colon, number = entry.lower().rpartition(":")
+        # An IPv6 address without a port ends in a bracket and contains colons itself.
         if not colon or not number.isdecimal() or number == "" or entry.endswith("]"):
             domain, number = entry.lower(), ""
         if not (usual if number == "" else int(number) == port):

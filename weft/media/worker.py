@@ -1,10 +1,10 @@
-"""A process that fetches or decodes images for a front.
+"""A process that fetches or decodes images for an API server.
 
     python -m weft.media.worker CPU_SECONDS DESCRIPTOR
 
-Like other workers it takes payloads from the socket that it inherits and answers each, until the socket's
-other end is closed. It trusts no byte of them: its memory and the CPU time of a task are bounded, and when it
-dies it fails the one image that it had.
+Like other workers, the process reads payloads from an inherited socket and replies to each, until the other
+end closes. The payload bytes are untrusted. Memory and CPU time of a task are bounded. If the process dies,
+only its current image fails.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 NICENESS = 10
-"""More than that of workers that read requests."""
+"""Lower priority than the workers that read requests."""
 LONG_NICENESS = 19
-"""Of a decode that takes long."""
+"""Niceness of a long decode."""
 GRACE_S = 1.0
-"""Seconds after a fetch's own deadline in which it is interrupted, wherever it waits."""
+"""Seconds after a fetch's own deadline before the fetch is interrupted, wherever it waits."""
 
 
 def main(make: Callable[..., Fetcher] = Fetcher) -> None:
-    """``make``: what fetches."""
+    """Run a media worker. ``make`` makes the fetcher."""
 
     def prepare(greeting: bytes) -> Answer:
         rules = msgspec.msgpack.decode(greeting, type=WorkerRules)
@@ -58,10 +58,11 @@ def main(make: Callable[..., Fetcher] = Fetcher) -> None:
 
 
 def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[bytes, ...]:
-    """The answer to one task, in pieces; what is wrong with an image is an answer, too."""
+    """Return the reply to one task, in pieces. An error of the image is a reply too."""
     try:
         task, data = task_of(payload)
         if isinstance(task, Decode):
+            # Long decodes must not slow down the engines and other requests.
             pixels, key = _stepping_back(lambda: _decoded(task, data))
             done = packed(Done(key=key))
             return (done,) if _written(pixels, task.into) else (done, pixels)
@@ -76,7 +77,9 @@ def answer_to(payload: bytes, fetcher: Fetcher, rules: WorkerRules) -> tuple[byt
 
 
 def _stepping_back(work: Callable[[], T]) -> T:
-    """What ``work`` returns. Its thread is of the lowest priority when it takes long: each has its own."""
+    """Return the result of ``work``, run in a new thread. The thread gets the lowest priority if the work is
+    long.
+    """
     found: list[T] = []
     failed: list[BaseException] = []
 
@@ -90,7 +93,7 @@ def _stepping_back(work: Callable[[], T]) -> T:
     try:
         thread.start()
     except RuntimeError:
-        raise MemoryError from None  # there is none left for its stack
+        raise MemoryError from None  # no memory left for the thread's stack
     thread.join(LONG_S)
     if thread.is_alive():
         step_back(thread, LONG_NICENESS)
@@ -101,30 +104,32 @@ def _stepping_back(work: Callable[[], T]) -> T:
 
 
 def _decoded(task: Decode, data: memoryview) -> tuple[bytes, bytes]:
+    """Return the pixels and the cache key of a task."""
     pixels = group_pixels(_files(task, data), task.target)
     return pixels, key_of(pixels, task.target)
 
 
 def _files(task: Decode, data: memoryview) -> list[tuple[bytes | memoryview, ImageHeader]]:
-    """The files of ``task``, which lie behind it one after another."""
+    """Return the files of ``task``, which stand one after another behind the head."""
     ends = list(itertools.accumulate(file.size for file in task.files))
     cuts = zip([0, *ends], ends, task.files, strict=False)
     return [(data[begin:end], file.header) for begin, end, file in cuts]
 
 
 def _written(pixels: bytes, into: SharedName | None) -> bool:
+    """Return True if ``pixels`` were written to the shared memory ``into``."""
     if into is None:
         return False
     try:
         write_shared(into, pixels)
-    except PixelsLost:  # the front is in a namespace of its own, or has no use for them any more
+    except PixelsLost:  # the API server is in another namespace, or has dropped the shared memory
         return False
     return True
 
 
 @contextlib.contextmanager
 def _interrupted(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in this block when it has run for so long. In the main thread."""
+    """Raise TimeoutError inside the block after ``seconds``. Works only in the main thread."""
 
     def end(number: int, frame: object) -> None:
         raise TimeoutError

@@ -1,2 +1,5 @@
-"""Text on both sides of the engine: tokenizer, chat template, incremental detokenizer, stop strings, and
-``Choice``, the text side of one sequence that the front and ``LLM`` share. No torch."""
+"""Text on both sides of the engine, without torch.
+
+Tokenizer, chat template, incremental detokenizer, stop strings, and ``Choice``. ``Choice`` is the text side
+of one sequence, shared by the API server and ``LLM``.
+"""

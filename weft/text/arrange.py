@@ -1,13 +1,14 @@
-"""The order of roles that a chat template can show, found out by renderings.
+"""Find the order of roles that a chat template can show, and rearrange messages to fit.
 
-Templates differ in system messages: most show one, and only first; others refuse a later one, or leave it out
-without a word. What an application tells the model must reach the model, so messages are rearranged where the
-template needs it:
+Templates differ in system messages. Most show only a first system message. Others refuse a later system
+message, or drop a later message silently. Instructions of an application must reach the model, so messages
+are rearranged where necessary:
 
-* System (and developer) messages before anything else become one message, joined by an empty line.
-* A later one stays in its place where the template shows such messages. Else it becomes a part of the user's
-  turn, between ``<system-reminder>`` tags. So does the first one where the template shows none at all.
-* Messages of the user in a row become one where the template refuses them.
+* System (and developer) messages before all others become one message, joined by an empty line.
+* A later system message stays in place if the template shows such messages. Otherwise the message becomes a
+  part of the user's turn, between ``<system-reminder>`` tags. A first system message is treated the same way
+  if the template shows no system messages at all.
+* Consecutive user messages become one message if the template refuses consecutive user messages.
 """
 
 from __future__ import annotations
@@ -24,38 +25,44 @@ from weft.text.template import TOO_EXPENSIVE
 PROBE = "5d0e4b7a91"
 SYSTEM: tuple[Role, ...] = ("system", "developer")
 Render = Callable[[Sequence[Message]], str]
-"""The text that a template makes of messages. Raises InvalidRequest where it refuses them."""
+"""Return the template's text for messages. Raises InvalidRequest if the template refuses the messages."""
 _LATE: tuple[tuple[Role, ...], ...] = (
     ("user", "assistant", "system", "user"),
     ("system", "user", "assistant", "system", "user"),
     ("user", "system", "user"),
     ("user", "system"),
 )
-"""Conversations with a system message behind others."""
+"""Conversations with a system message behind other messages."""
 
 
 class RoleOrder:
-    """The order of roles that one template shows; each fact is found out when it is first asked for."""
+    """The order of roles shown by one template. Each fact is probed at first use and then cached."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
         self._known: dict[str, bool] = {}
 
     def first(self, role: Role) -> Role | None:
-        """The role that shows a first message of the role system or developer; None for no role."""
+        """Return the role to use for a first message of ``role`` (system or developer); None if no role is
+        shown.
+        """
         return self._shown_as(role, "first", (("system", "user"),))
 
     def late(self, role: Role) -> Role | None:
-        """The role that shows such a message behind others, wherever it stands; None for no role."""
+        """Return the role to use for a system message behind other messages, at any place; None if no role is
+        shown.
+        """
         return self._shown_as(role, "late", _LATE)
 
     @property
     def takes_users_in_a_row(self) -> bool:
-        """True if two messages of the user in a row are shown."""
+        """True if two consecutive user messages are shown."""
         return self._fact("users", (("user", "user"),))
 
     def _shown_as(self, role: Role, name: str, orders: Sequence[Sequence[Role]]) -> Role | None:
+        """Return the first role, of ``role`` and the system roles, which is shown in all ``orders``."""
         for one in dict.fromkeys((role, *SYSTEM)):
+            # The probe conversations name the role "system"; try each system role in that place.
             named: list[list[Role]] = [
                 [one if each == "system" else each for each in order] for order in orders
             ]
@@ -69,7 +76,7 @@ class RoleOrder:
         return self._known[name]
 
     def _shows(self, order: Sequence[Role]) -> bool:
-        """Whether every message is shown: a later one may take the place of an earlier one."""
+        """Return True if every message is shown. A later message may replace an earlier message."""
         texts = [f"{PROBE}{at}e" for at in range(len(order))]
         messages = [
             Message(role=role, content=(TextPart(text),)) for role, text in zip(order, texts, strict=True)
@@ -77,20 +84,21 @@ class RoleOrder:
         try:
             shown = self._render(messages)
         except InvalidRequest as error:
-            if error.error_code == TOO_EXPENSIVE:  # says nothing about the template's roles
+            if error.error_code == TOO_EXPENSIVE:  # no statement about roles
                 raise
             return False
         return all(text in shown for text in texts)
 
 
 def arranged(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
-    """``messages`` as the template can show them. Nothing is lost."""
+    """Return ``messages`` in an order the template shows. No text is lost."""
     made: list[Message] = []
     for message in messages:
         last = made[-1] if made else None
         if message.role not in SYSTEM:
             made.append(message)
             continue
+        # Only system messages so far: all join the first.
         if last is not None and last.role in SYSTEM and len(made) == 1:
             made[0] = _joined(last, message)
             continue
@@ -125,12 +133,12 @@ def _together(one: Message, other: Message) -> Message:
 
 
 def _joined(one: Message, other: Message) -> Message:
-    """Two system messages as one text."""
+    """Return two system messages as one text."""
     texts = (text for text in (one.text(), other.text()) if text)
     return msgspec.structs.replace(one, content=(TextPart("\n\n".join(texts)),))
 
 
 def _reminder(message: Message) -> Message:
-    """A system message as a part of the user's turn."""
+    """Return a system message as a part of the user's turn."""
     text = f"<system-reminder>\n{message.text()}\n</system-reminder>"
     return Message(role="user", content=(TextPart(text),))

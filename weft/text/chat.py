@@ -1,19 +1,20 @@
-"""Messages to a prompt: validation, the template, and special tokens that only the template can write.
+"""Convert messages to a prompt: validation, the template, and special tokens that only the template can
+write.
 
-How user text is kept from becoming control tokens, although template and text end up in one string:
+User text and template text end up in one string. Three steps keep user text from becoming control tokens:
 
-1. In every string of the request, wherever a special token is spelled, a *mark* (random digits, new for each
-   rendering) goes in behind its first character. A string that begins or ends with a piece of a special
-   token is a ``Word``, which is written with marks around it, so that two strings, or a string and the
-   template, cannot make one together. Comparisons see the plain word.
-2. The template is rendered. Special tokens found in the result are the template's own; they are rewritten to
-   the private names of ``private.py``. Then the marks are taken out.
-3. One pass of the private encoder makes the ids, as if the original tokenizer had seen the whole string.
+1. Each special token spelled in a string of the request gets a *mark* behind its first character. A mark is a
+   string of random digits, new for each rendering. A string with a piece of a special token at the start or
+   the end becomes a ``Word``. A ``Word`` is written with marks around, so that two strings, or a string and
+   the template, cannot form a token together. Comparisons see the plain string.
+2. The template is rendered. All special tokens in the result now come from the template. Each is replaced by
+   its private name (``private.py``). Then the marks are removed.
+3. The private encoder makes the ids in one pass, as the original tokenizer would for the whole string.
 
-Strings that hold nothing like a special token, which is nearly all of them, are not touched, so what a
-template asks of them (``in``, ``split``, ``trim``) has its usual answer. Roles are a closed list, because
-templates build tokens from them. Limit: a template that deletes characters *inside* a string could join what
-a mark keeps apart only by deleting the mark's digits one by one; none does.
+Strings without any similarity to a special token stay untouched: nearly all strings. Operations of the
+template on these strings (``in``, ``split``, ``trim``) have the usual results. Roles are a closed list,
+because templates build tokens from roles. Limit: a template that deletes characters *inside* a string could
+join the two sides of a mark, but only by deleting the digits one by one. No known template does so.
 """
 
 from __future__ import annotations
@@ -52,31 +53,35 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
     ids: list[int]
     text: str
-    """As the template wrote it, user text included."""
+    """The text of the template, including user text."""
     in_reasoning: bool = False
-    """Whether the prompt ends inside a thought, which the output goes on with."""
+    """True if the prompt ends inside reasoning, which the output continues."""
     shown: tuple[ShownPart, ...] = ()
-    """Images and videos in the order of their placeholders in ``ids``: one for each image, and for each
-    group of a video's frames. See ``expanded``."""
+    """Images and videos in the order of their placeholders in ``ids``. ``ids`` has one placeholder per image
+    and one per frame group of a video. See ``expanded``.
+    """
 
 
 class ImageRules(NamedTuple):
-    """What a conversation's images and videos become."""
+    """The tokens of a model for images and videos in a conversation."""
 
     placeholder: int
-    """The token that the template writes for an image."""
+    """The template's token for an image."""
     shows: Shows
     video: int = 0
-    """The token that it writes for a video, where there may be any."""
+    """The template's token for a video; 0 for a model without videos."""
     start: int = 0
     end: int = 0
-    """What is written around each group of frames."""
+    """``start`` and ``end`` are the tokens around each frame group."""
     fps: float = 2.0
-    """Of a video that does not say it."""
+    """Frames per second of a video without a rate of its own."""
 
 
 def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None, list[int]]:
-    """(what ``ChatFormat`` needs, ids that no text may become): what stands for an image, or is around it."""
+    """Return the image rules for ``ChatFormat`` (None without images) and the token ids forbidden to text.
+
+    The forbidden ids are the placeholders and the tokens around images.
+    """
     if facts is None:
         return None, []
     tokens = (facts.placeholder, facts.video, facts.start, facts.end)
@@ -95,7 +100,7 @@ def image_rules(facts: MediaFacts | None, most: int) -> tuple[ImageRules | None,
 
 
 class ChatFormat:
-    """How a model wants conversations: its template and its tokenizer. Thread-safe."""
+    """The conversation format of a model: template and tokenizer. Thread-safe."""
 
     def __init__(
         self,
@@ -107,11 +112,12 @@ class ChatFormat:
         in_thought: Callable[[str, str], bool] | None = None,
         images: ImageRules | None = None,
     ) -> None:
-        """``template`` overrides the checkpoint's. A template that does not compile is reported when used.
+        """``template`` overrides the checkpoint's template. A template with a compile error is reported at
+        first use.
 
-        ``default_kwargs`` are variables for the template where a request sets none of the name.
-        ``in_thought`` says of a prompt, and of the message that the output continues (or ""), whether the
-        output begins inside a thought. ``images``: None where the model takes none.
+        ``default_kwargs`` are template variables for requests without the same variable. ``in_thought(prompt,
+        continued)`` returns True if the output starts inside reasoning. ``continued`` is the message
+        continued by the output, or "". ``images`` is None for a model without images.
         """
         self._images = images
         self._tokenizer = tokenizer
@@ -131,12 +137,12 @@ class ChatFormat:
 
     @property
     def source(self) -> str | None:
-        """The template's source, if there is one."""
+        """Source of the template, or None."""
         return self._source
 
     @property
     def problem(self) -> str | None:
-        """Why the template cannot be used, if there is one and it does not compile."""
+        """The reason why the template is unusable, or None. None also without a template."""
         return self._template.message if isinstance(self._template, InvalidRequest) else None
 
     def encode(
@@ -150,13 +156,13 @@ class ChatFormat:
         chat_template: str | None = None,
         limit: int | None = None,
     ) -> ChatPrompt:
-        """Ids and text of a conversation (of a request, or of ``Message``). ``tools`` are shown to the model,
-        ``kwargs`` are variables for the template, ``limit`` is the most tokens that are of use
-        (TooManyTokens beyond it, see ``Tokenizer.encode_private``).
+        """Return ids and text of a conversation (request messages, or ``Message`` objects).
 
-        Raises InvalidRequest, naming the parameter, for messages or variables that cannot be used, a
-        template that fails, is missing or knows no tools, and a ``chat_template`` where those are not
-        allowed.
+        ``tools`` are shown to the model. ``kwargs`` are template variables. ``limit`` is the maximum useful
+        number of tokens; a longer prompt raises TooManyTokens (see ``Tokenizer.encode_private``).
+
+        Raises InvalidRequest with the parameter's name for invalid messages or variables, for a missing or
+        failing template, for tools with a template without tools, and for a forbidden ``chat_template``.
         """
         template = self._choose(chat_template)
         if continue_final_message and add_generation_prompt:
@@ -174,6 +180,7 @@ class ChatFormat:
         form = self._form_of(template)
         checked = arranged(self._checked(messages, template), self._order_of(template, form))
         conversation = conversation_of(checked, template, form, self._marks, mark)
+        # The tail marks the end of the continued message in the rendered text; ``_cut`` removes the rest.
         tail = secret_digits() + " "
         if continue_final_message:
             _append(conversation[-1], tail)
@@ -201,7 +208,7 @@ class ChatFormat:
 
     @property
     def order(self) -> RoleOrder | None:
-        """The order of roles that the model's template shows; None without a template."""
+        """The order of roles shown by the model's template; None without a usable template."""
         return self._order
 
     def _order_of(self, template: ChatTemplate, form: TemplateForm) -> RoleOrder:
@@ -210,13 +217,14 @@ class ChatFormat:
         return RoleOrder(lambda messages: self._plain(messages, template, form))
 
     def _own_order(self) -> RoleOrder | None:
+        """Return the order of roles of the model's template; None without a usable template."""
         template = self._template
         if not isinstance(template, ChatTemplate):
             return None
         return RoleOrder(lambda messages: self._plain(messages, template, self._form_of(template)))
 
     def _plain(self, messages: Sequence[Message], template: ChatTemplate, form: TemplateForm) -> str:
-        """The text of messages that hold nothing like a special token."""
+        """Return the rendered text of messages without any special token."""
         conversation = conversation_of(messages, template, form, self._marks, secret_digits())
         variables = {
             **self._named(),
@@ -232,10 +240,13 @@ class ChatFormat:
             return template.render({**variables, "tools": PROBE_TOOLS})  # some templates fail without tools
 
     def _thinks(self, prompt: str, last: str) -> bool:
-        """Whether ``prompt``, whose last message holds ``last`` where it is continued, ends in a thought."""
+        """Return True if ``prompt`` ends inside reasoning. ``last`` is the text of the continued message, or
+        "".
+        """
         return self._in_thought is not None and self._in_thought(prompt, last)
 
     def _checked(self, messages: Any, template: ChatTemplate) -> list[Message]:
+        """Return checked messages. Raise InvalidRequest for images with a template without content parts."""
         if isinstance(messages, list) and bool(messages) and isinstance(messages[0], Message):
             return messages
         checked = check_messages(messages, None if self._images is None else self._images.shows)
@@ -244,15 +255,18 @@ class ChatFormat:
         return checked
 
     def _with_groups(self, rendered: str, mark: str, shown: Sequence[ShownPart]) -> str:
-        """What the template made, with each video's placeholder replaced by those of its groups of frames:
-        the time, and a placeholder between what begins and ends an image. What the template wrote around
-        the placeholder stays, as it does in the reference.
+        """Replace the placeholder of each video in ``rendered`` by the placeholders of the frame groups.
+
+        Each group becomes a time and a placeholder between the start and end tokens. The template's text
+        around the video's placeholder stays, as in the reference implementation. Raises InvalidRequest if the
+        template does not show each video once.
         """
         videos = [part for part in shown if isinstance(part, VideoPart)]
         rules = self._images
         if not videos or rules is None:
             return rendered
         video, start, end = (self._tokenizer.token_text(one) for one in (rules.video, rules.start, rules.end))
+        # User text cannot contain the placeholder: its special tokens have marks inside.
         pieces = rendered.split(video) if video and start and end else []
         if len(pieces) != 1 + len(videos):
             raise _not_shown(videos[0])
@@ -264,7 +278,7 @@ class ChatFormat:
         return "".join(made)
 
     def _check_shown(self, shown: Sequence[ShownPart], ids: list[int]) -> None:
-        """Raises InvalidRequest where ``ids`` do not show each image and group of frames once, in order."""
+        """Raise InvalidRequest unless ``ids`` show each image and each frame group exactly once, in order."""
         rules = self._images
         if not shown:
             return
@@ -276,22 +290,24 @@ class ChatFormat:
                 wanted += [rules.video] * part.groups(rules.shows.group)
             else:
                 wanted.append(rules.placeholder)
+        # Any extra or missing placeholder would shift every later image.
         placeholders = (rules.placeholder, rules.video) if rules.shows.group else (rules.placeholder,)
         if [token for token in ids if token in placeholders] != wanted:
             raise _not_shown(shown[0])
 
     def _form_of(self, template: ChatTemplate) -> TemplateForm:
-        """The forms that ``template`` reads; found out once for the checkpoint's own."""
+        """Return the message forms of ``template``. The forms of the checkpoint's own template are cached."""
         if template is not self._template:
-            return find_form(template, self._named(), MAX_SECONDS)  # a request's own gets no more time
+            return find_form(template, self._named(), MAX_SECONDS)  # a template from a request gets less time
         if self._form is None:
             self._form = find_form(template, self._named())
         return self._form
 
     def ends_of_turn(self) -> set[int]:
-        """Ids of the added tokens that the template writes behind a whole turn of the assistant.
+        """Return the ids of the added tokens that the template writes behind a complete turn of the
+        assistant.
 
-        Where a template marks only the start of messages, the next role's token ends a turn.
+        If a template marks only the start of messages, the token of the next role ends a turn.
         """
         if not isinstance(self._template, ChatTemplate):
             return set()
@@ -300,12 +316,15 @@ class ChatFormat:
         try:
             form = self._form_of(self._template)
             found = find_ends(self._template, self._named(), form, tuple(added), known)
-        except InvalidRequest as error:  # the template would take as long for every conversation
+        except InvalidRequest as error:  # too expensive: the template would fail for every conversation
             self._template = error
             return set()
         return {added[text] for text in found}
 
     def _choose(self, requested: str | None) -> ChatTemplate:
+        """Return the template of the request or the model. Raises InvalidRequest if there is no usable
+        template.
+        """
         if requested is not None:
             if not self._allow_request_template:
                 raise InvalidRequest(
@@ -324,6 +343,7 @@ class ChatFormat:
         return self._template
 
     def _named(self) -> dict[str, Any]:
+        """Return the template variables of the special tokens."""
         files = self._tokenizer.files
         extra = {"additional_special_tokens": list(files.extra)} if files.extra else {}
         return {**files.named, **extra}
@@ -332,7 +352,10 @@ class ChatFormat:
 def expanded(
     ids: Sequence[int], placeholders: Collection[int], counts: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """(ids, starts): each placeholder in ``ids`` as often as ``counts`` says, and where each begins then."""
+    """Return ``ids`` with each placeholder repeated, and the start of each repeated run.
+
+    The n-th placeholder is repeated ``counts[n]`` times.
+    """
     made: list[int] = []
     starts: list[int] = []
     for token in ids:
@@ -354,7 +377,10 @@ def _not_shown(part: ShownPart) -> InvalidRequest:
 
 
 def check_kwargs(kwargs: Any) -> dict[str, Any]:
-    """Template variables of a request. Raises InvalidRequest for names that Weft or Jinja gives a meaning."""
+    """Return the template variables of a request as plain JSON values.
+
+    Raises InvalidRequest for reserved names of Weft or Jinja, and for values outside JSON.
+    """
     name = "chat_template_kwargs"
     if kwargs is None:
         return {}
@@ -363,6 +389,7 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
     for key in kwargs:
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_") or len(key) > 64:
             raise InvalidRequest(f"{name} must have plain names", param=name)
+        # Names such as ``eos_token`` are special tokens, which only the server sets.
         if key in _RESERVED or key.endswith("_token") or key.endswith("_tokens"):
             raise InvalidRequest(f"{name} cannot set {key}", param=name)
     try:
@@ -373,6 +400,7 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def _append(message: dict[str, Any], tail: str) -> None:
+    """Append ``tail`` to the content of an assistant message. Raise InvalidRequest for any other role."""
     if message["role"] != "assistant":
         raise InvalidRequest(
             "continue_final_message needs the last message to be the assistant's",
@@ -386,7 +414,9 @@ def _append(message: dict[str, Any], tail: str) -> None:
 
 
 def _cut(rendered: str, tail: str) -> str:
-    """The text up to where the last message ends; space there stays only if the template keeps it."""
+    """Return the text up to ``tail``. White space at the end stays only if the template keeps trailing
+    space.
+    """
     text, found, after = rendered.rpartition(tail.strip())
     if not found:
         raise InvalidRequest(

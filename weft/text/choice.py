@@ -1,7 +1,7 @@
-"""The text side of one sequence: token events in, text out, and the one end that a client sees.
+"""The text side of one sequence: token events in, text out, and exactly one end for the client.
 
-Sans-IO: the caller carries ``Finish`` to the head when a delta asks for it. The front and ``LLM`` both use
-this. Whatever the head sends after the end is ignored.
+Sans-IO: if a delta sets ``send_finish``, the caller sends ``Finish`` to the engine. The API server and
+``LLM`` both use this class. Events after the end are ignored.
 """
 
 from __future__ import annotations
@@ -24,29 +24,33 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What an event added to a choice."""
+    """The change of a choice by one event."""
 
     index: int
     text: str = ""
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
-    """One entry for each of ``token_ids``, when asked for."""
+    """One entry per token of ``token_ids``, if requested."""
     finish_reason: FinishReason | None = None
-    """Set in the last delta, and only there."""
+    """Set only in the last delta."""
     stop_reason: str | int | None = None
-    """The stop string or the request's own stop token that ended it."""
+    """The stop string, or the stop token of the request, which ended the choice."""
     error: ErrorInfo | None = None
     send_finish: bool = False
-    """The head still works on the sequence: send it ``Finish(sequence)``."""
+    """True if the engine still runs the sequence: send ``Finish(sequence)``."""
 
 
 class Choice:
     """One sequence of a request. Not thread-safe.
 
-    ``text``, ``token_ids`` and ``logprobs`` are everything so far. A stop string ends them at the first token
-    that completes it, never before ``min_tokens``; then text ends before the match (behind it with
-    ``include_stop_str_in_output``). A token that ends the sequence counts in ``token_ids`` but gives text
-    only with ``include_stop_str_in_output``.
+    ``text``, ``token_ids`` and ``logprobs`` are cumulative. A stop string ends the choice at the first
+    completing token, never before ``min_tokens``. The text then ends before the match, or behind the match
+    with ``include_stop_str_in_output``. A token that ends the sequence counts in ``token_ids``. Such a token
+    gives text only with ``include_stop_str_in_output``.
+
+    With ``emitted_ids``, the client already has these tokens. The tokens count everywhere, no delta repeats
+    the tokens, and no stop string ends inside. Without ``keep_logprobs``, each delta has its logprobs, and
+    ``logprobs`` stays empty.
     """
 
     def __init__(
@@ -63,14 +67,10 @@ class Choice:
         visible: frozenset[int] = frozenset(),
         scope: ContentScope | None = None,
     ) -> None:
-        """``continues``: the output goes on from the prompt's text (completions, not chat); see Detokenizer.
-
-        ``stops``: those of ``params``, made once for all choices. Without ``keep_logprobs`` each delta has
-        its logprobs, and ``logprobs`` stays empty: a stream's reader has them already.
-
-        ``emitted_ids`` are output the client has already: they count in everything, no delta repeats them,
-        and no stop string ends them. ``visible``: special tokens that give text although others do not: a
-        parser must see them. ``scope``: stop strings are looked for in its content; None: in all text.
+        """``continues``: the output continues the prompt's text (completions, not chat); see Detokenizer.
+        ``stops``: automata for ``params.stop``, shared by all choices. ``visible``: special tokens shown
+        for a parser even if special tokens are skipped. ``scope``: restricts the search for stop strings
+        to content; None searches all text.
         """
         self.sequence = sequence
         self.index = index
@@ -78,20 +78,20 @@ class Choice:
         self.token_ids: list[int] = []
         self.logprobs: Logprobs | None = None if params.logprobs is None else Logprobs(tokenizer)
         self.prompt_logprobs: Logprobs | None = None
-        """One entry for each prompt token but the first, which nothing predicts; None until any came."""
+        """One entry per prompt token except the first; None before the first entry."""
         self.num_cached = 0
-        """Prompt tokens whose cache was found."""
+        """Prompt tokens found in the prefix cache."""
         self.accepted = 0
-        """Of ``token_ids``, those that were drafts."""
+        """Accepted drafts among ``token_ids``."""
         self.rejected = 0
-        """Drafts that did not become tokens."""
+        """Drafts not used as tokens."""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self.error: ErrorInfo | None = None
         self.embedding = b""
-        """Of a sequence that ends with one: float32, little-endian, not normalized."""
+        """Embedding of a pooling sequence: float32, little-endian, not normalized."""
         self.cache_miss: CacheMiss | None = None
-        """Why its prompt was not found further in the prefix cache, where that was asked for."""
+        """The reason why the prompt was not cached further, if requested."""
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = Detokenizer(
@@ -104,15 +104,17 @@ class Choice:
         self._scope = scope if self._stops.active else None
         self._keep_logprobs = keep_logprobs
         self._decoded = 0
-        """Characters that came out of the detokenizer."""
+        """Characters received from the detokenizer."""
         self._searched = 0
-        """Characters that went through the stop finder, or past it."""
+        """Characters passed through the stop finder or around the stop finder."""
         self._exempt = 0
-        """Characters of the text, held back ones included, that tokens before ``min_tokens`` made."""
+        """Characters made by tokens before ``min_tokens``, including held characters. No stop string ends
+        here.
+        """
         self._replay(emitted_ids)
 
     def _replay(self, token_ids: Sequence[int]) -> None:
-        """Takes tokens that the client has. Nothing ends here that did not end before."""
+        """Add tokens the client already has. No stop string matches during the replay."""
         self._replays = True
         fresh = _Fresh()
         for token in token_ids:
@@ -123,10 +125,11 @@ class Choice:
 
     @property
     def finished(self) -> bool:
+        """True after the end of the choice."""
         return self.finish_reason is not None
 
     def on_event(self, event: TokenEvent) -> TextDelta | None:
-        """Takes the head's next event of this sequence. None when it adds nothing a client would see."""
+        """Apply the engine's next event of this sequence. Return None if the client sees no change."""
         if self.finished:
             return None
         self.num_cached = max(self.num_cached, event.num_cached)
@@ -140,6 +143,7 @@ class Choice:
         self._take_tokens(event, fresh)
         if self.logprobs is not None and event.logprobs is not None:
             fresh.logprobs = event.logprobs.first(len(fresh.token_ids))
+        # Drafts behind a completed stop string count as rejected.
         accepted = min(event.accepted, len(fresh.token_ids))
         self.accepted += accepted
         self.rejected += event.rejected + event.accepted - accepted
@@ -161,9 +165,10 @@ class Choice:
         )
 
     def abort(self, error: ErrorInfo | None = None) -> TextDelta | None:
-        """Ends the choice from this side: the client left, or (with ``error``) its head is gone.
+        """End the choice from this side: the client left, or (with ``error``) the engine is lost.
 
-        None when it had ended. With an error there is no head to send ``Finish`` to.
+        Return None if the choice has already ended. With an error, ``send_finish`` stays False, because no
+        engine remains.
         """
         if self.finished:
             return None
@@ -174,11 +179,12 @@ class Choice:
         return self._end(fresh, "error", error=error)
 
     def _take_tokens(self, event: TokenEvent, fresh: _Fresh) -> None:
-        """Takes an event's tokens up to the one that completes a stop string."""
+        """Add an event's tokens, up to the token that completes a stop string."""
         last = len(event.token_ids) - 1
         for at, token in enumerate(event.token_ids):
             self.token_ids.append(token)
             fresh.token_ids.append(token)
+            # The stop token counts in ``token_ids`` but normally gives no text.
             ends = at == last and event.finish == "stop" and token == event.stop_id
             if ends and not self._params.include_stop_str_in_output:
                 return
@@ -188,8 +194,10 @@ class Choice:
                 return
 
     def _take_text(self, text: str, fresh: _Fresh) -> None:
-        """Passes certain text on. What early tokens made completes no stop string, also when it was held back
-        and comes out with a later one."""
+        """Search newly certain text for stop strings and pass the text on.
+
+        Text made before ``min_tokens`` completes no stop string, even if the text was held back until later.
+        """
         self._decoded += len(text)
         if len(self.token_ids) < self._params.min_tokens:
             self._exempt = max(self._exempt, self._decoded)
@@ -199,17 +207,22 @@ class Choice:
             self._search_stretches(self._scope.push(text), fresh)
 
     def _search_stretches(self, stretches: Iterable[tuple[bool, str]], fresh: _Fresh) -> None:
-        """Looks through content and lets all else pass. A stop string lies within one stretch of content."""
+        """Search the content stretches and pass all other text. A stop string lies within one content
+        stretch.
+        """
         for content, text in stretches:
             if fresh.match is not None:
                 return
             if content:
                 self._search(text, fresh)
             else:
+                # Other text ends the stretch: a stop string cannot continue behind it.
                 fresh.text += self._stops.reset() + text
                 self._searched += len(text)
 
     def _search(self, text: str, fresh: _Fresh) -> None:
+        """Search ``text``, with the exempt part first. Set ``fresh.match`` at a completed stop string."""
+        # Split ``text`` at the end of the exempt part. The automata must see both parts.
         exempt = min(max(self._exempt - self._searched, 0), len(text))
         self._searched += len(text)
         for piece, ignore in ((text[:exempt], True), (text[exempt:], False)):
@@ -224,10 +237,14 @@ class Choice:
             fresh.text += kept
 
     def _look_ahead(self, fresh: _Fresh) -> None:
-        """Whole characters that the detokenizer holds back end the text if they complete a stop string: then
-        no later token follows that could change them. Within a scope they wait until they are certain."""
+        """End the text if complete held-back characters already complete a stop string.
+
+        No later token can then change the held characters. With a scope, the characters wait until their
+        stretch is certain.
+        """
         if fresh.match is not None or not self._stops.active:
             return
+        # ``preview`` does not change the detokenizer; ``finish`` below does.
         held = self._detokenizer.preview()
         if len(self.token_ids) < self._params.min_tokens:
             self._exempt = max(self._exempt, self._decoded + len(held))
@@ -237,7 +254,7 @@ class Choice:
             self._take_text(self._detokenizer.finish(), fresh)
 
     def _take_rest(self, fresh: _Fresh) -> None:
-        """What was held back, at an end that no stop string made."""
+        """Release all held-back text at an end without a stop string."""
         self._take_text(self._detokenizer.finish(), fresh)
         if self._scope is not None and fresh.match is None:
             self._search_stretches(self._scope.finish(), fresh)
@@ -281,7 +298,7 @@ class Choice:
 
 
 class _Fresh:
-    """What one event has added so far."""
+    """The changes made by one event so far."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -16,8 +16,9 @@ from weft.text.video import VideoPart
 
 
 def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, Any]]:
-    """Tools as OpenAI writes them, which is what templates are made for. Fields that a client left out are
-    there where the template needs them."""
+    """Return tools in OpenAI's format, the usual format for templates. Missing fields are filled in if the
+    template needs the fields.
+    """
     made: list[dict[str, Any]] = []
     for tool in tools:
         function: dict[str, Any] = {"name": tool.name}
@@ -34,10 +35,11 @@ def tool_objects(tools: Sequence[Tool], form: TemplateForm) -> list[dict[str, An
 def conversation_of(
     messages: Sequence[Message], template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> list[dict[str, Any]]:
-    """Messages as the template gets them, with marks in all of their strings."""
+    """Return messages in the template's form, with marks in all strings."""
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in _one_call_each(messages) if form.one_call else messages:
+        # A result names only the id of the call; some templates need the function's name too.
         names.update((call.id, call.name) for call in message.calls)
         one = _for_template(message, template, form, marks, mark)
         if message.role == "tool" and form.result_names:
@@ -47,10 +49,11 @@ def conversation_of(
 
 
 def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
-    """Messages in which each call has one of its own, with the call's result behind it."""
+    """Yield messages with at most one call each, every call directly followed by its result."""
     waiting: dict[str, Message] = {}
     for number, message in enumerate(messages):
         if len(message.calls) < 2:
+            # A result already yielded behind its call is skipped here.
             if waiting.pop(message.tool_call_id or "", None) is None:
                 yield message
             continue
@@ -70,9 +73,10 @@ def _one_call_each(messages: Sequence[Message]) -> Iterable[Message]:
 def _for_template(
     message: Message, template: ChatTemplate, form: TemplateForm, marks: Marks, mark: str
 ) -> dict[str, Any]:
+    """Return one message in the template's form."""
     role: str = message.role
     if role == "developer" and not template.names_developer:
-        role = "system"  # what the template knows the same thing as
+        role = "system"  # the template's name for the same role
     result: dict[str, Any] = {"role": role, "content": _content(message, role, form, marks, mark)}
     if message.calls and (message.content is None or (_is_empty(message) and not form.keeps_empty)):
         result = without_content(form, result)
@@ -104,6 +108,7 @@ def _content(message: Message, role: str, form: TemplateForm, marks: Marks, mark
             else {"type": "video" if isinstance(part, VideoPart) else "image"}
             for part in message.content
         ]
+    # Without images, the form decides between a string and a list of parts.
     texts = [part.text for part in message.content if isinstance(part, TextPart)]
     content = content_of(form, role, texts)
     return (

@@ -1,9 +1,9 @@
-"""Incremental detokenization: one token in, the text that became certain out.
+"""Incremental detokenization: one token in, the newly certain text out.
 
-Always: all text given so far is a prefix of the final text, which is exactly what decoding all ids at once
-gives. A character whose bytes are not all there yet is held back; ``finish`` gives U+FFFD for what stays
-incomplete. The cost of a token does not depend on how many came before (but for a decoder that only works
-on a whole text, see ``pieces``).
+Invariant: all text given out so far is a prefix of the final text, and the final text equals decoding all ids
+at once. A character with missing bytes is held back. ``finish`` gives U+FFFD for incomplete characters. The
+cost of a token does not depend on the number of earlier tokens, except for a decoder of the form "whole" (see
+``pieces``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPLACEMENT = "\ufffd"
 
 
 class PieceSource(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """The interface of a tokenizer for a detokenizer."""
 
     form: DecoderForm
 
@@ -32,8 +32,8 @@ class PieceSource(Protocol):
 class Detokenizer:
     """The text of one sequence. Not thread-safe.
 
-    With ``continues`` the text goes on from other text (a prompt): its first token is no start of text, so a
-    leading space that a decoder would drop there stays. Without it the result equals ``decode(ids)``.
+    With ``continues``, the text continues other text (a prompt). The first token is then not the start of a
+    text, and a leading space is kept. Without ``continues``, the result equals ``decode(ids)``.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Detokenizer:
         continues: bool = False,
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        """``visible``: special tokens that give text although special ones are skipped."""
+        """``visible``: special tokens whose text is shown although special tokens are skipped."""
         self._source = source
         self._visible = visible
         self._skip = skip_special_tokens
@@ -53,12 +53,14 @@ class Detokenizer:
         self._strip = 0 if continues else source.form.strip_count
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._run = bytearray()
-        """Byte-fallback run that has not ended: text, or one U+FFFD a byte, depending on its end."""
+        """Byte tokens of an unfinished byte-fallback run. The end of the run decides: valid text, or one
+        U+FFFD per byte.
+        """
         self._ids: list[int] = []
-        """All ids, where only the whole can be decoded."""
+        """All ids, for a decoder that only decodes the whole."""
 
     def push(self, token: int) -> str:
-        """Takes the next token and returns the text that is certain now and was not before."""
+        """Add the next token and return the newly certain text."""
         if self._skip and self._source.is_special(token) and token not in self._visible:
             return ""
         if self._join == "whole":
@@ -67,31 +69,34 @@ class Detokenizer:
         piece = self._source.piece(token)
         if piece is None:
             return ""
+        # Decoders treat the first token of a text differently (for example the leading space).
         data = piece.first if self._first else piece.rest
         self._first = False
         if self._join == "level":
             return self._utf8.decode(data)
+        # The text of a byte run is known only at the end of the run.
         if piece.byte:
             self._run += data
             return ""
         return self._stripped(self._end_run() + data.decode())
 
     def preview(self) -> str:
-        """Held-back text that would follow if the sequence ended here, as far as its characters are whole.
+        """Return the held-back text in case the sequence ended here: complete characters only.
 
-        Later tokens may still turn it into something else.
+        Later tokens may still change this text.
         """
         if self._join == "whole":
             return self._source.decode(self._ids, False).rstrip(REPLACEMENT)
         if not self._run:
             return ""
         try:
+            # A copy, because ``_stripped`` counts the removed characters.
             return copy.copy(self)._stripped(self._run.decode())
         except UnicodeDecodeError:
             return ""
 
     def finish(self) -> str:
-        """The rest of the text. No token may follow."""
+        """Return the rest of the text. No token may follow."""
         if self._join == "whole":
             return self._source.decode(self._ids, False)
         if self._join == "level":
@@ -99,7 +104,7 @@ class Detokenizer:
         return self._stripped(self._end_run())
 
     def _end_run(self) -> str:
-        """The text of the byte run, which has ended: valid as a whole, or replaced byte by byte."""
+        """End the byte run and return its text: valid UTF-8 as a whole, or one U+FFFD per byte."""
         if not self._run:
             return ""
         run = self._run
@@ -110,7 +115,7 @@ class Detokenizer:
             return REPLACEMENT * len(run)
 
     def _stripped(self, text: str) -> str:
-        """``text`` less the leading characters that the decoder drops at the start of the whole."""
+        """Return ``text`` without the leading characters dropped by the decoder at the start of a text."""
         if not self._strip or not text:
             return text
         char = self._source.form.strip

@@ -1,4 +1,4 @@
-"""Thoughts in messages of the assistant that come back, in the forms that other servers and clients have."""
+"""Read the reasoning in assistant messages sent back by clients, in the forms of other servers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 THOUGHTS = ("reasoning_details", "thinking_blocks")
-"""Fields with a list of thoughts: OpenRouter's and LiteLLM's."""
+"""Fields with a list of reasoning blocks: OpenRouter's and LiteLLM's."""
 _PARTS = frozenset(["thinking", "think", "reasoning", "reasoning.text", "reasoning.summary"])
 _HIDDEN = frozenset(["redacted_thinking", "reasoning.encrypted"])
-"""Thoughts that only their maker can read."""
+"""Reasoning readable only by its provider."""
 _TEXTS = ("thinking", "think", "text", "summary", "reasoning")
 
 
 def thought_of(value: Any) -> str:
-    """The text of a list of thoughts; "" for what is none."""
+    """Return the text of a list of reasoning blocks; "" for anything else."""
     if not isinstance(value, list):
         return ""
     return "".join(_text(part) for part in value if isinstance(part, Mapping))
 
 
 def without_thoughts(content: list[Any]) -> tuple[list[Any], str]:
-    """(the parts of a content that are no thoughts, the text of those that are)."""
+    """Return (content parts without reasoning, text of the reasoning parts)."""
     thoughts = [part for part in content if _is_thought(part)]
     if not thoughts:
         return content, ""
@@ -34,7 +34,7 @@ def _is_thought(part: Any) -> bool:
 
 
 def _text(part: Mapping[str, Any]) -> str:
-    """Mistral's thoughts are lists of parts again."""
+    """Return the text of one reasoning block. Mistral nests a list of parts inside."""
     kind = part.get("type")
     if isinstance(kind, str) and kind in _HIDDEN:
         return ""

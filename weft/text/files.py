@@ -1,4 +1,4 @@
-"""A checkpoint's folder, as far as it concerns text: the vocabulary and the small files around it."""
+"""The text files of a checkpoint's folder: the vocabulary and the small files around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.text.segments import Segmentation
 from weft.text.vocabularies.choose import read_vocabulary
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that have a role and a template variable of the same name."""
+"""Special tokens with a role. Each role is also a template variable."""
 
 
 class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,22 +22,22 @@ class TextFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json: str
     config: dict[str, Any]
-    """tokenizer_config.json."""
+    """Content of tokenizer_config.json."""
     named: dict[str, str]
     """Role (``NAMED``) to the token's text."""
     extra: tuple[str, ...]
     """Further special tokens, without a role."""
     eos_ids: tuple[int, ...]
-    """From generation_config.json and config.json."""
+    """Ids from generation_config.json and config.json."""
     chat_template: str | None
     model_type: str = ""
-    """Of config.json."""
+    """``model_type`` of config.json."""
     segmentation: Segmentation = Segmentation()
-    """How texts are cut before the tokenizer encodes them."""
+    """Cuts of a text before encoding."""
 
 
 def read_text_files(folder: str | Path) -> TextFiles:
-    """Reads a checkpoint's text files. Raises ConfigError when there is no vocabulary that can be used."""
+    """Read a checkpoint's text files. Raises ConfigError without a usable vocabulary."""
     root = Path(folder)
     config = _read_json(root / "tokenizer_config.json")
     special = {**config, **_read_json(root / "special_tokens_map.json")}
@@ -61,7 +61,7 @@ def _model_type(root: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one when the file is missing. Raises ConfigError for anything else."""
+    """Return a JSON object; empty if the file is missing. Raises ConfigError for anything else."""
     if not path.is_file():
         return {}
     refuse_pointer(path)
@@ -75,16 +75,18 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A token's text from either of the forms that the files use; None for none."""
+    """Return a token's text from a string or an object with ``content``; None without a text."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
 
 
 def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
+    """Return the texts of special tokens without a role, without repetitions."""
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = special.get(key) or ()
+        # transformers writes a list, or an object with names for the tokens.
         items = value.values() if isinstance(value, dict) else value
         found.extend(text for item in items if (text := _content(item)) is not None)
     for entry in (special.get("added_tokens_decoder") or {}).values():
@@ -95,11 +97,13 @@ def _extra_tokens(special: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _eos_ids(root: Path) -> tuple[int, ...]:
+    """Return the end ids of generation_config.json and config.json, without repetitions."""
     found: list[int] = []
     config = _read_json(root / "config.json")
     nested = config.get("text_config")
     sources = [_read_json(root / "generation_config.json"), config]
     for source in [*sources, nested if isinstance(nested, dict) else {}]:
+        # An id or a list of ids. ``bool`` is a subclass of ``int`` and is excluded.
         value = source.get("eos_token_id")
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int) and not isinstance(item, bool) and item >= 0:
@@ -108,7 +112,7 @@ def _eos_ids(root: Path) -> tuple[int, ...]:
 
 
 def _chat_template(root: Path, config: dict[str, Any]) -> str | None:
-    """The default template: a file of its own wins over the field in tokenizer_config.json."""
+    """Return the default template. The separate file wins over the field in tokenizer_config.json."""
     path = root / "chat_template.jinja"
     if path.is_file():
         refuse_pointer(path)

@@ -1,8 +1,8 @@
 """The forms in which a chat template reads messages, tools and calls.
 
-Templates differ: some fail on content that is null, some write "None" for it, some take lists of parts, some
-write arguments with ``tojson`` and others append them to a string. Names of models say nothing reliable, so
-each template renders a few probes once, and the results choose the forms.
+Templates differ. Some fail on null content, some write "None" for null content, some take lists of parts.
+Some write arguments with ``tojson``, others append the arguments to a string. Model names are no reliable
+sign. Therefore each template renders a few probes once, and the results choose the forms.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ log = logging.getLogger(__name__)
 ToolForm: TypeAlias = Literal["object", "text"]
 """A call's arguments: as an object, or as JSON text."""
 Nothing: TypeAlias = Literal["null", "text", "left out"]
-"""The content of a message without any: None, "", or no such field."""
+"""Missing content of a message: None, "", or no field."""
 _NOTHINGS: tuple[Nothing, ...] = ("null", "text", "left out")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Names of the field of a thought, the most common first."""
+"""Field names of the reasoning, the most common first."""
 SECONDS = 5 * MAX_SECONDS
 _PROBE = "probe7f3c"
 _OTHER = "probe9b0e"
 _RESULT = "probe5d21"
 _ASKED = "probe4e88"
 _REPRS = ("{'type'", '{"type"')
-"""A list of parts that a template wrote instead of reading it."""
+"""Signs of a list of parts that a template printed instead of reading the parts."""
 _EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class TemplateForm(msgspec.Struct, frozen=True, kw_only=True):
-    """The forms that one template reads."""
+    """The forms read by one template."""
 
     lists: frozenset[str] = frozenset()
-    """Roles with content that may be a list of several parts."""
+    """Roles with content as a list of several parts."""
     texts: frozenset[str] = frozenset(("system", "user", "assistant", "tool"))
-    """Roles with content that may be a string."""
+    """Roles with content as a string."""
     arguments: ToolForm = "object"
     nothing: Nothing = "null"
-    """Content of an assistant's message with calls that has none."""
+    """Missing content of an assistant message with calls."""
     keeps_empty: bool = True
-    """Whether the template shows calls beside content that is ""."""
+    """True if the template shows calls beside the content ""."""
     one_call: bool = False
-    """Whether the template refuses a message with several calls."""
+    """True if the template refuses a message with several calls."""
     result_names: bool = False
-    """Whether the template needs the function's name in a tool's result."""
+    """True if the template needs the function's name in a tool's result."""
     describes: bool = False
-    """Whether the template needs a description of each tool."""
+    """True if the template needs a description of each tool."""
     needs_parameters: bool = False
-    """Whether the template needs a schema of each tool."""
+    """True if the template needs a schema of each tool."""
     thoughts: tuple[str, ...] = THOUGHTS[:2]
-    """Fields that hold the assistant's thought."""
+    """Fields for the assistant's reasoning."""
     thought_alone: bool = False
-    """Whether the template refuses a thought beside text and calls."""
+    """True if the template refuses reasoning beside text and calls."""
     problem: str = ""
-    """Why the template cannot show calls; "" where it can, or has none."""
+    """The reason why the template cannot show calls; "" if the template shows calls."""
 
 
 def find_form(template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> TemplateForm:
-    """The forms that ``template`` reads. ``named``: variables besides the conversation. ``seconds``: for all
-    probes together.
+    """Return the forms read by ``template``.
 
-    Where no form works, ``problem`` says so. Raises InvalidRequest (`TOO_EXPENSIVE`) if the process of the
-    template was ended: a conversation would fare no better.
+    ``named``: variables besides the conversation. ``seconds``: limit for all probes together. If no form of
+    calls works, ``problem`` gives the reason. Raises InvalidRequest (``TOO_EXPENSIVE``) if the template's
+    process was ended: a conversation would fail too.
     """
     return _Prober(template, named, seconds).form()
 
@@ -84,18 +84,17 @@ def find_ends(
     added: Sequence[str],
     known: set[str],
 ) -> set[str]:
-    """Added tokens that ``template`` writes behind a whole turn of the assistant: after an answer, and after
-    calls. ``known``: ends that the configuration names.
+    """Return the added tokens behind a complete turn of the assistant: after an answer, and after calls.
 
-    A mark that stands *inside* a turn, between two of its messages or calls, ends none. Raises as
-    `find_form`.
+    ``known``: end tokens named by the configuration. A mark *inside* a turn (between two messages or calls of
+    the turn) is not an end. Raises InvalidRequest like ``find_form``.
     """
     prober = _Prober(template, named)
     return prober.ends(form, Marks(tuple(added)), known)
 
 
 class _Prober:
-    """Renders probes within one limit of time."""
+    """Renders probes within one time limit."""
 
     def __init__(self, template: ChatTemplate, named: Mapping[str, Any], seconds: float = SECONDS) -> None:
         self._template = template
@@ -106,7 +105,7 @@ class _Prober:
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Any = None, *, prompt: bool = False
     ) -> str | None:
-        """The text; None where the template fails."""
+        """Return the rendered text, or None if the template fails."""
         variables = {
             **self._named,
             "messages": list(messages),
@@ -129,6 +128,7 @@ class _Prober:
     # -- forms
 
     def form(self) -> TemplateForm:
+        """Return the forms found by probes."""
         found = TemplateForm()
         for role in ("user", "system", "assistant"):
             found = self._content(found, role)
@@ -138,7 +138,7 @@ class _Prober:
         return self._thoughts(found)
 
     def _content(self, form: TemplateForm, role: str) -> TemplateForm:
-        """Finds out whether content of ``role`` may be a string, a list of parts, or either."""
+        """Find out if content of ``role`` may be a string, a list of parts, or either."""
         text = self._around(form, role, _PROBE)
         parts = self._around(form, role, [_part(_PROBE), _part(_OTHER)])
         takes_text = text is not None and _PROBE in text
@@ -148,7 +148,7 @@ class _Prober:
         if not takes_text and not takes_list:
             single = self._around(form, role, [_part(_PROBE)])
             if single is None or _PROBE not in single or any(shown in single for shown in _REPRS):
-                return form  # the template shows nothing of the role, or refuses it: the request reads why
+                return form  # role not shown or refused: a request receives the template's own error
         return msgspec.structs.replace(
             form,
             texts=form.texts | {role} if takes_text else form.texts - {role},
@@ -156,7 +156,7 @@ class _Prober:
         )
 
     def _around(self, form: TemplateForm, role: str, content: Any) -> str | None:
-        """A conversation whose message of ``role`` has ``content``."""
+        """Return a rendered conversation with ``content`` in the message of ``role``; None on failure."""
         user = {"role": "user", "content": _content(form, "user", "u")}
         message = {"role": role, "content": content}
         if role == "tool":
@@ -169,7 +169,7 @@ class _Prober:
         return self._render([message, user] if role == "system" else [message])
 
     def _tools(self, form: TemplateForm) -> TemplateForm:
-        """Finds out which fields of a tool the template needs."""
+        """Find out which fields of a tool the template needs."""
         user = [{"role": "user", "content": _content(form, "user", "u")}]
         for described, schema in itertools.product((False, True), repeat=2):
             function: dict[str, Any] = {"name": _PROBE}
@@ -183,16 +183,17 @@ class _Prober:
         return form
 
     def _calls(self, form: TemplateForm) -> TemplateForm:
-        """Finds out how the template reads calls and the content beside them."""
+        """Find out how the template reads calls and the content beside calls."""
         forms: tuple[ToolForm, ...] = ("object", "text")
         for named, arguments, nothing in itertools.product((False, True), forms, _NOTHINGS):
+            # The order prefers the plainest form: no names in results, object arguments, null content.
             tried = msgspec.structs.replace(form, result_names=named, arguments=arguments, nothing=nothing)
             text = self._with_calls(tried)
             if text is None:
                 continue
             empty = self._with_calls(msgspec.structs.replace(tried, nothing="text"))
             if nothing == "null" and empty is not None and _spelled(text) > _spelled(empty):
-                continue  # the template writes "None" for it
+                continue  # the template writes "None" for null content
             two = [_call(tried, number, _PROBE) for number in range(2)]
             several = self._with_calls(tried, two)
             return msgspec.structs.replace(tried, keeps_empty=empty is not None, one_call=several is None)
@@ -202,7 +203,9 @@ class _Prober:
         return msgspec.structs.replace(form, problem=problem, nothing=self._plainest(form))
 
     def _plainest(self, form: TemplateForm) -> Nothing:
-        """The form of missing content of a template that shows no calls: the one that spells no "None"."""
+        """Return the form of missing content with the fewest "None" and "null" in the text, for a template
+        without calls.
+        """
         user = {"role": "user", "content": _content(form, "user", "u")}
         written: dict[Nothing, int] = {}
         for nothing in _NOTHINGS:
@@ -213,9 +216,11 @@ class _Prober:
         return min(written, key=written.__getitem__, default=form.nothing)
 
     def _with_calls(self, form: TemplateForm, calls: Sequence[dict[str, Any]] = ()) -> str | None:
-        """A conversation with calls in two turns; None where the template fails or shows no arguments."""
+        """Return a rendered conversation with calls in two turns; None if the template fails or does not show
+        the arguments correctly.
+        """
         text = self._turns(form, calls)
-        wrong = (f"{{'{_PROBE}'", f'\\"{_PROBE}')  # Python's form, or JSON text that was encoded again
+        wrong = (f"{{'{_PROBE}'", f'\\"{_PROBE}')  # a Python repr, or JSON text encoded twice
         if text is None or _PROBE not in text or any(shown in text for shown in wrong):
             return None
         return text
@@ -228,7 +233,7 @@ class _Prober:
         return self._render([user, turn, *results, answer, user, turn, *results], PROBE_TOOLS, prompt=True)
 
     def _thoughts(self, form: TemplateForm) -> TemplateForm:
-        """Finds out which field the template takes a thought from."""
+        """Find out which field the template reads the reasoning from."""
         user = {"role": "user", "content": _content(form, "user", "u")}
         spoken = {"role": "assistant", "content": _content(form, "assistant", "a")}
         called = _called(form, [_call(form, 0, _PROBE)])
@@ -236,6 +241,7 @@ class _Prober:
         for field, turn in itertools.product(THOUGHTS, (called, spoken)):
             text = self._render([user, {**turn, field: _RESULT}], PROBE_TOOLS)
             if text is not None and _RESULT in text:
+                # Blame the reasoning only if the same message renders without reasoning.
                 refused = self._render([user, {**both, field: _RESULT}], PROBE_TOOLS) is None
                 alone = refused and self._render([user, both], PROBE_TOOLS) is not None
                 return msgspec.structs.replace(form, thoughts=(field,), thought_alone=alone)
@@ -244,6 +250,7 @@ class _Prober:
     # -- ends
 
     def ends(self, form: TemplateForm, marks: Marks, known: set[str]) -> set[str]:
+        """Return the end tokens found by probes: see ``find_ends``."""
         inner = self._inside(form, marks)
         user = {"role": "user", "content": _content(form, "user", _ASKED)}
         answer = {"role": "assistant", "content": _content(form, "assistant", _PROBE)}
@@ -257,12 +264,13 @@ class _Prober:
         text = self._render([user, called, _result(form, _content(form, "tool", _RESULT))], PROBE_TOOLS)
         if text is not None and _PROBE in text and _RESULT in text:
             after = text.partition(_RESULT)[0].rpartition(_PROBE)[2]
+            # Only without a known end behind calls: then the first mark of the next role ends the turn.
             if not any(end in after for end in ends | known):
                 ends |= _first(after, marks, inner, anywhere=True)
         return ends
 
     def _inside(self, form: TemplateForm, marks: Marks) -> set[str]:
-        """Marks that stand inside of one turn: between its thought, its text and its calls."""
+        """Return the marks inside one turn: between reasoning, text and calls."""
         user = {"role": "user", "content": _content(form, "user", _ASKED)}
         one = [_call(form, 0, _PROBE)]
         calls = one if form.one_call else [*one, _call(form, 1, _OTHER)]
@@ -274,7 +282,8 @@ class _Prober:
             text = self._render([user, message], PROBE_TOOLS)
             places = [text.rfind(each) for each in (_RESULT, _PROBE, _OTHER)] if text else []
             shown = [place for place in places if place >= 0]
-            if text and shown and shown == sorted(shown):  # some templates write text behind the turn's end
+            # some templates write text behind the end of the turn
+            if text and shown and shown == sorted(shown):
                 found |= {mark for mark, _ in marks.all_with_places(text[shown[0] : shown[-1]])}
         return found
 
@@ -288,8 +297,11 @@ PROBE_TOOLS: list[dict[str, Any]] = [
 
 
 def content_of(form: TemplateForm, role: str, texts: Sequence[str]) -> Any:
-    """Content that holds ``texts``: a list of parts where the template takes one and there are several
-    texts, or where it takes no string; otherwise the texts joined, each in a line of its own."""
+    """Return content with ``texts`` in a form the template reads.
+
+    The result is a list of parts if the template takes lists and there are several texts, or if the template
+    takes no strings. Otherwise the result is one text, joined by line ends.
+    """
     if role in form.lists and (len(texts) > 1 or role not in form.texts):
         return [_part(text) for text in texts]
     joined = "\n".join(texts)
@@ -301,7 +313,7 @@ def _content(form: TemplateForm, role: str, text: str) -> Any:
 
 
 def without_content(form: TemplateForm, message: dict[str, Any]) -> dict[str, Any]:
-    """``message``, an assistant's with calls, in the form of one without content."""
+    """Return ``message``, an assistant message with calls, without content in the template's form."""
     if form.nothing == "left out":
         return {key: value for key, value in message.items() if key != "content"}
     return {**message, "content": "" if form.nothing == "text" else None}
@@ -331,8 +343,9 @@ def _spelled(text: str) -> int:
 
 
 def _first(text: str, marks: Marks, inner: set[str], *, anywhere: bool) -> set[str]:
-    """The first mark of ``text`` that is none of ``inner``. Unless ``anywhere``, only white space and marks
-    may stand before it."""
+    """Return the first mark of ``text`` outside ``inner``, as a set. Unless ``anywhere``, only white space
+    and marks may stand before the mark.
+    """
     at = 0
     for found, start in marks.all_with_places(text):
         if not anywhere and text[at:start].strip():

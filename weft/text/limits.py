@@ -1,4 +1,4 @@
-"""What a chat template may spend, and how much a string operation would make, found out before it runs."""
+"""Cost limits of a chat template. The size of a string operation is estimated before the operation runs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from jinja2.exceptions import SecurityError, TemplateError
 
 MAX_SECONDS = 2.0
 MAX_CHARS = 16 << 20
-"""Longest string or list."""
+"""Maximum length of a string or list."""
 MAX_COUNT = 1 << 16
-"""Largest width, count or exponent that a template may ask for."""
+"""Maximum width, count or exponent in a template."""
 MAX_BITS = 4096
-"""Largest integer that multiplication may make."""
+"""Maximum bits of an integer made by multiplication."""
 
 _UNSAFE_FORMAT = re.compile(r"\d{4,}|:[^{}]*\{")
 _UNSAFE_PERCENT = re.compile(r"%[^a-zA-Z%]*(?:\d{4,}|\*)")
 
 
 class TemplateLimit(TemplateError):
-    """The template spent more than it may."""
+    """The template exceeded a limit."""
 
 
 class Budget:
-    """What one rendering may still spend. Charged from one thread."""
+    """The remaining budget of one rendering. Used by one thread."""
 
     def __init__(self, seconds: float = MAX_SECONDS, chars: int = MAX_CHARS) -> None:
         self._deadline = time.monotonic() + seconds
@@ -36,23 +36,25 @@ class Budget:
         self._written = 0
 
     def tick(self) -> None:
-        """Counts one operation; looks at the clock at every 64th. Raises TemplateLimit past the deadline."""
+        """Count one operation and check the clock at every 64th. Raises TemplateLimit past the deadline."""
         self._ticks += 1
         if not self._ticks & 63 and time.monotonic() > self._deadline:
             raise TemplateLimit("the chat template took too long")
 
     def size(self, length: int) -> None:
-        """Raises TemplateLimit when one string or list would be longer than allowed."""
+        """Raise TemplateLimit for a string or list of more than the allowed length."""
         if length > self._chars:
             raise TemplateLimit("the chat template makes too much text")
 
     def write(self, length: int) -> None:
-        """Charges text that is written, to the output or to a block that is set aside."""
+        """Charge text written to the output or into a block. Raises TemplateLimit beyond four times the
+        allowed length.
+        """
         self._written += length
         self.size(self._written // 4)
 
     def result(self, value: Any) -> Any:
-        """``value``, if it is not too long."""
+        """Return ``value``. Raise TemplateLimit if ``value`` is too long."""
         if isinstance(value, str | list | tuple):
             self.size(len(value))
         return value
@@ -62,33 +64,36 @@ _current: contextvars.ContextVar[Budget] = contextvars.ContextVar("template budg
 
 
 def current() -> Budget:
-    """The budget of the rendering that runs in this thread."""
+    """Return the budget of the rendering in this thread."""
     return _current.get()
 
 
 def under(budget: Budget) -> contextvars.Token[Budget]:
-    """Makes ``budget`` the current one until ``over`` is called with the result."""
+    """Make ``budget`` the current budget. Return the token for ``over``."""
     return _current.set(budget)
 
 
 def over(token: contextvars.Token[Budget]) -> None:
-    """Ends what ``under`` began."""
+    """Restore the budget from before ``under``."""
     _current.reset(token)
 
 
 def check_counts(values: Iterable[Any]) -> None:
-    """Raises TemplateLimit for an integer that is too large to be a width or a count."""
+    """Raise TemplateLimit for an integer too large for a width or a count."""
     for value in values:
         if isinstance(value, int) and abs(value) > MAX_COUNT:
             raise TemplateLimit("the chat template asks for too large a number")
 
 
 def check_binop(operator: str, left: Any, right: Any) -> None:
-    """Raises when an operator's result would be too large, or a ``%`` format can be."""
+    """Raise TemplateLimit if an operator's result would be too large, SecurityError for a ``%`` format with a
+    large width.
+    """
     sequence = str | list | tuple
     if operator == "+" and isinstance(left, sequence) and isinstance(right, sequence):
         current().size(len(left) + len(right))
     elif operator == "*":
+        # A sequence times a number, in either order.
         for many, times in ((left, right), (right, left)):
             if isinstance(many, sequence) and isinstance(times, int):
                 current().size(len(many) * max(times, 0))
@@ -106,7 +111,9 @@ def _check_bits(bits: int) -> None:
 
 
 def check_method(function: Any, args: tuple[Any, ...]) -> None:
-    """Raises when a method of a string would make too long a string."""
+    """Raise TemplateLimit if a string or list method would make too large a result, SecurityError for large
+    format widths.
+    """
     function = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
     subject = getattr(function, "__self__", None)
     name = getattr(function, "__name__", "")
@@ -122,7 +129,7 @@ def check_method(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def replaced(text: Any, old: Any = "", new: Any = "", *_: Any) -> int:
-    """Upper bound of the length of ``text`` with ``old`` replaced."""
+    """Return an upper bound of the length of ``text`` after replacing ``old`` by ``new``."""
     subject = str(text)
     gone = str(old)
     added = str(new)
@@ -130,7 +137,9 @@ def replaced(text: Any, old: Any = "", new: Any = "", *_: Any) -> int:
 
 
 def joined(separator: Any, values: Any = (), *_: Any) -> int:
-    """Length of ``values`` joined; 0 where it can't be known without consuming them."""
+    """Return an upper bound of the length of ``values`` joined; 0 for an iterator, which must not be
+    consumed.
+    """
     if not isinstance(values, list | tuple):
         return 0
     return sum(len(str(value)) + len(str(separator)) for value in values)

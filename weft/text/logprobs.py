@@ -1,4 +1,4 @@
-"""Logprobs as people read them: for each position, token ids to logprob, rank and text."""
+"""Logprobs in readable form: for each position, token id to logprob, rank and text."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Logprob(msgspec.Struct, frozen=True):
 
     logprob: float
     rank: int
-    """1 for the likeliest."""
+    """1 for the most likely token."""
     decoded_token: str
 
 
 PositionLogprobs: TypeAlias = dict[int, Logprob]
-"""The position's own token first, then the likeliest ones in order."""
+"""The position's own token first, then the most likely tokens in order."""
 
 
 class Logprobs(Sequence[PositionLogprobs]):
-    """Logprobs of consecutive positions, kept as arrays and read when they are looked at.
+    """Logprobs of consecutive positions, stored as arrays and converted on access.
 
-    A position of 20 alternatives takes 170 bytes so, and several kilobytes when it is read. Iterating reads
-    one position after the other and keeps none.
+    A position with 20 alternatives takes 170 bytes as arrays and several kilobytes after conversion.
+    Iteration converts each position and caches nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,7 +39,7 @@ class Logprobs(Sequence[PositionLogprobs]):
         self._read: list[PositionLogprobs] = []
 
     def add(self, columns: LogprobColumns) -> None:
-        """Takes further positions."""
+        """Append the positions of ``columns``."""
         if columns.positions:
             self._columns.append(columns)
             self._length += columns.positions
@@ -51,7 +51,7 @@ class Logprobs(Sequence[PositionLogprobs]):
 
     @property
     def candidates(self) -> int:
-        """Tokens of all positions together."""
+        """Number of tokens at all positions together."""
         return sum(columns.positions * columns.width for columns in self._columns)
 
     def __len__(self) -> int:
@@ -71,13 +71,16 @@ class Logprobs(Sequence[PositionLogprobs]):
         return self.read()[index]
 
     def read(self) -> list[PositionLogprobs]:
-        """All positions, read and kept. The list grows with ``add``; the caller does not change it."""
+        """Return all positions, converted and cached. ``add`` extends the list; the caller must not change
+        the list.
+        """
         if len(self._read) < self._length:
             self._read.extend(itertools.islice(self, len(self._read), None))
         return self._read
 
 
 def _positions(columns: LogprobColumns, tokenizer: Tokenizer) -> Iterator[PositionLogprobs]:
+    # ids, values: [positions, width]; ranks: [positions]. Column 0 is the position's own token.
     ids, values, ranks = columns.arrays()
     for row, scores, rank in zip(ids, values, ranks.tolist(), strict=True):
         tokens = row.tolist()

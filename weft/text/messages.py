@@ -1,6 +1,6 @@
-"""Messages of a request: what they may be, checked, with the kinds of their parts kept.
+"""Check the messages of a request. The kinds of content parts are preserved.
 
-What a template gets of them is made in ``chat.py``.
+``conversation.py`` converts checked messages for a template.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
 MAX_CALLS = 512
-"""Tool calls of one message."""
+"""Maximum tool calls per message."""
 MAX_DEPTH = 64
-"""Levels of a call's arguments."""
+"""Maximum nesting depth of a call's arguments."""
 _NOT_BUILT = (
     "function_call",
     "audio",
@@ -35,21 +35,22 @@ _NOT_BUILT = (
     "prefix",
     "partial",
 )
-"""Fields clients send back with nothing in them; with a value they are refused where they have no meaning."""
+"""Unsupported fields that clients send back empty. A value in such a field is refused."""
 _REASONING = ("reasoning_content", "reasoning")
 PARTIAL = "partial_json"
-"""The key under which a model is shown arguments that are no JSON object."""
+"""Key under which the template receives arguments that are not a JSON object."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _NO_EFFECT = ("id", "cache_control")
-"""Fields of any message that mean nothing here: names of clients, and what caches it by itself."""
+"""Ignored fields of any message: client-side ids, and cache hints (prefix caching is automatic here)."""
 # fmt: off
 _ASKS = frozenset((
     "content", "name", "tool_calls", "tool_call_id", "function_call", "audio", "refusal", "prefix", "partial",
     *_REASONING,
 ))
 # fmt: on
-"""Fields of the assistant's messages that are part of the conversation, or ask for something. All others are
-dropped: answers come back with all that some server wrote into them."""
+"""Meaningful fields of assistant messages. Other fields of assistant messages are dropped, because clients
+return answers with every field of the server.
+"""
 
 
 class TextPart(msgspec.Struct, frozen=True):
@@ -66,63 +67,67 @@ class ImagePart(msgspec.Struct, frozen=True):
     """An image of a message."""
 
     source: Any
-    """A URL; a caller in this process may have an image of Pillow's."""
+    """A URL, or a Pillow image from a caller in this process."""
     where: str
     """The part of the request, for errors."""
     detail: Detail = "auto"
-    """"low": the model sees it small."""
+    """"low": the model receives a small version of the image."""
     kind: str = "image_url"
-    """What its API calls such parts."""
+    """The API's name for such parts."""
 
     is_video = False
 
     @property
     def frames(self) -> tuple[Any, ...]:
-        """The image alone."""
+        """The image as the only frame."""
         return (self.source,)
 
     def place(self, number: int) -> str:
-        """The place of a frame in the request, for errors."""
+        """Return the place of a frame in the request, for errors."""
         return self.where
 
 
 ShownPart: TypeAlias = ImagePart | VideoPart
-"""What a model sees."""
+"""An image or a video."""
 Part: TypeAlias = TextPart | ShownPart
 """A piece of a message's content."""
 WITH_IMAGES: tuple[Role, ...] = ("user", "tool")
-"""Whose messages may have images and videos: what the user shows, and what a tool returned."""
+"""Roles with images and videos allowed: input of the user, and results of tools."""
 
 
 class Shows(NamedTuple):
-    """What the messages of a conversation may show."""
+    """The limits for images and videos in a conversation."""
 
     most: int
-    """Images, and groups of a video's frames, of all messages."""
+    """Maximum number of images and frame groups in all messages together."""
     group: int = 0
-    """Frames of a group; 0 where the model takes no videos."""
+    """Frames per group; 0 for a model without videos."""
 
 
 class CallMade(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call that the assistant made, as a client sends it back."""
+    """A tool call made by the assistant, as a client sends the call back."""
 
     id: str
     name: str
     arguments: str
-    """As they came: JSON text of an object, unless the model wrote them wrongly."""
+    """Arguments as received: JSON text of an object, unless the model wrote invalid JSON."""
 
     def shown(self) -> dict[str, Any]:
-        """The arguments as a template gets them: text that is no JSON object under ``partial_json``."""
+        """Return the arguments for a template. Text other than a JSON object stands under
+        ``partial_json``.
+        """
         values = self.values()
         return {PARTIAL: self.arguments} if values is None else values
 
     def shown_text(self) -> str:
-        """``shown`` as JSON text: the client's own text where that is an object."""
+        """Return ``shown`` as JSON text. Text of a JSON object stays unchanged."""
         own = self.arguments.lstrip().startswith("{") and self.values() is not None
         return self.arguments if own else json.dumps(self.shown(), ensure_ascii=False)
 
     def values(self) -> dict[str, Any] | None:
-        """The arguments as an object, which is empty for no text and null; None for anything else."""
+        """Return the arguments as a dict. Empty text and null become {}. Return None for anything except an
+        object.
+        """
         if self.arguments.strip() in ("", "null"):
             return {}
         try:
@@ -131,6 +136,7 @@ class CallMade(msgspec.Struct, frozen=True, kw_only=True):
             return None
         if not isinstance(decoded, dict) or too_deep(decoded, MAX_DEPTH):
             return None
+        # An escaped lone surrogate decodes to a string that no tokenizer accepts.
         escapes = _SURROGATE.search(self.arguments) is not None
         return decoded if not escapes or _is_text(json.dumps(decoded, ensure_ascii=False)) else None
 
@@ -147,8 +153,10 @@ def _finite(text: str) -> float:
 
 
 def arguments_text(arguments: Any) -> str:
-    """A call's arguments, in whatever form a client sends them back, as JSON text. Half of a surrogate pair,
-    which no tokenizer takes, is written as its escape."""
+    """Return a call's arguments, sent back in any form, as JSON text.
+
+    A lone surrogate, which no tokenizer accepts, becomes an escape.
+    """
     if arguments is None:
         return ""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -164,20 +172,20 @@ def _is_text(text: str) -> bool:
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of a conversation, checked."""
+    """One checked message of a conversation."""
 
     role: Role
     content: tuple[Part, ...] | None = None
-    """None where there is none: an assistant's with calls."""
+    """None only for an assistant message with calls and without content."""
     name: str | None = None
     reasoning: str | None = None
-    """The assistant's thought."""
+    """The assistant's reasoning."""
     calls: tuple[CallMade, ...] = ()
     tool_call_id: str | None = None
-    """Whose result a tool message is."""
+    """For a tool message: the id of the answered call."""
 
     def text(self) -> str:
-        """The text of all parts, in lines of their own."""
+        """Return the text of all text parts, joined by line ends."""
         return "\n".join(part.text for part in self.content or () if isinstance(part, TextPart))
 
     @property
@@ -187,9 +195,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_messages(messages: Any, shows: Shows | None = None) -> list[Message]:
-    """Messages of a request. ``shows``: None where the model takes no images.
+    """Return the checked messages of a request. ``shows`` is None for a model without images.
 
-    Raises InvalidRequest, naming what is wrong.
+    Raises InvalidRequest with the name of the invalid part.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise InvalidRequest("messages must be a list that is not empty", param="messages")
@@ -202,11 +210,12 @@ def check_messages(messages: Any, shows: Shows | None = None) -> list[Message]:
 
 
 def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
-    """Of images, and of groups of frames, which count as one each."""
+    """Raise InvalidRequest for too many images. Each frame group of a video counts as one image."""
     counts = [part.groups(shows.group) if isinstance(part, VideoPart) else 1 for part in shown]
     total = sum(counts)
     if total <= shows.most:
         return
+    # Report the first part beyond the limit.
     ends = itertools.accumulate(counts)
     first = next(part for part, end in zip(shown, ends, strict=True) if end > shows.most)
     frames = f" ({shows.group} frames of a video count as one)" if shows.group else ""
@@ -219,7 +228,7 @@ def _check_number(shown: Sequence[ShownPart], shows: Shows) -> None:
 
 
 def too_deep(value: Any, limit: int) -> bool:
-    """Whether ``value`` is nested in more than ``limit`` levels. Never recurses deeper than that."""
+    """Return True if ``value`` is nested deeper than ``limit`` levels. Recursion stops at ``limit``."""
     if not isinstance(value, list | dict):
         return False
     if limit <= 0:
@@ -229,6 +238,7 @@ def too_deep(value: Any, limit: int) -> bool:
 
 
 def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
+    """Return one checked message. Raise InvalidRequest with the name of the invalid field."""
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
@@ -241,12 +251,13 @@ def _check_message(message: Any, where: str, shows: Shows | None) -> Message:
         if value is None:
             continue
         _check_field(fields, role, key, value, where, shows if role in WITH_IMAGES else None)
+    # These checks need all fields, in whatever order the client sent the fields.
     if role == "tool" and "tool_call_id" not in fields:
         raise InvalidRequest(f"{where}.tool_call_id is missing", param=f"{where}.tool_call_id")
     if "content" not in fields:
         if role != "assistant":
             raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-        if not fields.get("calls"):  # an assistant that said nothing, as clients send it back
+        if not fields.get("calls"):  # an empty assistant message, as clients send back
             fields["content"] = (TextPart(""),)
     return Message(**fields)
 
@@ -260,7 +271,7 @@ def _holds_nothing(value: Any) -> bool:
 def _check_field(
     fields: dict[str, Any], role: Role, key: Any, value: Any, where: str, shows: Shows | None
 ) -> None:
-    """Takes one field of a message that has a value."""
+    """Check one non-null field of a message and store the result in ``fields``."""
     if key == "content":
         if role == "assistant" and isinstance(value, list):
             value, thought = without_thoughts(value)
@@ -277,7 +288,7 @@ def _check_field(
         fields["tool_call_id"] = value
     elif key in _REASONING and role == "assistant" and isinstance(value, str):
         check_text(value, f"{where}.{key}")
-        if value:  # the plain text wins over thoughts in other forms
+        if value:  # the plain field wins over reasoning in other forms
             fields["reasoning"] = value
     elif key == "refusal" and role == "assistant" and isinstance(value, str):
         check_text(value, f"{where}.refusal")
@@ -287,6 +298,7 @@ def _check_field(
         _add_thought(fields, thought_of(value), f"{where}.{key}")
     elif key in _NO_EFFECT or _dropped(role, key):
         return
+    # Echo the field's name only if the name is short and plain: the name comes from the client.
     elif not (key in (*_NOT_BUILT, *_REASONING) and _holds_nothing(value)):
         shown = key if isinstance(key, str) and re.fullmatch(r"\w{1,40}", key) else "a field"
         raise InvalidRequest(
@@ -301,7 +313,7 @@ def _add_thought(fields: dict[str, Any], thought: str, where: str) -> None:
 
 
 def _dropped(role: Role, key: Any) -> bool:
-    """Whether a field of an answer that comes back is only what its server wrote beside the answer."""
+    """Return True for a field of an assistant message without meaning for the conversation."""
     return role == "assistant" and isinstance(key, str) and key not in _ASKS
 
 
@@ -312,11 +324,13 @@ def _check_calls(calls: Any, where: str) -> tuple[CallMade, ...]:
 
 
 def _check_call(call: Any, where: str) -> CallMade:
+    """Return one checked tool call. Raise InvalidRequest with the name of the invalid field."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or call.get("type", "function") != "function":
         raise InvalidRequest(f'{where} must be an object of type "function"', param=where)
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"{where}.function must be an object", param=f"{where}.function")
+    # The id is required: a tool message refers to the id of its call.
     ident = call.get("id")
     if not isinstance(ident, str) or not ident:
         raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")
@@ -345,7 +359,8 @@ def _content(content: Any, where: str, shows: Shows | None) -> tuple[Part, ...]:
 
 
 def _part(part: Any, where: str, content: str, shows: Shows | None) -> Part:
-    if isinstance(part, ImagePart):  # of another API's reader: no JSON makes one
+    """Return one checked content part. Raise InvalidRequest for an unsupported type."""
+    if isinstance(part, ImagePart):  # made by the reader of another API: JSON cannot contain such an object
         if shows is not None:
             return part
         raise _unsupported(part.kind, part.where, part.where)
@@ -384,7 +399,9 @@ def _video(part: Mapping[str, Any], where: str, shows: Shows) -> VideoPart:
 
 
 def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
-    """``image_url`` as OpenAI has it, or ``image`` with an object of Pillow's, of callers in this process."""
+    """Return a checked image part: OpenAI's ``image_url``, or ``image`` with a Pillow object from this
+    process.
+    """
     unknown = {name for name, value in part.items() if value is not None} - {"type", kind, "cache_control"}
     if unknown:
         shown = min((name for name in unknown if isinstance(name, str)), default="")
@@ -398,6 +415,7 @@ def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
                 param=where,
             )
         return ImagePart(given, where, kind=kind)
+    # Some clients send the URL alone instead of an object.
     fields = given if isinstance(given, Mapping) else {"url": given}
     url = fields.get("url")
     if not isinstance(url, str) or fields.keys() - {"url", "detail"}:
@@ -410,7 +428,7 @@ def _image(part: Mapping[str, Any], kind: str, where: str) -> ImagePart:
 
 
 def detail_of(value: Any, where: str) -> Detail:
-    """The ``detail`` of an image. Raises InvalidRequest."""
+    """Return a valid ``detail`` of an image; None means "auto". Raises InvalidRequest."""
     if value is None:
         return "auto"
     for known in DETAILS:

@@ -1,4 +1,4 @@
-"""All text facts of one model in one place: what the front and ``LLM`` load."""
+"""All text facts of one model in one place, loaded by the API server and ``LLM``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class TextModel:
     """Tokenizer, conversation format, output format and ends of turn. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, chat: ChatFormat, output: ModelOutput | None = None) -> None:
-        """Without ``output`` nothing is told apart in what the model writes."""
+        """Without ``output``, nothing is separated in the model's output."""
         self.tokenizer = tokenizer
         self.chat = chat
         self.output = ModelOutput(None, {}) if output is None else output
         self.end_ids: tuple[int, ...] = tuple(sorted({*tokenizer.eos_ids, *chat.ends_of_turn()}))
-        """Every id that ends a turn: of the tokenizer, the generation config and the chat template."""
+        """Every id at the end of a turn, from the tokenizer, the generation config and the chat template."""
 
     @classmethod
     def load(
@@ -38,11 +38,11 @@ class TextModel:
         images: ImageRules | None = None,
         hidden: Sequence[int] = (),
     ) -> TextModel:
-        """Reads a checkpoint's folder; ``chat_template`` is a file that replaces its template. The parsers
-        are names of ``weft.text.parsing.formats``, ``auto`` (by the model) or ``none``. ``images``: see
-        ``ChatFormat``; ``hidden``: see ``Tokenizer``.
+        """Read a checkpoint's folder.
 
-        Raises ConfigError when any cannot be used.
+        ``chat_template`` is a file to use instead of the checkpoint's template. The parsers are names of
+        ``weft.text.parsing.formats``, ``auto`` (chosen by the model) or ``none``. See ``ChatFormat`` for
+        ``images`` and ``Tokenizer`` for ``hidden``. Raises ConfigError for any unusable input.
         """
         tokenizer = Tokenizer.load(folder, hidden)
         source = None if chat_template is None else _read_template(chat_template)

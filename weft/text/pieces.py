@@ -1,8 +1,8 @@
-"""What one token contributes to text: a tokenizer's decoder, taken apart.
+"""The contribution of one token to text: a tokenizer's decoder in parts.
 
-A decoder maps the tokens of a sequence to text. Nearly all of them do it token by token, then join bytes or
-strings; ``read_decoder`` recognises those forms, so that text can grow by one token at constant cost and
-still equal the whole decode. A decoder of any other form is applied to the whole each time.
+A decoder maps the tokens of a sequence to text. Nearly all decoders work token by token and then join bytes
+or strings. ``read_decoder`` recognizes these forms. Text then grows by one token at constant cost and still
+equals the decode of the whole. A decoder of any other form is applied to the whole sequence each time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import msgspec
 from tokenizers import decoders
 
 Join = Literal["level", "fallback", "plain", "whole"]
-"""How pieces become text. level: a UTF-8 byte stream, invalid parts replaced. fallback: strings, and runs of
-single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder knows."""
+"""How pieces become text. level: a UTF-8 byte stream, with invalid parts replaced. fallback: strings, and
+runs of single bytes that are text only if the whole run is valid. plain: strings. whole: only the decoder
+itself can join.
+"""
 
 
 class TextPiece(msgspec.Struct, frozen=True):
@@ -26,29 +28,30 @@ class TextPiece(msgspec.Struct, frozen=True):
     first: bytes
     rest: bytes
     byte: bool = False
-    """A byte token of a byte-fallback vocabulary: ``rest`` is that one byte."""
+    """True for a byte token of a byte-fallback vocabulary. ``rest`` is then a single byte."""
 
 
 class DecoderForm(msgspec.Struct, frozen=True):
-    """A decoder, recognised."""
+    """The recognized form of a decoder."""
 
     join: Join
     maps: tuple[Callable[[str, bool], str], ...] = ()
-    """(token text, is first) -> text; applied in order."""
+    """Functions (token text, is first) -> text, applied in order."""
     strip: str = ""
-    """Character removed from the start of the whole text ..."""
+    """Character removed from the start of the whole text."""
     strip_count: int = 0
-    """... this many times at most."""
+    """Maximum number of removed ``strip`` characters."""
 
 
 _WHOLE = DecoderForm("whole")
 
 
 def read_decoder(decoder: Any) -> DecoderForm:
-    """The form of a ``tokenizers`` decoder, or of None. Its state is its part of a tokenizer.json."""
+    """Return the form of a ``tokenizers`` decoder, or of None."""
     spec = None if decoder is None else json.loads(decoder.__getstate__())
     if spec is None:
         return DecoderForm("plain", (lambda text, first: text if first else " " + text,))
+    # Per-token stages come first, then at most one joining form. Anything else is "whole".
     stages = _flatten(spec)
     maps: list[Callable[[str, bool], str]] = []
     while stages and (found := _token_map(stages[0])) is not None:
@@ -78,7 +81,7 @@ def _flatten(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
-    """The stage as a function of one token, or None if it is not one."""
+    """Return the stage as a function of one token, or None for any other stage."""
     kind = spec["type"]
     if kind == "Replace" and "String" in spec["pattern"]:
         old = spec["pattern"]["String"]
@@ -90,7 +93,7 @@ def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
         return lambda text, first: text.replace(space, "" if first and not never else " ")
     if kind == "WordPiece":
         later = decoders.WordPiece(prefix=spec["prefix"], cleanup=spec["cleanup"])
-        # decoded behind an empty token, a token takes the form it has inside a text
+        # Behind an empty token, the decoder gives a token the form used inside a text.
         return lambda text, first: later.decode([text] if first else ["", text])
     if kind == "Strip":
         content = spec["content"]
@@ -102,8 +105,11 @@ def _token_map(spec: dict[str, Any]) -> Callable[[str, bool], str] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character: printable Latin-1 as itself, the other
-    bytes, in order, as the characters from U+0100 on."""
+    """Return the alphabet of byte-level BPE: character to byte.
+
+    Printable Latin-1 bytes are written as themselves, the other bytes, in order, as the characters from
+    U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -117,7 +123,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def level_bytes(text: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for; text outside the alphabet as UTF-8."""
+    """Return the bytes of a token in a byte-level vocabulary; text outside the alphabet as UTF-8."""
     try:
         return bytes([_ALPHABET[char] for char in text])
     except KeyError:
@@ -125,18 +131,18 @@ def level_bytes(text: str) -> bytes:
 
 
 def level_text(data: bytes) -> str:
-    """The token of a byte-level vocabulary that stands for ``data``: the inverse of ``level_bytes``."""
+    """Return the token for ``data`` in a byte-level vocabulary: the inverse of ``level_bytes``."""
     return "".join([_LETTERS[byte] for byte in data])
 
 
 def fallback_byte(text: str) -> bytes | None:
-    """The byte that ``<0xE4>`` stands for, or None for any other token."""
+    """Return the byte of a token such as ``<0xE4>``, or None for any other token."""
     found = _BYTE_TOKEN.fullmatch(text)
     return None if found is None else bytes([int(found[1], 16)])
 
 
 def make_piece(form: DecoderForm, text: str) -> TextPiece:
-    """The piece of a token with this text."""
+    """Return the piece of a token with the text ``text``."""
     first = text
     rest = text
     for apply in form.maps:

@@ -1,4 +1,4 @@
-"""Embeddings as clients get them."""
+"""Embeddings in the form clients receive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 
 
 def normalized(embedding: bytes) -> np.ndarray:
-    """float32 [hidden], little-endian, of Euclidean length 1, of what a ``TokenEvent`` brings; zeros stay."""
+    """Return the embedding of a ``TokenEvent`` as float32 [hidden], little-endian, with Euclidean length 1. A
+    zero vector stays zero.
+    """
     vector = np.frombuffer(embedding, "<f4").astype(np.float64)
     length = float(np.sqrt((vector * vector).sum()))
     return (vector / length if length else vector).astype("<f4")

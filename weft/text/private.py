@@ -1,13 +1,13 @@
-"""An encoder that text from outside cannot talk into producing special tokens.
+"""An encoder that never produces special tokens from outside text.
 
-Every special token is *renamed*, in the added tokens and in the model's vocabulary, to a random number of
-forty digits that exists only in this process. Ids, flags and the rest of the pipeline stay. So text that
-spells ``<|im_end|>`` or ``</s>`` meets no special token, neither among the added tokens nor as a piece of the
-vocabulary (a unigram model would otherwise find ``</s>`` there by itself); and whoever may emit special
-tokens, which is the chat template, writes the private name.
+Every special token is *renamed*, in the added tokens and in the model's vocabulary. The new name is a random
+number of forty digits, known only to this process. Ids, flags and the rest of the pipeline stay. Text with
+``<|im_end|>`` or ``</s>`` then matches no special token, neither among the added tokens nor in the vocabulary
+(a unigram model would find ``</s>`` in the vocabulary). Only the chat template may emit special tokens: the
+server writes the private names for the template's tokens.
 
-Limit: added tokens that the checkpoint itself does not call special (``<think>`` of some families) are
-ordinary vocabulary, and text that spells them gets them, as in every other engine.
+Limit: some added tokens are not marked special by the checkpoint (``<think>`` in some families). Such tokens
+are ordinary vocabulary, and text with their spelling produces them, as in every other engine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _DIGITS = 40
 
 
 def secret_digits() -> str:
-    """A random string of digits that clients cannot guess, of a fixed length (so no such string begins
-    another).
+    """Return a random string of digits that clients cannot guess. All such strings have the same length.
 
     Digits survive every normalizer, ``upper``, ``lower``, ``trim`` and JSON escaping.
     """
@@ -35,10 +34,10 @@ def secret_digits() -> str:
 def build_private(
     data: dict[str, Any], special: dict[str, int]
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """(encoder, private name of each special token's text).
+    """Return (encoder, private name of each special token's text).
 
-    ``data`` is a parsed tokenizer.json, which is changed; ``special`` maps the special tokens' texts to their
-    ids. Raises ConfigError when the renamed tokenizer would give other ids, which no known tokenizer does.
+    ``data`` is a parsed tokenizer.json and is changed. ``special`` maps each special token's text to its id.
+    Raises ConfigError if the renamed tokenizer gives other ids. No known tokenizer does.
     """
     names = {text: secret_digits() for text in special}
     for entry in data.get("added_tokens", ()):
@@ -56,7 +55,7 @@ def build_private(
 
 
 def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Renames pieces in the model part of a tokenizer.json, in place, and drops merges that made them."""
+    """Rename pieces in the model part of a tokenizer.json, in place. Drop merges with a renamed piece."""
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         for text, name in names.items():
@@ -68,6 +67,7 @@ def _rename_model(model: dict[str, Any], names: dict[str, str]) -> None:
         model["unk_token"] = names[model["unk_token"]]
     merges = model.get("merges")
     if merges:
+        # A merge drops the prefix of its right side, so the result must be compared without that prefix.
         skip = len(model.get("continuing_subword_prefix") or "")
         model["merges"] = [merge for merge in merges if not _touches(merge, names, skip)]
 

@@ -1,9 +1,9 @@
-"""The environment that chat templates run in: sandboxed, with a deadline and caps.
+"""The environment of chat templates: sandboxed, with a deadline and size limits.
 
-A template comes with a checkpoint, so it is a stranger's code. Jinja's immutable sandbox keeps it from
-Python's internals; this one also bounds what it may spend. Loops, calls, operators, filters, concatenations
-and output are charged to a ``Budget``, and operations that can multiply text are measured before they run.
-What stays unmeasured is the time of one operation on one string that is itself under the cap.
+A template comes with a checkpoint and is therefore untrusted code. Jinja's immutable sandbox hides Python's
+internals. This environment also limits the cost. Loops, calls, operators, filters, concatenations and output
+are charged to a ``Budget``. Operations with a larger result than input are measured before they run. The time
+of a single operation on one string within the size limit is not measured.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ _KEEPS_WORDS = frozenset(
         *("upper", "wordcount"),
     )
 )
-"""Filters that hand values on, compare them, or write a ``Word`` with its marks."""
+"""Filters that pass values on, compare values, or write a ``Word`` with its marks."""
 _MAKES_TEXT = frozenset(("center", "format", "format_map", "join", "ljust", "replace", "rjust"))
-"""Methods of strings that put their arguments into a text."""
+"""String methods that insert their arguments into a text."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant text for training; here it is transparent."""
+    """``{% generation %}`` marks assistant text for training. Here the tag has no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -89,7 +89,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """``dict`` for templates, without the class and its attributes."""
+    """``dict`` for templates, without access to the class and its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -99,7 +99,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """``namespace`` for templates; refuses names that begin with an underscore."""
+    """``namespace`` for templates. Refuses names with a leading underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -108,7 +108,7 @@ class _Namespace(Namespace):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates as Hugging Face does, with everything charged to the current budget."""
+    """Compiles chat templates as Hugging Face does and charges every operation to the current budget."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -130,12 +130,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Templates may use lists as queues, as published ones do: all lists are made for one rendering."""
+        """Allow ``append`` and ``pop`` of lists, which published templates use. All lists belong to one
+        rendering.
+        """
         return (attr in ("append", "pop") and type(obj) is list) or super().is_safe_attribute(
             obj, attr, value
         )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``__obj`` within the budget. Arguments inserted into a text get their marks first."""
         budget = limits.current()
         budget.tick()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
@@ -149,6 +152,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return budget.result(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply a binary operator within the budget, after a check of the result's size."""
         limits.current().tick()
         if operator == "%":
             left, right = written(left), tuple(written(right)) if isinstance(right, tuple) else written(right)
@@ -156,7 +160,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def render_limited(self, template: Template, variables: dict[str, Any], budget: Budget) -> str:
-        """The template's text. Raises TemplateLimit, or whatever the template raises."""
+        """Return the template's text. Raises TemplateLimit, or any error of the template."""
         token = limits.under(budget)
         try:
             chunks: list[str] = []
@@ -172,12 +176,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _guard(node: nodes.Node) -> None:
-    """Puts filters that charge the budget around loops, ``a ~ b`` and written values, in the whole tree."""
+    """Insert budget filters around loops, ``a ~ b`` and written values in the whole tree, in place."""
     for field, value in node.iter_fields():
         if isinstance(value, list):
             value[:] = [_guarded(item) for item in value]
         elif isinstance(value, nodes.Node):
             setattr(node, field, _guarded(value))
+    # The children are done: now wrap the parts of this node.
     if isinstance(node, nodes.For):
         node.iter = _filtered(node.iter, "weft_loop")
     elif isinstance(node, nodes.Output):
@@ -223,12 +228,15 @@ def _write(value: Any) -> str:
 
 
 def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """A built-in filter that is charged. Keeps the marks by which Jinja passes environment or context."""
+    """Return a built-in filter with budget charges. Jinja's marks for passing environment or context are
+    kept.
+    """
     passes = 1 if getattr(apply, "jinja_pass_arg", None) is not None else 0
 
     def charged(*args: Any, **kwargs: Any) -> Any:
         budget = limits.current()
         budget.tick()
+        # A filter with an environment or context argument receives that argument first.
         own = args[passes:]
         if name not in _KEEPS_WORDS:
             own = tuple(written(value) for value in own)
@@ -238,6 +246,7 @@ def _charged(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
         elif name == "join":
             own = (list(own[0]), *own[1:])
             budget.size(limits.joined(own[1] if len(own) > 1 else kwargs.get("d", ""), own[0]))
+        # Upper bound: every line (for wordwrap, every character) gains the longest argument.
         elif name in ("indent", "wordwrap"):
             extra = [
                 len(value) if isinstance(value, str) else value for value in [*own[1:], *kwargs.values()]
@@ -261,7 +270,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes."""
+    """Return JSON without HTML escapes. Raises TemplateLimit for long separators or indents."""
     if any(isinstance(item, str) and len(item) > _MAX_SEPARATOR for item in [indent, *(separators or ())]):
         raise TemplateLimit("the chat template makes too much text")
     if isinstance(indent, int) and indent > _MAX_SEPARATOR:
@@ -277,7 +286,7 @@ def _tojson(
 
 
 def _listed(value: Any) -> list[Any]:
-    """What filters such as ``map`` return, as a list."""
+    """Return the iterator of a filter such as ``map`` as a list."""
     if not isinstance(value, Iterator):
         raise TypeError("no JSON value")
     return [written(item) for item in _loop(value)]

@@ -1,8 +1,8 @@
-"""How a text is cut before the library encodes it: at special tokens, at limits, and with a space before.
+"""Cuts of a text before encoding: at special tokens, at length limits, and with a space in front.
 
-Two kinds of vocabulary need cuts that a tokenizer.json cannot express. SentencePiece puts a space before each
-text, but not behind its user-defined pieces. Kimi's tokenizer cuts long texts and long runs before it merges
-bytes, and no token crosses a cut.
+Two kinds of vocabulary need cuts that a tokenizer.json cannot express. SentencePiece puts a space before
+each text, but not behind user-defined pieces. Kimi's tokenizer cuts long texts and long runs before byte
+merges, and no token crosses a cut.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ class Segmentation(msgspec.Struct, frozen=True):
     """The rules of one vocabulary. The default changes nothing."""
 
     prefix: Literal["none", "first", "each"] = "none"
-    """Which text between special tokens gets a space before: none, only the start of the whole text, or
-    each."""
+    """Texts with a space in front: none, only the start of the whole text, or each text between special
+    tokens.
+    """
     longest_text: int = 0
-    """Characters after which a text is cut; 0 for no limit."""
+    """Maximum characters of a text before a cut; 0 for no limit."""
     longest_run: int = 0
-    """White space in a row, or other characters in a row, after which a text is cut; 0 for no limit."""
+    """Maximum run of white space, or of other characters, before a cut; 0 for no limit."""
 
 
 class Segments:
-    """Cuts texts by a Segmentation. ``marks``: the special tokens' texts, at which texts end."""
+    """Cuts texts by a Segmentation, and at ``marks``, the texts of special tokens."""
 
     def __init__(self, rules: Segmentation, marks: Iterable[str]) -> None:
         self._rules = rules
@@ -43,7 +44,9 @@ class Segments:
         return self._rules == Segmentation()
 
     def split(self, text: str) -> list[str]:
-        """The parts of ``text``, to be encoded one by one. Their ids, one after the other, are the text's."""
+        """Return the parts of ``text`` to encode separately. The ids of all parts together are the ids of
+        ``text``.
+        """
         parts = [text] if self._marks is None else self._marks.split(text)
         result: list[str] = []
         for number, part in enumerate(parts):  # every second part is a mark
@@ -58,6 +61,7 @@ class Segments:
         return " " if wanted == "each" or (wanted == "first" and number == 0) else ""
 
     def _cut(self, text: str) -> list[str]:
+        """Cut a text without marks at the length limits."""
         step = self._rules.longest_text or len(text)
         chunks = [text[start : start + step] for start in range(0, len(text), step)]
         run = self._rules.longest_run
@@ -65,8 +69,11 @@ class Segments:
 
 
 def cut_runs(text: str, longest: int) -> list[str]:
-    """``text`` in parts. A run of more than ``longest`` characters, all white space or all not, is cut every
-    ``longest`` characters. White space is what ``str.isspace`` takes for it."""
+    """Return ``text`` in parts. A run of more than ``longest`` characters is cut every ``longest``
+    characters.
+
+    A run is all white space (``str.isspace``) or all other characters.
+    """
     short = _short_runs(longest)
     parts: list[str] = []
     start = end = 0
@@ -83,6 +90,8 @@ def cut_runs(text: str, longest: int) -> list[str]:
 
 @lru_cache(maxsize=4)
 def _short_runs(longest: int) -> re.Pattern[str]:
-    """Matches runs up to the first that is too long. Possessive, so linear in the length of any text."""
+    """Return a pattern for all runs up to the first run longer than ``longest``. Possessive, so linear in the
+    text's length.
+    """
     space, other = rf"(?>\s{{1,{longest}}})(?!\s)", rf"(?>\S{{1,{longest}}})(?!\S)"
     return re.compile(f"(?:{space}|{other})*+")

@@ -1,8 +1,8 @@
-"""Stop strings in a stream of text, wherever its pieces are cut.
+"""Stop strings in a stream of text, independent of the division into pieces.
 
-The match that *completes* first ends the text; of several that complete with the same character the longest
-wins. Both depend on the text alone, not on how it was split. One Knuth-Morris-Pratt automaton a stop
-string makes a character's cost independent of what is held back.
+The match that *completes* first ends the text. Of several matches completed by the same character, the
+longest wins. One Knuth-Morris-Pratt automaton per stop string makes the cost per character independent of the
+held text.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class StopMatch(msgspec.Struct, frozen=True):
 
     stop: str
     text: str
-    """What was held back and is kept: everything before the match that was not given out yet."""
+    """Text before the match that was not given out yet."""
     rest: int
     """Characters of the pushed piece after the match."""
 
 
 class Stops:
-    """A request's stop strings with their automata: made once, shared by all its choices. Immutable."""
+    """A request's stop strings with their automata. Made once and shared by all choices. Immutable."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.texts = tuple(dict.fromkeys(stop for stop in stops if stop))
@@ -31,25 +31,26 @@ class Stops:
 
 
 class StopFinder:
-    """Searches one text for stop strings. Without any, text just passes through."""
+    """Searches one text for stop strings. Without stop strings, text passes through."""
 
     def __init__(self, stops: Sequence[str] | Stops) -> None:
         shared = stops if isinstance(stops, Stops) else Stops(stops)
         self._stops = shared.texts
         self._tables = shared.tables
         self._states = [0] * len(self._stops)
-        """For each stop: how many of its characters the text ends with."""
+        """For each stop string: the number of its characters at the end of the text."""
         self._held = ""
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to search for."""
+        """True if there is a stop string."""
         return bool(self._stops)
 
     def push(self, piece: str, *, ignore: bool = False) -> str | StopMatch:
-        """Takes the next piece. Returns the text that no stop string can reach any more, or the match.
+        """Add the next piece. Return the text that no stop string can reach any more, or the match.
 
-        With ``ignore`` matches that complete in this piece do not count. After a match the finder is spent.
+        With ``ignore``, matches completed in this piece do not count. The finder must not be used after a
+        match.
         """
         if not self._stops:
             return piece
@@ -68,34 +69,40 @@ class StopFinder:
         return text[: len(text) - keep]
 
     def _reach(self, number: int) -> int:
-        """How many trailing characters may still begin stop ``number``; a match that was ignored is over."""
+        """Return the number of trailing characters that may begin stop string ``number``. An ignored match
+        is over: only its overlap counts.
+        """
         state = self._states[number]
         return self._tables[number][-1] if state == len(self._stops[number]) else state
 
     def would_match(self, piece: str, *, skip: int = 0) -> bool:
-        """Whether pushing ``piece`` would complete a match beyond its first ``skip`` characters. Changes
-        nothing."""
+        """Return True if ``piece`` would complete a match beyond its first ``skip`` characters. Nothing
+        changes.
+        """
         states = list(self._states)
         matched = [self._advance(char) is not None for char in piece]
         self._states = states
         return any(matched[skip:])
 
     def reset(self) -> str:
-        """The text still held back: it ends here, and what comes next begins anew."""
+        """Return the held text and restart the search behind this point."""
         self._states = [0] * len(self._stops)
         return self.finish()
 
     def finish(self) -> str:
-        """The text still held back: the end came before a stop string did."""
+        """Return the held text at the end of the text."""
         held = self._held
         self._held = ""
         return held
 
     def _advance(self, char: str) -> int | None:
-        """Moves every automaton by one character; the number of the longest stop that completes with it."""
+        """Advance every automaton by one character. Return the index of the longest completed stop string, or
+        None.
+        """
         best: int | None = None
         for number, (stop, table) in enumerate(zip(self._stops, self._tables, strict=True)):
             state = self._states[number]
+            # Fall back to the longest prefix that continues with ``char``; a complete match also falls back.
             while state and (state == len(stop) or stop[state] != char):
                 state = table[state - 1]
             if stop[state] == char:
@@ -107,7 +114,9 @@ class StopFinder:
 
 
 def _failure(stop: str) -> list[int]:
-    """table[i]: length of the longest proper prefix of ``stop[: i + 1]`` that is also its suffix."""
+    """Return the KMP table. table[i]: length of the longest proper prefix of ``stop[: i + 1]`` that is also
+    its suffix.
+    """
     table = [0] * len(stop)
     for index in range(1, len(stop)):
         state = table[index - 1]

@@ -1,4 +1,4 @@
-"""From prompt ids and sampling parameters to ``Submit`` messages, everything checked and resolved."""
+"""From prompt ids and sampling parameters to ``Submit`` messages, checked and resolved."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from weft.types.sampling import (
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must respect."""
+    """The limits of a model for requests."""
 
     vocab_size: int
-    """Ids below it can be prompted, sampled and biased."""
+    """Number of usable ids: prompts, samples and biases use smaller ids only."""
     max_model_len: int
-    """Prompt and output together, in tokens."""
+    """Maximum tokens of prompt and output together."""
     end_ids: tuple[int, ...]
     """Ids that end a sequence unless ``ignore_eos``."""
 
 
 class IdMint:
-    """Makes ids of sequences and requests: random, and never one that is live. Thread-safe."""
+    """Makes random ids of sequences and requests, distinct from all live ids. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._live: set[int] = set()
 
     def mint(self) -> int:
-        """A fresh u64, live until ``release``."""
+        """Return a new u64 id. The id stays live until ``release``."""
         with self._lock:
             while (made := secrets.randbits(64)) in self._live:
                 pass
@@ -53,15 +53,15 @@ class IdMint:
         return made
 
     def release(self, made: int) -> None:
-        """Ends an id's life. Unknown ids are fine."""
+        """Free an id. Unknown ids are ignored."""
         with self._lock:
             self._live.discard(made)
 
 
 class SeedMint:
-    """Makes the seed of a request that brings none: random, or a pure function of (seed, request number).
+    """Makes the seed of a request without a seed: random, or a pure function of (seed, request number).
 
-    Thread-safe; ask for a seed when the request arrives, so that numbers follow the order of arrival.
+    Thread-safe. Call ``mint`` at the arrival of each request, so that numbers follow the order of arrival.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -69,13 +69,15 @@ class SeedMint:
         self._numbers = itertools.count()
 
     def mint(self) -> int:
-        """The seed of the next request; requests are numbered from 0, those with a seed of their own too."""
+        """Return the seed of the next request. Call for every request: requests with an own seed are numbered
+        too.
+        """
         number = next(self._numbers)
         return secrets.randbits(64) if self._seed is None else minted_seed(self._seed, number)
 
 
 def minted_seed(seed: int, number: int) -> int:
-    """The seed of request ``number`` under ``--seed seed``."""
+    """Return the seed of request ``number`` under ``--seed seed``."""
     digest = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -92,9 +94,9 @@ def build_submits(
     salt: str = "",
     prompt_param: str = "prompt",
 ) -> list[Submit]:
-    """One Submit for each of the ``n`` choices of one prompt; see ``submits_of``.
+    """Return one Submit per choice (``n``) of one prompt; see ``submits_of``.
 
-    Raises InvalidRequest or ContextLength naming the parameter, and then mints no id.
+    Raises InvalidRequest or ContextLength with the parameter's name. No id is made before an error.
     """
     data = prompt_bytes(prompt_ids, limits, prompt_param)
     token_params = msgspec.structs.replace(
@@ -122,10 +124,11 @@ def submits_of(
     session: str = "",
     media: tuple[MediaItem, ...] = (),
 ) -> list[Submit]:
-    """One Submit for each of the ``n`` choices, in order; all share ``request``, the seed and the prompt's
-    bytes (int32, little-endian). ``params`` are complete: nothing is checked or resolved here. ``owner``,
-    ``client``, ``grammar``, ``pooling``, ``session`` and ``media``: see ``Submit``. ``explain``: likewise, of
-    the first choice.
+    """Return one Submit per choice, in order. All share ``request``, the seed and the bytes of the prompt.
+
+    ``prompt`` is int32, little-endian. ``params`` must be complete: nothing is checked or resolved here. See
+    ``Submit`` for ``owner``, ``client``, ``grammar``, ``pooling``, ``session`` and ``media``. ``explain``
+    applies to the first choice only.
     """
     first = Submit(
         sequence=ids.mint(),
@@ -142,7 +145,7 @@ def submits_of(
         session=session,
         media=salted_media(media, salt),
     )
-    # only choice 0 computes prompt logprobs: its siblings share the prompt
+    # Only choice 0 computes prompt logprobs: the parallel samples share the prompt.
     sibling = msgspec.structs.replace(params, prompt_logprobs=-1)
     others = [
         msgspec.structs.replace(first, sequence=ids.mint(), choice=choice, params=sibling)
@@ -152,9 +155,9 @@ def submits_of(
 
 
 def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "prompt") -> bytes:
-    """The ids as a Submit carries them: int32, little-endian.
+    """Return the ids as int32, little-endian, for a Submit.
 
-    Raises InvalidRequest, naming ``param``, for an empty prompt or ids that the model does not have.
+    Raises InvalidRequest with ``param`` for an empty prompt and for ids outside the vocabulary.
     """
     if not prompt_ids:
         raise InvalidRequest(f"{param} must not be empty", param=param)
@@ -162,6 +165,7 @@ def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "p
     if any(type(token) is not int for token in prompt_ids):
         raise wrong
     try:
+        # int64 first, so that the range check cannot overflow.
         ids = np.array(prompt_ids, "<i8")
     except OverflowError:
         raise wrong from None
@@ -171,10 +175,11 @@ def prompt_bytes(prompt_ids: Sequence[int], limits: ModelLimits, param: str = "p
 
 
 def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer) -> TokenParams:
-    """The parameters in token ids, once a request; ``max_tokens`` depends on the prompt, and is 1 here.
+    """Return the parameters in token ids, once per request. ``max_tokens`` depends on the prompt and stays 1
+    here.
 
-    Raises InvalidRequest for ids outside the vocabulary, bad words of too many tokens, and combinations under
-    which no token could be sampled.
+    Raises InvalidRequest for ids outside the vocabulary, for bad words with too many tokens, and for
+    combinations without any samplable token.
     """
     _check_vocab("stop_token_ids", params.stop_token_ids, limits)
     _check_vocab("logit_bias", tuple(params.logit_bias or ()), limits)
@@ -186,10 +191,11 @@ def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Token
     stop_ids = tuple(sorted({*ends, *params.stop_token_ids}))
     allowed = None if params.allowed_token_ids is None else tuple(sorted(set(params.allowed_token_ids)))
     _check_any_left(params, allowed, bad, stop_ids)
+    # top_p = 0 means greedy: top_k 1 keeps only the most likely token.
     return TokenParams(
         temperature=float(params.temperature),
         top_k=max(params.top_k, 0) if params.top_p else 1,
-        top_p=float(params.top_p) or 1.0,  # no prefix reaches 0: the likeliest token is what is left
+        top_p=float(params.top_p) or 1.0,  # 0 is not a valid top_p for the sampler: see top_k
         min_p=float(params.min_p),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),
@@ -207,9 +213,9 @@ def resolve_params(params: SamplingParams, limits: ModelLimits, tokenizer: Token
 def max_tokens_for(
     num_prompt: int, params: SamplingParams, limits: ModelLimits, prompt_param: str = "prompt"
 ) -> int:
-    """How many tokens the output of a prompt of this length may have.
+    """Return the maximum output tokens for a prompt of ``num_prompt`` tokens.
 
-    Raises ContextLength when prompt and output do not fit, InvalidRequest when ``min_tokens`` does not.
+    Raises ContextLength if prompt and output do not fit, and InvalidRequest if ``min_tokens`` does not fit.
     """
     room = limits.max_model_len - num_prompt
     if room < 1:
@@ -244,7 +250,7 @@ def _check_any_left(
     bad: tuple[tuple[int, ...], ...],
     stop_ids: tuple[int, ...],
 ) -> None:
-    """At least one allowed token must be samplable at every position."""
+    """Raise InvalidRequest unless at least one allowed token can be sampled at every position."""
     if allowed is None:
         return
     banned = {word[0] for word in bad if len(word) == 1}
@@ -257,10 +263,14 @@ def _check_any_left(
 
 
 def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word as it stands at a start and behind a space. Raises InvalidRequest."""
+    """Return the token sequences of each word, at the start of a text and behind a space.
+
+    Raises InvalidRequest for too many tokens.
+    """
     found: dict[tuple[int, ...], None] = {}
     total = 0
     for word in words:
+        # Tokenizers encode a word differently at the start of a text and behind a space.
         for text in (word, " " + word.lstrip(" ")):
             try:
                 ids = tuple(tokenizer.encode(text, add_special_tokens=False))

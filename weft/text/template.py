@@ -1,10 +1,10 @@
-"""A chat template: compiled and rendered in a process of its own, under a budget.
+"""A chat template, compiled and rendered in a separate process under a budget.
 
-    ChatTemplate ──source, variables──► template_worker ──► CompiledTemplate ──► text, or why there is none
+    ChatTemplate ──source, variables──► template_worker ──► CompiledTemplate ──► text, or an error
 
-A template comes with a checkpoint, so it is a stranger's code. The sandbox charges what a template does, but
-one operation on nested lists can take longer than any budget. So the process that renders has a limit of CPU
-time and memory, and ends with the template that exceeds it.
+A template comes with a checkpoint and is therefore untrusted code. The sandbox charges the operations of a
+template, but a single operation on nested lists can exceed any budget. Therefore the rendering process has
+limits of CPU time and memory. A template beyond these limits ends its process.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ from weft.text.words import sent
 
 MAX_SOURCE = 1 << 20
 WALL_SECONDS = 10.0
-"""Seconds for one rendering on a machine that is short of cores. CPU time is what ends a template before."""
+"""Maximum wall-clock seconds of one rendering on an overloaded machine. The CPU limit normally applies
+first.
+"""
 
 
 TOO_EXPENSIVE = "template_too_expensive"
-"""Code of the error when a template's process was ended."""
+"""Error code after the end of a template's process."""
 
 
 class CompiledTemplate:
-    """A compiled chat template, for the process that renders. Thread-safe. Public attributes are facts that
-    ``ChatTemplate`` has, too. Raises InvalidRequest when the source does not compile."""
+    """A compiled chat template, for the rendering process. Thread-safe.
+
+    The public attributes are copied to ``ChatTemplate``. Raises InvalidRequest if the source does not
+    compile.
+    """
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -50,25 +55,25 @@ class CompiledTemplate:
                 f"the chat template does not compile: {_reason(error)}", param="chat_template"
             ) from None
         self.takes_parts = _loops_over_content(tree)
-        """Whether it looks through content that is a list of parts, as one that shows images does."""
+        """True if the template loops over content as a list of parts, as needed for images."""
         self.names_developer = "developer" in source
         self.uses_tools = "tools" in meta.find_undeclared_variables(tree)
-        """Whether it shows tools to the model."""
+        """True if the template shows tools to the model."""
 
     def render(self, variables: dict[str, Any], budget: Budget | None = None) -> str:
-        """The text. Raises InvalidRequest, naming ``messages``, when the template refuses or fails."""
+        """Return the text. Raises InvalidRequest with ``messages`` if the template refuses or fails."""
         try:
             return self._environment.render_limited(self._template, variables, budget or Budget())
-        except Exception as error:  # a template can raise anything; all of it belongs to this request alone
+        except Exception as error:  # a template can raise anything, and only this request is concerned
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {_reason(error)}", param="messages"
             ) from None
 
 
 class ChatTemplate:
-    """A chat template that another process compiles and renders. Thread-safe.
+    """A chat template, compiled and rendered by another process. Thread-safe.
 
-    Raises InvalidRequest when the source does not compile, or takes too long to.
+    Raises InvalidRequest if the source does not compile, or takes too long to compile.
     """
 
     takes_parts: bool
@@ -82,11 +87,12 @@ class ChatTemplate:
         vars(self).update(_asked({"source": source}, "chat_template")["facts"])
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """The text for ``variables``, JSON values and words (``weft.text.words``), within ``seconds``.
+        """Return the text for ``variables`` (JSON values and words of ``weft.text.words``). ``seconds`` is
+        the time limit.
 
-        Raises InvalidRequest, naming ``messages``, when the template refuses, fails or exceeds its limits.
+        Raises InvalidRequest with ``messages`` if the template refuses, fails or exceeds a limit.
         """
-        tag = secret_digits()  # no string of a client begins with it
+        tag = secret_digits()  # no string of a client starts with the tag
         asked = {"source": self.source, "variables": sent(variables, tag), "tag": tag, "seconds": seconds}
         text: str = _asked(asked, "messages")["text"]
         return text
@@ -94,14 +100,14 @@ class ChatTemplate:
 
 @functools.cache
 def _guard() -> Guard:
-    """The processes that render, shared by all templates of this process."""
+    """Return the guard of the rendering processes, shared by all templates of this process."""
     guard = Guard((sys.executable, "-m", "weft.text.template_worker"), b"-")
     atexit.register(guard.close)
     return guard
 
 
 def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
-    """The answer of a process that renders. Raises InvalidRequest that names ``param``."""
+    """Return the reply of a rendering process. Raises InvalidRequest with ``param``."""
     try:
         answer: dict[str, Any] = json.loads(_guard().call(json.dumps(asked).encode(), WALL_SECONDS))
     except (DeadlineExceeded, WorkerDied):
@@ -117,7 +123,7 @@ def _asked(asked: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in words that hold no path and no repr of an object."""
+    """Return the reason of a failure, without any path or object repr."""
     if isinstance(error, TemplateLimit):
         return str(error)
     if isinstance(error, MemoryError):
@@ -134,7 +140,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
+    """Return True if any loop of the template iterates over ``content``."""
     for loop in tree.find_all(nodes.For):
+        # ``message.content``, ``content`` and ``message["content"]``, also inside filters.
         for found in [loop.iter, *loop.iter.find_all((nodes.Getattr, nodes.Getitem, nodes.Name))]:
             if isinstance(found, nodes.Getattr) and found.attr == "content":
                 return True

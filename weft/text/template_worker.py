@@ -1,8 +1,9 @@
 """A process that compiles and renders chat templates: ``python -m weft.text.template_worker DESCRIPTOR``.
 
-A payload is a JSON object: ``source``, and to render ``variables``, the ``tag`` of words in them, and
-``seconds``. The answer has ``facts`` of the template or the ``text``; or ``error`` and ``param``. JSON of the
-standard library, because variables may hold integers of any size and lone surrogates.
+A payload is a JSON object with ``source``. For rendering, the payload also has ``variables``, the ``tag`` of
+words in ``variables``, and ``seconds``. The reply has the ``facts`` of the template or the ``text``; or
+``error`` and ``param``. The JSON module of the standard library is used, because variables may contain large
+integers and lone surrogates.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from weft.text.template import CompiledTemplate
 from weft.text.words import received
 
 CPU_SECONDS = MAX_SECONDS + 0.5
-"""CPU time of one payload. The budget ends most templates earlier, and says why."""
+"""CPU seconds per payload. The budget ends most templates earlier and gives the reason."""
 MEMORY = 512 << 20
-"""Bytes beyond those of the started process."""
+"""Bytes beyond the memory of the started process."""
 TEMPLATES = 8
-"""Templates that stay compiled."""
+"""Number of cached compiled templates."""
 
 
 def main() -> None:
-    """Runs a template worker."""
+    """Run a template worker."""
 
     def prepare(greeting: bytes) -> Answer:
         confine(MEMORY)
@@ -38,6 +39,7 @@ def main() -> None:
 
 
 def _answer(compiled: functools._lru_cache_wrapper[CompiledTemplate], asked: dict[str, Any]) -> bytes:
+    """Return the reply to one payload as JSON. Errors of the template are replies too."""
     answer: dict[str, Any]
     try:
         template = compiled(asked["source"])

@@ -1,8 +1,8 @@
-"""A checkpoint's tokenizer: text to ids and back.
+"""A checkpoint's tokenizer: text to ids and back. Thread-safe.
 
-Text from outside never becomes a special token (see ``private``); beginning- and end-of-sequence tokens come
-from the post-processor of tokenizer.json alone (as in transformers 5, which ignores ``add_bos_token`` of the
-configuration where that file exists). Thread-safe.
+Text from outside never becomes a special token (see ``private``). Tokens at the beginning and the end of a
+sequence come only from the post-processor of tokenizer.json. transformers 5 does the same: with a
+tokenizer.json, the configuration's ``add_bos_token`` is ignored.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from weft.text.private import build_private
 from weft.text.segments import Segments
 
 LONG_CHARS = 1 << 16
-"""Text beyond this is looked at in pieces first, where it may exceed a limit."""
+"""Text longer than this, with a limit, is first checked piece by piece."""
 CHARS_A_TOKEN = 8
-"""More than ordinary text has."""
+"""Characters per token, more than in any ordinary text."""
 CUT_TOKENS = 64
+"""More tokens than a cut inside a text can add."""
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than the caller's limit; ``least`` is how many it has at least."""
+    """A text exceeds the caller's token limit. ``least`` is a lower bound of the token count."""
 
     def __init__(self, least: int) -> None:
         super().__init__(f"at least {least} tokens")
@@ -40,7 +41,7 @@ class Tokenizer:
     """A checkpoint's tokenizer: encodes and decodes. Made by ``load``."""
 
     def __init__(self, files: TextFiles, hidden: Sequence[int] = ()) -> None:
-        """``hidden``: ids that no text may become, whatever the files say of them."""
+        """``hidden``: ids that no text may produce, even if the files do not mark the ids as special."""
         try:
             self._public = tokenizers.Tokenizer.from_str(files.tokenizer_json)
         except Exception as error:  # the library raises bare Exception
@@ -55,7 +56,7 @@ class Tokenizer:
         self.special: dict[str, int] = {
             token.content: number for number, token in added.items() if token.special
         }
-        """Text of each special token, to its id."""
+        """Text of each special token to its id."""
         self._special_ids = frozenset(self.special.values())
         self._private, self._names = build_private(data, self.special)
         own = [text for text, number in self.added.items() if not added[number].normalized]
@@ -67,15 +68,17 @@ class Tokenizer:
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         vocab = self._public.get_vocab(with_added_tokens=True)
         self.vocab_size: int = 1 + max(vocab.values(), default=-1)
-        """Every id of this tokenizer is below it. The model's vocabulary may be larger or smaller."""
+        """Every id of this tokenizer is smaller. The model's vocabulary may be larger or smaller than this
+        number.
+        """
         eos = self.special.get(files.named.get("eos_token", ""))
         self.eos_id: int | None = eos
         self.eos_ids: tuple[int, ...] = tuple(sorted({*files.eos_ids, *([] if eos is None else [eos])}))
-        """Ends of sequence that the tokenizer, the generation config and the model config name."""
+        """End-of-sequence ids named by the tokenizer, the generation config and the model config."""
 
     @classmethod
     def load(cls, folder: str | Path, hidden: Sequence[int] = ()) -> Tokenizer:
-        """Reads a checkpoint's tokenizer. Raises ConfigError when it has none that can be used."""
+        """Read a checkpoint's tokenizer. Raises ConfigError for a missing or unusable tokenizer."""
         return cls(read_text_files(folder), hidden)
 
     def encode(
@@ -86,23 +89,23 @@ class Tokenizer:
         parse_special: bool = False,
         limit: int | None = None,
     ) -> list[int]:
-        """Ids of ``text``.
+        """Return the ids of ``text``.
 
-        ``add_special_tokens`` adds what the tokenizer's post-processor adds (a beginning-of-sequence token,
-        in most families that have one). ``parse_special`` lets text that spells a special token become it:
-        for text made here, never for text from a client. ``limit``: see ``encode_private``. Raises
-        InvalidRequest for lone surrogates, TooManyTokens for text that exceeds ``limit``.
+        ``add_special_tokens`` adds the tokens of the tokenizer's post-processor (often a
+        beginning-of-sequence token). ``parse_special`` turns spelled special tokens into special tokens: only
+        for text made by the server, never for a client's text. ``limit``: see ``encode_private``. Raises
+        InvalidRequest for lone surrogates, TooManyTokens beyond ``limit``.
         """
         if parse_special and self._special_pattern is not None:
             text = self._special_pattern.sub(lambda match: self._names[match[0]], text)
         return self.encode_private(text, add_special_tokens=add_special_tokens, limit=limit)
 
     def encode_private(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
-        """Ids of text in which special tokens are written by their private names.
+        """Return the ids of text with special tokens written by their private names.
 
-        With ``limit`` text that is much longer than ``limit`` tokens is refused after so much work as that
-        many tokens cost, however long it is. Other threads run meanwhile: the library's batch call is the one
-        that releases Python's lock.
+        With ``limit``, the work is bounded: a much longer text costs no more than about ``limit`` tokens.
+        Raises TooManyTokens beyond ``limit``, InvalidRequest for lone surrogates. The library's batch call
+        releases the GIL, so other threads run meanwhile.
         """
         check_text(text)
         if limit is not None and len(text) > max(LONG_CHARS, limit * CHARS_A_TOKEN):
@@ -112,6 +115,7 @@ class Tokenizer:
             (encoding,) = self._private.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids = encoding.ids
         else:
+            # The post-processor must apply to the whole text once, not to each part.
             before, behind = self._around if add_special_tokens else ([], [])
             parts = self._private.encode_batch_fast(self._segments.split(text), add_special_tokens=False)
             ids = [*before, *(number for part in parts for number in part.ids), *behind]
@@ -120,9 +124,9 @@ class Tokenizer:
         return ids
 
     def _check_pieces(self, text: str, limit: int) -> None:
-        """Raises TooManyTokens when ``text``, encoded piece by piece, shows that it exceeds ``limit``.
+        """Raise TooManyTokens if the pieces of ``text`` prove that ``text`` exceeds ``limit``.
 
-        A cut changes only the tokens around it; ``CUT_TOKENS`` is more than it can add.
+        A cut changes only the tokens around the cut, by fewer than ``CUT_TOKENS`` tokens.
         """
         least = 0
         for start in range(0, len(text), LONG_CHARS):
@@ -133,20 +137,22 @@ class Tokenizer:
                 raise TooManyTokens(least)
 
     def private_name(self, special: str) -> str:
-        """What ``encode_private`` reads as this special token. Never shown to anybody. Raises KeyError."""
+        """Return the private name of a special token for ``encode_private``. Never shown to clients. Raises
+        KeyError.
+        """
         return self._names[special]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; ids that the tokenizer does not know give nothing, invalid UTF-8 gives U+FFFD."""
+        """Return the text of ``ids``. Unknown ids give no text; invalid UTF-8 gives U+FFFD."""
         text: str = self._public.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def is_special(self, token: int) -> bool:
-        """Whether ``skip_special_tokens`` drops this id."""
+        """Return True if ``skip_special_tokens`` drops this id."""
         return token in self._special_ids
 
     def piece(self, token: int) -> TextPiece | None:
-        """What a token contributes to text; None for an id the tokenizer does not know. Kept once made."""
+        """Return a token's contribution to text, cached; None for an unknown id."""
         try:
             return self._pieces[token]
         except KeyError:
@@ -156,17 +162,17 @@ class Tokenizer:
             return result
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token as it stands inside a text; a special token's are its name."""
+        """Return the bytes of one token inside a text. The bytes of a special token are its name."""
         piece = self.piece(token)
         return b"" if piece is None else piece.rest
 
     def token_text(self, token: int) -> str:
-        """The text of one token; incomplete UTF-8 shows as U+FFFD."""
+        """Return the text of one token. Incomplete UTF-8 becomes U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and behind a text."""
+    """Return the ids that the post-processor puts before and behind a text."""
     bare: list[int] = tokenizer.encode("a", add_special_tokens=False).ids
     whole: list[int] = tokenizer.encode("a").ids
     starts = range(len(whole) - len(bare) + 1)
@@ -175,7 +181,7 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def check_text(text: str, param: str | None = None) -> None:
-    """Raises InvalidRequest for a string that is not Unicode text (lone surrogates)."""
+    """Raise InvalidRequest for a string with lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -185,12 +191,14 @@ def check_text(text: str, param: str | None = None) -> None:
 
 
 def _add_named(tokenizer: tokenizers.Tokenizer, files: TextFiles, hidden: Sequence[int] = ()) -> bool:
-    """Marks the tokens that the configuration calls special, where tokenizer.json does not. True if it did.
+    """Mark tokens as special that the configuration, or ``hidden``, names but tokenizer.json does not mark.
 
-    Tokens that the vocabulary does not have are left out: no model row belongs to them.
+    Return True if any token was marked. Tokens outside the vocabulary are ignored: the model has no row for
+    such tokens.
     """
     added = tokenizer.get_added_tokens_decoder()
     known = {token.content for token in added.values() if token.special}
+    # Four sources: roles, extra special tokens, end ids, and ids of placeholders for images.
     names = [*files.named.values(), *files.extra]
     names += [added[number].content for number in files.eos_ids if number in added]
     names += [text for number in hidden if (text := tokenizer.id_to_token(number)) is not None]

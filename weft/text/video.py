@@ -1,7 +1,7 @@
-"""Videos in messages: lists of frames, and the times at which they were taken.
+"""Videos in messages: lists of frames with the time of each frame.
 
-A model reads a video in groups of frames, each as it reads an image, with the time of the group before it.
-Containers such as MP4 are not read: their frames have to be sent.
+A model reads a video in groups of frames. Each group is read like an image, behind the time of the group.
+Containers such as MP4 are not read: clients must send the frames.
 """
 
 from __future__ import annotations
@@ -27,31 +27,33 @@ class VideoPart(msgspec.Struct, frozen=True):
     """A video of a message."""
 
     frames: tuple[Any, ...]
-    """URLs of images; a caller in this process may have images of Pillow's."""
+    """URLs of images, or Pillow images from a caller in this process."""
     where: str
     """The part of the request, for errors."""
     fps: float | None = None
-    """Frames a second; None: as the model is used to, or as ``times`` say."""
+    """Frames per second. None: the model's default, or the rate given by ``times``."""
     times: tuple[float, ...] | None = None
-    """Seconds at which each frame was taken, in order."""
+    """Time of each frame in seconds, in order."""
     kind: str = "video"
-    """What its API calls such parts."""
+    """The API's name for such parts."""
 
     detail = "auto"
     is_video = True
 
     def groups(self, size: int) -> int:
-        """How many groups of ``size`` frames it has; the last one may have fewer."""
+        """Return the number of groups of ``size`` frames. The last group may be shorter."""
         return -(-len(self.frames) // size)
 
     def place(self, number: int) -> str:
-        """The place of a frame in the request, for errors."""
+        """Return the place of a frame in the request, for errors."""
         return f"{self.where}.{self.kind}[{number}]"
 
 
 def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
-    """Seconds of each group of ``size`` frames: the middle of its first and last one. ``fps``: of a video
-    that does not say it. A last group of too few frames repeats its last one.
+    """Return the time of each group of ``size`` frames in seconds: the middle of the first and the last
+    frame.
+
+    ``fps`` is the rate of a video without a rate of its own. A short last group ends with the last frame.
     """
     rate = video.fps or fps
     times = [number / rate for number in range(len(video.frames))] if video.times is None else video.times
@@ -61,10 +63,11 @@ def group_times(video: VideoPart, size: int, fps: float) -> list[float]:
 
 
 def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
-    """A part of one of ``VIDEO_KINDS``; of ``least`` frames at least. Raises InvalidRequest."""
+    """Return a checked video part. Raises InvalidRequest, also for fewer than ``least`` frames."""
     kind = str(part.get("type"))
     unknown = {name for name, value in part.items() if value is not None}
     if unknown := unknown - {"type", kind, "fps", "timestamps"}:
+        # Echo the field's name only if short and plain: the name comes from the client.
         shown = min((name for name in unknown if isinstance(name, str)), default="")
         shown = shown if re.fullmatch(r"\w{1,40}", shown) else "a field"
         raise InvalidRequest(f"{where}.{shown} is not supported in a part with a video", param=where)
@@ -88,7 +91,9 @@ def video_part(part: Mapping[str, Any], where: str, least: int) -> VideoPart:
 
 
 def _frames(given: Any, where: str) -> tuple[Any, ...]:
+    """Return the frames of a list, or of a data URL with JPEGs. Raises InvalidRequest for containers."""
     if isinstance(given, str):
+        # Match only the start, because a data URL can be megabytes long.
         found = _JPEGS.match(given[:64])
         if found is None:
             raise InvalidRequest(
@@ -109,7 +114,7 @@ def _frames(given: Any, where: str) -> tuple[Any, ...]:
 
 
 def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | None, tuple[float, ...] | None]:
-    """(fps, seconds of each frame), of which one may be there."""
+    """Return (fps, seconds of each frame). At most one of the two is given. Raises InvalidRequest."""
     fps, times = part.get("fps"), part.get("timestamps")
     if fps is not None and times is not None:
         raise InvalidRequest(f"{where} may have either fps or timestamps", param=where)
@@ -119,6 +124,7 @@ def _timing(part: Mapping[str, Any], count: int, where: str) -> tuple[float | No
         )
     if times is None:
         return (None if fps is None else float(fps)), None
+    # Check the length before the values, so that a long list costs nothing.
     fits = isinstance(times, list | tuple) and len(times) == count
     if not fits or not all(_number(time) and 0 <= time <= MOST_SECONDS for time in times):
         raise InvalidRequest(

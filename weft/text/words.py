@@ -1,4 +1,4 @@
-"""Strings that a template compares as they are, and writes with marks around them."""
+"""Strings compared as plain text by a template, but written with marks around."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Word(str):
-    """A string that begins, ends or is a piece of a special token.
+    """A string that is the start, the end or the middle of a special token.
 
-    A template may ask ``type == "object"`` although the tokenizer has ``<|object_ref_start|>``: comparisons,
-    hashes and tests see the plain text. Whatever makes text of the word gets ``str(word)``, which has marks
-    on both sides, and so cannot become a special token together with its neighbours. What string methods
-    return is a word again. The text must not spell a whole special token: see ``Marks.around``.
+    A template may compare ``type == "object"`` although the tokenizer has ``<|object_ref_start|>``.
+    Comparisons, hashes and tests therefore see the plain text. Any conversion to text uses ``str(word)``,
+    which has marks on both sides and cannot form a special token with its neighbours. String methods return
+    words again. The text must not spell a whole special token: see ``Marks.around``.
     """
 
     __slots__ = ("_mark",)
@@ -53,6 +53,7 @@ def _deriving(name: str) -> Callable[..., Any]:
 
 
 def _again(value: Any, mark: str) -> Any:
+    """Return ``value``, the result of a string method, with each string as a word."""
     if isinstance(value, str):
         return Word(value, mark) if value else value
     if isinstance(value, list | tuple):
@@ -79,7 +80,7 @@ for _name in (
 
 
 def written(value: Any) -> Any:
-    """``value`` with each word in it as it is written: for operations that make text of what they get."""
+    """Return ``value`` with each word as its marked text, at any depth, for operations that make text."""
     if type(value) is Word:
         return str(value)
     if isinstance(value, list | tuple):
@@ -90,9 +91,9 @@ def written(value: Any) -> Any:
 
 
 def sent(value: Any, tag: str) -> Any:
-    """``value`` with each word as a plain string behind ``tag``, for JSON; see `received`.
+    """Return ``value`` with each word as a plain string behind ``tag``, for JSON; see ``received``.
 
-    ``tag``: a secret that no other string of ``value`` begins with.
+    ``tag`` must be a secret: no other string of ``value`` may start with ``tag``.
     """
     if type(value) is Word:
         return f"{tag}{value._mark} {str.__str__(value)}"
@@ -104,7 +105,7 @@ def sent(value: Any, tag: str) -> Any:
 
 
 def received(value: Any, tag: str) -> Any:
-    """The value of which `sent` made ``value``, its words included."""
+    """Return the original of a value made by ``sent``, including words."""
     if isinstance(value, str):
         if not value.startswith(tag):
             return value

@@ -1,1 +1,1 @@
-"""What a model's output consists of: thoughts, tool calls and content, told apart while it streams."""
+"""Separation of a model's output into reasoning, tool calls and content while the output streams."""

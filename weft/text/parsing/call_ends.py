@@ -1,4 +1,4 @@
-"""Where a call ends, also where a part of its end is missing."""
+"""Recognition of the end of a call, even if a part of the end is missing."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ class CallEnds:
     """Recognizes the end of one call."""
 
     def __init__(self, tape: Tape, closings: tuple[str, ...], openings: tuple[str, ...]) -> None:
-        """``closings``: texts that end a call, its own end first. ``openings``: texts that begin another."""
+        """``closings``: texts at the end of a call, the call's own end first. ``openings``: texts at the
+        start of another call.
+        """
         self._tape = tape
         self.closings = closings
         self.openings = openings
 
     def here(self, *, closed: bool) -> Reading[bool | None]:
-        """True where the call ends at the cursor: texts that close a call stand here, and behind them the
-        output ends or another call begins. None where other text follows them. ``closed``: no text that
-        closes the call is needed. The cursor stays."""
+        """Decide if the call ends at the cursor. The cursor does not move.
+
+        Return True if closing texts stand here and the output ends or another call begins behind these
+        closing texts. Return None if other text follows the closing texts. Return False without a closing
+        text. ``closed=True`` needs no closing text.
+        """
         tape = self._tape
         start = tape.at
         found = closed

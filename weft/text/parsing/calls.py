@@ -1,9 +1,9 @@
-"""Reads tool calls as a declaration says they are written.
+"""Read tool calls in the spelling of a declaration.
 
-Until a call has *begun* (its name is complete and known, and its arguments begin) nothing is given out, so
-that what turns out to be no call is text. From then on arguments stream. Slips whose meaning is clear are
-mended on the way (docs/outputs.md, "Recovery"). Where arguments break, they stay what they are, the call gets
-no ``CallEnd``, and the rest is text.
+Nothing is given out until a call has *begun*: the name is complete and known, and the arguments start. A
+false start is therefore still text. After the beginning, arguments stream. The reader repairs mistakes with a
+clear meaning (docs/outputs.md, "Recovery"). If the arguments break, the arguments given out stay as they are,
+the call gets no ``CallEnd``, and the rest is text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMBERED = re.compile(r".*?([:._\-]?[0-9]+)")
 _PREFIX = "functions"
 
 Outcome: TypeAlias = Literal["none", "broken", "whole"]
-"""Of reading a call: nothing has begun, it has begun and broke, it is whole."""
+"""Result of reading a call: nothing has begun, the call began and broke, or the call is whole."""
 
 
 class CallReader:
@@ -50,9 +50,9 @@ class CallReader:
     def __init__(
         self, tape: Tape, tools: Mapping[str, Tool], *, parallel: bool, openings: tuple[str, ...] = ()
     ) -> None:
-        """``openings``: texts that begin a call, of any of the declared ways."""
+        """``openings``: texts at the start of a call, in any declared spelling."""
         self.section: Section | None = None
-        """The section that was opened and is not closed."""
+        """The open section, or None."""
         self._tape = tape
         self._tools = tools
         self._parallel = parallel
@@ -63,13 +63,13 @@ class CallReader:
 
     @property
     def allowed(self) -> bool:
-        """Whether one more call may come."""
+        """True if one more call is allowed."""
         return self._parallel or self._tape.calls == 0
 
     def read(self, call: Call, trigger: str) -> Reading[bool]:
-        """Reads a call, and those that follow in the same list, at the cursor, where ``trigger`` stands.
+        """Read a call at the cursor, where ``trigger`` stands, and the further calls of the same list.
 
-        False, and nothing was given out, when there is none.
+        Return False, with nothing given out, if no call stands here.
         """
         section = call.section
         outer = section is not None and trigger in section.head
@@ -79,6 +79,7 @@ class CallReader:
             return False
         if section is not None:
             self.section = section
+        # A list: further calls follow behind each separator.
         while outcome == "whole" and section is not None and section.between and self.allowed:
             tape = self._tape
             if not (yield from tape.blank()) or (yield from tape.literal(section.between)) is None:
@@ -95,8 +96,11 @@ class CallReader:
         return True
 
     def arguments_of(self, name: str, start: int, ends: tuple[str, ...]) -> Reading[bool]:
-        """A call whose head was read up to the cursor; its name stands at ``start``, and one of ``ends``
-        follows its arguments. False where none begins.
+        """Read the arguments of a call with the head already read. Return False if no arguments begin at the
+        cursor.
+
+        The name stands at position ``start``. One of ``ends`` follows the arguments. Return True also for
+        arguments that break later.
         """
         tape = self._tape
         if name not in self._tools or not self.allowed or not (yield from tape.blank()):
@@ -111,7 +115,7 @@ class CallReader:
         return True
 
     def ending(self, marks: tuple[str, ...]) -> Reading[bool]:
-        """Reads what ends a message, if it stands at the cursor or behind white space."""
+        """Skip one of ``marks`` at the cursor or behind white space. Return False without such a mark."""
         tape = self._tape
         yield from tape.blank()
         if (yield from tape.literal(*marks)) is None:
@@ -121,7 +125,9 @@ class CallReader:
         return True
 
     def end_section(self) -> Reading[bool]:
-        """Reads the end of the open section, if it stands at the cursor or behind white space."""
+        """Read the tail of the open section, at the cursor or behind white space. Return True if the tail is
+        complete.
+        """
         section = self.section
         if section is None or not section.tail:
             return False
@@ -131,11 +137,12 @@ class CallReader:
         return whole
 
     def _one(self, call: Call, head: Syntax) -> Reading[Outcome]:
-        """One call from its head to its tail. The cursor ends at what comes behind it."""
+        """Read one call from head to tail. The cursor ends behind everything read."""
         tape = self._tape
         self._name = self._ident = None
         outcome: Outcome = "none"
         if (yield from self._items(head)):
+            # A bare head is a weak sign of a call, so ``_object`` is stricter.
             bare = not any(isinstance(item, str) for item in head)
             outcome = yield from self._arguments(call, bare=bare)
         if outcome == "whole":
@@ -148,6 +155,9 @@ class CallReader:
         return outcome
 
     def _arguments(self, call: Call, *, bare: bool) -> Reading[Outcome]:
+        """Read the arguments in the declared spelling. ``bare``: no exact text stands before the
+        arguments.
+        """
         spelled = call.arguments
         ends = CallEnds(self._tape, call.closings, self._openings)
         if isinstance(spelled, CallObject):
@@ -167,11 +177,12 @@ class CallReader:
         return (yield from self._keywords(ends))
 
     def _begin(self) -> None:
-        """The call begins. All before the cursor was markup, name and id."""
+        """Begin the call. Everything before the cursor is markup, name or id."""
         assert self._name is not None
         self._tape.begin(self._name, self._ident)
 
     def _items(self, items: Syntax) -> Reading[bool]:
+        """Read ``items`` in order. Return False at the first missing item; optional items may be absent."""
         tape = self._tape
         for item in items:
             if isinstance(item, str):
@@ -193,7 +204,7 @@ class CallReader:
         return True
 
     def _known_name(self) -> Reading[bool]:
-        """The name of a known tool, which may stand in quotes."""
+        """Read the name of a known tool, with or without quotes. Return False for any other text."""
         tape = self._tape
         quote = yield from tape.literal('"', "'")
         start = tape.at
@@ -202,6 +213,7 @@ class CallReader:
         return name in self._tools and (quote is None or (yield from tape.literal(quote)) is not None)
 
     def _identifier(self, item: Identifier) -> Reading[bool]:
+        """Read an id, and the name inside the id if the format puts the name there."""
         start = self._tape.at
         text = yield from self._tape.run(_IDENTIFIER, MAX_KEY)
         self._ident = (start, self._tape.at)
@@ -213,8 +225,11 @@ class CallReader:
         return found is not None
 
     def _name_in(self, text: str) -> tuple[int, int] | None:
-        """Where the name of a known tool stands in ``functions.NAME:NUMBER``. Models leave out the prefix,
-        the number or the signs between, and write other signs."""
+        """Return the (start, end) of a known tool's name in ``functions.NAME:NUMBER``, or None.
+
+        Models also leave out the prefix, the number or a separator, and write other separators.
+        """
+        # Try every combination of prefix and number; the known tools decide.
         whole = _NUMBERED.fullmatch(text)
         ends = [len(text)] if whole is None else [whole.start(1), whole.end()]
         starts = [size for size in (0, *_prefixes(text)) if size < len(text)]
@@ -222,7 +237,9 @@ class CallReader:
         return next((span for span in spans if text[slice(*span)] in self._tools), None)
 
     def _tail(self, items: Syntax) -> Reading[bool]:
-        """Reads what stands of ``items``; each text of them is markup. Whether the last text stands there."""
+        """Read the items present and skip each exact text as markup. Return True if the last exact text was
+        present.
+        """
         tape = self._tape
         whole = True
         for item in items:
@@ -240,7 +257,7 @@ class CallReader:
     # -- JSON
 
     def _object(self, spelled: CallObject, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
-        """An object with name and arguments. Its first brace may stand there twice."""
+        """Read an object with name and arguments, in any order. Accept a doubled first brace."""
         tape = self._tape
         if (yield from tape.literal("{")) is None or not (yield from tape.blank()):
             return "none"
@@ -256,6 +273,7 @@ class CallReader:
                     if outcome == "whole":
                         yield from self._object_rest(spelled, doubled=doubled)
                     return outcome
+                # The arguments stand before the name: hold the arguments back until the name is known.
                 early = yield from self._json.held()
                 if early is None:
                     return "none"
@@ -270,9 +288,12 @@ class CallReader:
                 return self._object_ends(early, bare=bare)
 
     def _object_arguments(self, ends: CallEnds, *, bare: bool) -> Reading[Outcome]:
-        """The arguments behind their key: an object, one that is quoted as a whole, or nothing."""
+        """Read the arguments behind their key: an object, a string with a quoted object, or an empty
+        value.
+        """
         tape = self._tape
         if (yield from tape.literal("null", "None", '""', "''")) is not None:
+            # Without any tag around the object, an object without arguments is too weak a sign of a call.
             if bare:
                 return "none"
             self._begin()
@@ -289,7 +310,7 @@ class CallReader:
         return "whole" if (yield from self._json.read_quoted()) else "broken"
 
     def _object_ends(self, early: tuple[Span, str] | None, *, bare: bool) -> Outcome:
-        """The object has ended, with its arguments before its name or without any."""
+        """Finish an object with the arguments before the name, or without arguments."""
         tape = self._tape
         name = self._name
         if name is None or (bare and early is None):
@@ -305,10 +326,13 @@ class CallReader:
         return "whole"
 
     def _key(self, spelled: CallObject) -> Reading[str | None]:
-        """The next key with its colon and the white space around."""
+        """Read the next known key with the colon and the white space around. Return None for anything
+        else.
+        """
         tape = self._tape
         if not (yield from tape.blank()):
             return None
+        # An unknown key means that the object is no call.
         keys = (spelled.name, *spelled.arguments, spelled.id, *spelled.ignored)
         found = yield from tape.literal(*(quote + key + quote for key in keys for quote in "'\""))
         if found is None or not (yield from tape.blank()) or (yield from tape.literal(":")) is None:
@@ -316,13 +340,14 @@ class CallReader:
         return found[1:-1] if (yield from tape.blank()) else None
 
     def _member(self, spelled: CallObject, key: str) -> Reading[bool]:
-        """A member that is a word: the name, the id or one without a meaning."""
+        """Read a member with a word as value: the name, the id, or an ignored member."""
         tape = self._tape
         quote = yield from tape.literal('"', "'")
         if quote is None:
             return False
         start = tape.at
         if key == spelled.name:
+            # A second name makes the object invalid.
             if self._name is not None or not (yield from self._known_name()):
                 return False
         else:
@@ -334,7 +359,9 @@ class CallReader:
         return (yield from tape.literal(quote)) is not None
 
     def _separator(self) -> Reading[str | None]:
-        """What stands between two members or ends the object. A comma before the end belongs to the end."""
+        """Read the separator of two members or the end of the object; None for anything else. A comma before
+        the end belongs to the end.
+        """
         tape = self._tape
         if not (yield from tape.blank()):
             return None
@@ -346,8 +373,11 @@ class CallReader:
         return found
 
     def _object_rest(self, spelled: CallObject, *, doubled: bool) -> Reading[None]:
-        """What follows the arguments inside of the object, if it is what may follow: otherwise it is text."""
+        """Read the remaining members and the end of the object behind the arguments. Unexpected content stays
+        text.
+        """
         tape = self._tape
+        # ``_member`` overwrites the name and the id of the call, which has already begun.
         name, ident = self._name, self._ident
         while True:
             separator = yield from self._separator()
@@ -368,6 +398,7 @@ class CallReader:
     # -- other ways to write arguments
 
     def _parameters(self, spelled: Parameters, tool: Tool, ends: CallEnds) -> Reading[Outcome]:
+        """Read arguments in tags. The call begins only if the first parameter or the end is readable."""
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
@@ -382,12 +413,15 @@ class CallReader:
         return "whole" if (yield from reader.read()) else "broken"
 
     def _keywords(self, ends: CallEnds) -> Reading[Outcome]:
-        """``key=value, ...)``: the opening parenthesis stands in the head. One of ``ends``, or the output's
-        end, may stand in place of the closing one."""
+        """Read ``key=value, ...)`` behind the opening parenthesis of the head.
+
+        One of ``ends``, or the end of the output, may replace the closing parenthesis.
+        """
         tape = self._tape
         if not (yield from tape.blank()):
             return "none"
         start = tape.at
+        # Look ahead: the call begins only if a keyword or the closing parenthesis follows.
         if (yield from tape.literal(")")) is None and not (yield from self._keyword()):
             return "none"
         tape.at = start
@@ -420,7 +454,7 @@ class CallReader:
                 return "whole" if missing else "broken"
 
     def _keyword(self) -> Reading[str]:
-        """``key =``; "" where something else stands."""
+        """Read ``key =`` and return the key; "" for anything else."""
         tape = self._tape
         key = yield from tape.run(_NAME, MAX_KEY)
         if len(key) > MAX_KEY or not key or not (yield from tape.blank()):
@@ -429,7 +463,7 @@ class CallReader:
 
 
 def _prefixes(text: str) -> tuple[int, ...]:
-    """Lengths of what may stand before the name in an id."""
+    """Return the lengths of the possible prefixes before the name in an id."""
     if not text.startswith(_PREFIX):
         return ()
     size = len(_PREFIX)

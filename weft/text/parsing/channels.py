@@ -1,4 +1,4 @@
-"""Reads the headers of messages in channels, and routes their bodies: to thoughts, content or a call."""
+"""Read the headers of channel messages and route the bodies to reasoning, content or a call."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weft.text.parsing.tape import Reading, Tape
 
 MAX_HEADER = 256
 MAX_UNKNOWN = 3
-"""Words of a header that mean nothing known. A header with more is text."""
+"""Unknown words allowed in a header. A header with more unknown words is text."""
 Body: TypeAlias = Literal["content", "reasoning"]
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a header says, and where its recipient stands in the text."""
+    """The parsed header, and the position of the recipient in the text."""
 
     channel: str
     recipient: str
@@ -39,7 +39,7 @@ class ChannelReader:
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """What a header may begin with. Between messages a header may be empty."""
+        """Texts at the start of a header. Between messages, a header may be empty."""
         used = self._declared
         return (
             (used.start, used.channel) if self.body is not None else (used.start, used.channel, used.message)
@@ -47,11 +47,13 @@ class ChannelReader:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """What ends a message, also one that came without a header."""
+        """Texts at the end of a message, with or without a header."""
         return self._declared.ends
 
     def begin(self, *, in_thought: bool) -> Reading[None]:
-        """At the output's start: the prompt ends behind the role, or inside a thought."""
+        """Read the start of the output. The prompt ends either behind the role or inside a reasoning
+        block.
+        """
         if in_thought:
             self.body = "reasoning"
             return
@@ -62,16 +64,18 @@ class ChannelReader:
                 tape.at = 0
 
     def end(self) -> None:
-        """The message that was open has ended."""
+        """End the open message."""
         self.body = None
         self._tape.begin_part()
 
     def header(self, start: int) -> Reading[bool]:
-        """Reads the header at ``start`` and, of a call, the body too. False where there is none."""
+        """Read the header at ``start``, and the body too if the message is a call. Return False if no header
+        stands there.
+        """
         tape = self._tape
         read = yield from self._until_message(start)
         header = None if read is None else self._parsed(read, start)
-        bare = not read and not tape.line_blank  # an empty header stands only where a message begins
+        bare = not read and not tape.line_blank  # an empty header is allowed only at the start of a message
         if read is None or header is None or bare:
             tape.at = start
             return False
@@ -86,12 +90,13 @@ class ChannelReader:
         return True
 
     def _until_message(self, start: int) -> Reading[str | None]:
-        """The header's text, without the mark that ends it."""
+        """Return the text of the header without the mark at the end; None if no header ends here."""
         tape = self._tape
         used = self._declared
         while True:
             text = tape.slice(start, min(tape.end, start + MAX_HEADER))
             header, found, _ = text.partition(used.message)
+            # An end mark inside means that the message has no header.
             if any(mark in header for mark in used.ends):
                 return None
             if found:
@@ -100,11 +105,11 @@ class ChannelReader:
                 return None
 
     def _parsed(self, text: str, start: int) -> Header | None:
-        """The meaning of a header; None for text that is none.
+        """Return the meaning of a header, or None for text without a header.
 
-        Models write headers twice, leave the channel out and invent words. The last channel counts. Words
-        that mean nothing are markup, unless they are so many that they look like a sentence, or stand
-        before a second header, where they may be a message that lacks its mark.
+        Models write headers twice, leave the channel out and invent words. The last channel counts. Unknown
+        words are markup, with two exceptions. More than ``MAX_UNKNOWN`` unknown words look like a sentence.
+        Unknown words before a second header may be a message without its mark.
         """
         used = self._declared
         if not all(piece.startswith(used.role) for piece in text.split(used.start)[1:]):
@@ -112,6 +117,7 @@ class ChannelReader:
         spaced = text.replace(used.start + used.role, " ").replace(used.constrain, " ")
         before, _, after = spaced.rpartition(used.channel)
         earlier, words = before.replace(used.channel, " ").split(), after.split()
+        # A recipient may stand before or behind the channel; the last recipient counts.
         recipients = [word for word in (*earlier, *words) if word.startswith("to=")]
         known = {*used.thoughts, *used.texts, *used.kinds, *recipients}
         if not known.issuperset(earlier) or len([word for word in words if word not in known]) > MAX_UNKNOWN:
@@ -126,7 +132,9 @@ class ChannelReader:
         return Header(channel=channel, recipient=recipient, recipient_at=place)
 
     def _call(self, header: Header, behind: int) -> Reading[bool]:
-        """A message to a tool. Its body is the arguments."""
+        """Read the arguments of a message to a tool: the body of the message. Return False if no call
+        begins.
+        """
         name = header.recipient.removeprefix(self._declared.prefix)
         if not self._tells_calls:
             return False

@@ -1,4 +1,4 @@
-"""Which declaration reads a model's output: by name, or by what the checkpoint's folder shows."""
+"""Choice of the declaration for a model's output: by name, or from the files of the checkpoint."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ _CALLS_BY_TEXT = (
     (("<|eom_id|>",), "llama3_json"),
     (('{"name": function name, "parameters"',), "llama3_json"),
 )
-"""What a template writes (the first row of which all texts are there), to the format of calls. Where no row
-fits, the tokenizer's added tokens are looked at in the same way."""
+"""(texts of a template, format of calls). The first row with all texts present wins. If no row matches the
+template, the same rows are compared with the tokenizer's added tokens.
+"""
 _THOUGHTS_BY_TEXT = (
     (("<|channel|>", "<|message|>"), "gpt_oss"),
     (("[THINK]",), "mistral"),
@@ -61,11 +62,11 @@ _BY_MODEL = {
     "glm4_moe": "glm45",
     "llama4": "pythonic",
 }
-"""Where a template shows nothing: ``model_type`` to the format of calls."""
+"""``model_type`` to format of calls, for templates without any sign of a format."""
 
 
 class ModelHints(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint's folder shows of its format."""
+    """The facts of a checkpoint's folder relevant to the output format."""
 
     template: str = ""
     """The chat template."""
@@ -73,12 +74,14 @@ class ModelHints(msgspec.Struct, frozen=True, kw_only=True):
     """Texts of the tokenizer's added tokens."""
     model_type: str = ""
     response_template: Any = None
-    """Of tokenizer_config.json, as transformers has it."""
+    """The ``response_template`` of tokenizer_config.json, in the form of transformers."""
 
 
 def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> OutputFormat | None:
-    """The declaration of a model; None where nothing is told apart. Raises ConfigError for a name that is
-    none, and for two that cannot go together.
+    """Return the declaration of a model, or None if the server separates nothing.
+
+    Explicit names win over the checkpoint's ``response_template``, which wins over the template's texts.
+    Raises ConfigError for an unknown name and for two formats in conflict.
     """
     calling = _named("tool_call_parser", tool_call_parser, CALLS)
     thinking = _named("reasoning_parser", reasoning_parser, THOUGHTS)
@@ -89,6 +92,7 @@ def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> O
             log.info(
                 "the model's response_template says more than is read; its format is taken by its template"
             )
+    # Each of the two parsers is chosen alone, so a response_template may decide only one of the two.
     if tool_call_parser == "auto":
         calling = own if own is not None and own.calls else _calls_of(hints)
     if reasoning_parser == "auto":
@@ -103,6 +107,7 @@ def choose(tool_call_parser: str, reasoning_parser: str, hints: ModelHints) -> O
 
 
 def _calls_of(hints: ModelHints) -> OutputFormat | None:
+    """Return the format of calls by template, model type or added tokens, in this order; None if unknown."""
     for texts, name in _CALLS_BY_TEXT:
         if all(text in hints.template for text in texts):
             return CALLS[name]
@@ -115,6 +120,7 @@ def _calls_of(hints: ModelHints) -> OutputFormat | None:
 
 
 def _thoughts_of(hints: ModelHints) -> OutputFormat | None:
+    """Return the format of reasoning by template or added tokens, in this order; None if unknown."""
     for texts, name in _THOUGHTS_BY_TEXT:
         if all(text in hints.template for text in texts):
             return THOUGHTS[name]
@@ -125,8 +131,10 @@ def _thoughts_of(hints: ModelHints) -> OutputFormat | None:
 
 
 def _as_written(made: OutputFormat, hints: ModelHints) -> OutputFormat:
-    """Of several ways to write a call, the first is the one that grammars take: that of the model's template
-    and tokens."""
+    """Put the spelling of the model's own template first.
+
+    Grammars use the first spelling of a call. Only Mistral's declaration depends on the tokenizer version.
+    """
 
     def known(text: str) -> bool:
         return text in hints.template or text in hints.added

@@ -1,13 +1,13 @@
-"""How a family of models writes its output, as data: what opens and closes thoughts, calls and channels.
+"""The output format of a model family as data: the texts around reasoning, calls and channels.
 
 ``engine.py`` executes a declaration. A call is written as
 
     section.head   head   arguments   tail   [section.between   head   arguments   tail]...   section.tail
 
-where a head or tail is a tuple of items: a string is exactly that text, ``BLANK`` any white space (``LINE``:
-usually a line end), ``NAME`` the tool's name, ``IDENTIFIER`` an id that the model gives the call. The first
-text of a call is its *trigger*: where it comes up, a call may begin. All that belongs to a call before its
-arguments is only markup if a whole head of a known tool stands there; otherwise it is text.
+A head or tail is a tuple of items. A string is exactly that text. ``BLANK`` is any white space (``LINE``:
+usually a line end). ``NAME`` is the name of the tool. ``IDENTIFIER`` is an id written by the model. The first
+text of a call is the *trigger*: at a trigger, a call may begin. Text before the arguments is markup only if a
+whole head with a known tool stands there. Otherwise the same text is content.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Identifier(msgspec.Struct, frozen=True, kw_only=True):
     """An id of the call: word characters."""
 
     holds_name: bool = False
-    """Whether the id is written as ``functions.NAME:NUMBER`` and so is also where the name stands. Prefix and
-    number may be missing, or joined in other ways."""
+    """True if the id contains the name, as in ``functions.NAME:NUMBER``. The reader accepts an id without the
+    prefix or the number, and with other separators.
+    """
 
 
 BLANK = Blank()
@@ -53,7 +54,7 @@ class Optional(msgspec.Struct, frozen=True):
 
     items: tuple[Item, ...]
     written: bool = False
-    """Whether a grammar writes them."""
+    """True if a grammar writes the items."""
 
 
 Item: TypeAlias = str | Blank | Name | Identifier | Optional
@@ -69,17 +70,17 @@ class CallObject(_Part, frozen=True, kw_only=True):
 
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
-    """The first is what a grammar writes."""
+    """Accepted keys of the arguments. A grammar writes the first."""
     id: str = "id"
     ignored: tuple[str, ...] = ("type",)
 
 
 class Parameters(_Part, frozen=True, kw_only=True):
-    """Each argument in tags of its own; values become JSON by the types that the tool's schema gives them.
+    """Each argument in a tag pair of its own. Values become JSON by the types of the tool's schema.
 
-    ``key_open KEY key_close [string_flag] value_open VALUE value_close``, then the next one or ``end``.
-    A closing tag is only one where the next parameter or ``end`` follows it. docs/outputs.md has the rules
-    for tags that are missing or misspelled.
+    ``key_open KEY key_close [string_flag] value_open VALUE value_close``, then the next parameter or ``end``.
+    A closing tag counts only if the next parameter or ``end`` follows. docs/outputs.md has the rules for
+    missing and misspelled tags.
     """
 
     key_open: str
@@ -88,78 +89,83 @@ class Parameters(_Part, frozen=True, kw_only=True):
     value_close: str
     end: str
     gap: str = "\n"
-    """What a grammar writes around parameters."""
+    """The text of a grammar around parameters."""
     newlines: bool = False
-    """Whether a line end behind ``value_open`` and one before ``value_close`` belong to the tags."""
+    """True if a line end behind ``value_open`` and before ``value_close`` belongs to the tags."""
     string_flag: str = ""
-    """Where a value says itself whether it is a string: what stands before ``true`` or ``false``."""
+    """For formats with a type flag in each value: the text before ``true`` (a string) or ``false`` (any other
+    type).
+    """
 
 
 class Keywords(_Part, frozen=True, kw_only=True):
-    """``key=value, ...)`` with values as Python writes them, or JSON does."""
+    """``key=value, ...)`` with values in Python or JSON spelling."""
 
 
 Arguments: TypeAlias = JsonArguments | CallObject | Parameters | Keywords
 
 
 class Section(_Part, frozen=True, kw_only=True):
-    """What stands around the calls of an output."""
+    """The text around all calls of an output."""
 
     head: Syntax = ()
     tail: Syntax = ()
     between: str = ""
-    """What separates two calls. Where there is something, no text can stand between calls."""
+    """Separator of two calls. If not empty, no other text may stand between calls."""
     required: bool = True
-    """Whether a call outside of the section is none."""
+    """True if a call outside the section does not count as a call."""
 
 
 class Call(_Part, frozen=True, kw_only=True):
-    """How a call is written."""
+    """The spelling of one call."""
 
     head: Syntax = ()
     arguments: Arguments
     tail: Syntax = ()
     section: Section | None = None
     gap: str = "\n"
-    """What a grammar writes between two calls."""
+    """The text of a grammar between two calls."""
     line_start: bool = False
-    """Whether it begins a call only at the start of a line (one whose trigger is a mere bracket)."""
+    """True if the call may begin only at the start of a line (for triggers of a single bracket)."""
 
     @property
     def closings(self) -> tuple[str, ...]:
-        """Texts behind the arguments, of the call and of its section."""
+        """Texts behind the arguments, from the call's tail and the section's tail."""
         tails = (*self.tail, *(self.section.tail if self.section is not None else ()))
         return tuple(dict.fromkeys(texts_of(tails)))
 
     @property
     def own_trigger(self) -> str:
-        """What it begins with inside of a section; "" where that is the tool's name."""
+        """First text of the call inside a section; "" if the call begins with the tool's name."""
         if self.head:
             return self.head[0] if isinstance(self.head[0], str) else ""
         return "{" if isinstance(self.arguments, CallObject) else ""
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """What may begin one: at least one text, none of them empty."""
+        """All texts at which the call may begin: at least one. ``check_format`` refuses an empty text."""
         own = self.own_trigger
         around = self.section.head if self.section is not None else ()
         outer = next((item for item in around if isinstance(item, str)), "")
+        # Inside a required section, a call outside the section does not count.
         if not outer:
             return (own,)
         return (outer,) if self.section is None or self.section.required or not own else (outer, own)
 
 
 class Thought(_Part, frozen=True, kw_only=True):
-    """What a thought stands between. White space beside the tags belongs to them."""
+    """The texts around a reasoning block. White space beside the tags belongs to the tags."""
 
     open: str
     close: str
     implied: bool = False
-    """Whether the output begins inside a thought although neither prompt nor output opens one."""
+    """True if the output starts inside a reasoning block although neither the prompt nor the output opens the
+    block.
+    """
 
 
 class Channels(_Part, frozen=True, kw_only=True):
-    """Messages with headers, as GPT-OSS writes them.
+    """Messages with headers, in the spelling of GPT-OSS.
 
     ``[start ROLE] [to=RECIPIENT] channel NAME [to=RECIPIENT] [constrain TYPE] message BODY end``
     """
@@ -170,53 +176,61 @@ class Channels(_Part, frozen=True, kw_only=True):
     constrain: str
     message: str
     ends: tuple[str, ...]
-    """End a body: of any message, the last one, a call (in this order, for what a grammar writes)."""
+    """End texts in this order: of any message, of the last message, of a call. A grammar writes the first."""
     thoughts: tuple[str, ...]
-    """Channels whose text is a thought."""
+    """Channels of reasoning."""
     texts: tuple[str, ...]
-    """Channels whose text is for the user; the first is that of answers."""
+    """Channels of text for the user. A grammar writes answers into the first."""
     kinds: tuple[str, ...]
-    """What a body may be said to be."""
+    """Accepted content types of a body."""
     calls: str
-    """The channel a grammar writes calls into."""
+    """The channel of calls in a grammar."""
     prefix: str
-    """What stands before a tool's name in a recipient."""
+    """The text before a tool's name in a recipient."""
     nobody: tuple[str, ...] = ("assistant", "user", "all")
-    """Recipients that are no tools."""
+    """Recipients that are not tools."""
 
 
 class OutputFormat(_Part, frozen=True, kw_only=True):
-    """One declaration: what is told apart in an output. An empty one tells nothing apart."""
+    """One declaration: the parts to separate in an output. An empty declaration separates nothing."""
 
     name: str
     thoughts: tuple[Thought, ...] = ()
     calls: tuple[Call, ...] = ()
     channels: Channels | None = None
     channel_thoughts: bool = True
-    """Whether thoughts of channels are told apart; otherwise they are content."""
+    """True if reasoning channels are separated. If False, their text is content."""
     channel_calls: bool = True
+    """True if calls in channels are read."""
 
     @property
     def tells_thoughts(self) -> bool:
+        """True if the format separates reasoning."""
         return bool(self.thoughts) or (self.channels is not None and self.channel_thoughts)
 
     @property
     def tells_calls(self) -> bool:
+        """True if the format has calls."""
         return bool(self.calls) or (self.channels is not None and self.channel_calls)
 
     def ways(self, *, strict: bool) -> tuple[Call, ...]:
-        """How calls may be written. A grammar cannot keep a text from beginning a line with a bracket, so
-        where arguments are held to a schema this is no way beside one with tags."""
+        """Return the accepted spellings of a call.
+
+        A grammar cannot forbid a bracket at the start of a line. With ``strict``, line-start spellings are
+        therefore dropped if the first spelling has tags.
+        """
         kept = tuple(call for call in self.calls if not call.line_start)
         return self.calls if not strict or self.calls[:1] != kept[:1] else kept
 
     def openings(self) -> tuple[str, ...]:
-        """Texts that begin a call and are more than a bracket. Where one stands, the last call has ended."""
+        """Return the texts at the start of a call, except single brackets. Such a text also ends the previous
+        call.
+        """
         found = (text for call in self.calls for text in (*call.triggers, call.own_trigger) if len(text) > 1)
         return tuple(dict.fromkeys(found))
 
     def marks(self) -> frozenset[str]:
-        """Every text of it that may be a token of its own."""
+        """Return every text of the format: each may be a special token."""
         return frozenset(text for text in self._texts() if text)
 
     def _texts(self) -> Iterator[str]:
@@ -235,7 +249,7 @@ class OutputFormat(_Part, frozen=True, kw_only=True):
 
 
 def texts_of(items: Syntax) -> Iterator[str]:
-    """The exact texts among items, at any depth."""
+    """Yield the exact texts among ``items``, at any depth."""
     for item in items:
         if isinstance(item, str):
             yield item
@@ -244,14 +258,16 @@ def texts_of(items: Syntax) -> Iterator[str]:
 
 
 def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> OutputFormat | None:
-    """One declaration with the thoughts of the first and the calls of the second; None for nothing at all.
+    """Return one declaration with the reasoning of the first and the calls of the second; None if both are
+    None.
 
-    Raises ValueError when what begins a call also begins another part.
+    Raises ValueError if one opening text is a prefix of another.
     """
     if thinking is None and calling is None:
         return None
     parts = [part for part in (thinking, calling) if part is not None]
     channels = next((part.channels for part in parts if part.channels is not None), None)
+    # A format with channels reads reasoning and calls only for the flag that named that format.
     made = OutputFormat(
         name="+".join(dict.fromkeys(part.name for part in parts)),
         thoughts=() if thinking is None else thinking.thoughts,
@@ -265,17 +281,18 @@ def combined(thinking: OutputFormat | None, calling: OutputFormat | None) -> Out
 
 
 def check_format(declared: OutputFormat) -> None:
-    """Raises ValueError unless every beginning is distinct: none is a prefix of another, none is empty."""
+    """Raise ValueError if an opening text is empty or is a prefix of another opening text."""
     begins = list({trigger for call in declared.calls for trigger in call.triggers})
     begins += [thought.open for thought in declared.thoughts]
     if declared.channels is not None:
         begins += [declared.channels.start, declared.channels.channel]
     if "" in begins:
         raise ValueError(f"{declared.name}: something begins with nothing")
+    # In sorted order, a prefix stands directly before a longer text.
     for first, second in itertools.pairwise(sorted(begins)):
         if second.startswith(first):
             raise ValueError(f"{declared.name}: {first} is how {second} begins")
 
 
 Kind: TypeAlias = Literal["content", "reasoning", "name", "id", "argument", "markup"]
-"""What a generated character is."""
+"""The use of a generated character."""

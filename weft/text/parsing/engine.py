@@ -1,8 +1,9 @@
-"""Executes a declaration: one reader for thoughts, calls and channels of one output.
+"""Execute a declaration: one reader for the reasoning, the tool calls and the channels of one output.
 
-The output is text in a *region* (content, a thought, the body of a channel's message) until a mark of the
-declaration comes up. A mark acts only where what it begins is really there; otherwise it is text like any
-other. White space right before a mark goes with it.
+The output is text of the current *region*: content, reasoning, or the body of a channel's message. Text
+continues until a mark of the declaration. A mark acts only if the complete construct follows: for example, a
+whole call head with a known tool name. A mark without such a construct is ordinary text. White space directly
+before a mark belongs to the mark.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from weft.text.parsing.parser import OutputSpec
 from weft.text.parsing.tape import BLANKS, MAX_BLANK, Reading, Tape, Texts
 
 MAX_AGAIN = 1024
-"""A beginning that turned out to be none is looked through again for others up to this length."""
+"""Characters of a false start. The engine searches a shorter false start again for marks inside the false
+start. A longer false start becomes text at once, which bounds the work per character.
+"""
 
 Action: TypeAlias = Literal["open", "close", "call", "section end", "header", "message end"]
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """A text that may be markup in a region."""
+    """A text with a possible markup meaning in a region."""
 
     text: str
     action: Action
     trims: bool = True
-    """Whether white space before it belongs to it."""
+    """True if white space before the mark belongs to the mark."""
     line_start: bool = False
 
 
 class Marks:
-    """The marks of a region, to be found in one pass."""
+    """All marks of one region, compiled into one regular expression."""
 
     def __init__(self, marks: Iterable[Mark]) -> None:
         self.by_text = {mark.text: mark for mark in marks}
@@ -45,7 +48,7 @@ class Marks:
 
 
 class OutputEngine:
-    """The ``OutputParser`` of a declaration."""
+    """The ``OutputParser`` for any declaration."""
 
     def __init__(self, declared: OutputFormat, spec: OutputSpec, tape: Tape | None = None) -> None:
         self.tape = Tape() if tape is None else tape
@@ -70,22 +73,22 @@ class OutputEngine:
         if self._in_thought and declared.thoughts:
             self._thought = declared.thoughts[0]
         elif declared.channels is not None:
-            self._in_thought = False  # the channel's body says it
+            self._in_thought = False  # the header of the first message decides
         self._behind_call = False
-        """Whether nothing but white space came since the last call."""
+        """True if only white space was read since the last call."""
         self._known: dict[object, Marks] = {}
         self._steps = self._read()
         self._started = False
 
     def feed(self, text: str) -> list[OutputEvent]:
-        """Takes the next piece; returns what is certain now."""
+        """Read the next piece of output and return the events certain so far."""
         if text:
             self.tape.add(text)
             self._go()
         return self.tape.take()
 
     def close(self) -> list[OutputEvent]:
-        """The output has ended, in whatever way. Called once."""
+        """Return the remaining events at the end of the output. Call once."""
         self.tape.ended = True
         self._go()
         return self.tape.take()
@@ -95,12 +98,13 @@ class OutputEngine:
 
     @property
     def thinking(self) -> bool:
-        """Whether text is that of a thought now."""
+        """True if the current region is reasoning."""
         if self._channels is not None and self._channels.body is not None:
             return self._channels.body == "reasoning"
         return self._in_thought
 
     def _read(self) -> Reading[None]:
+        """Read the whole output: the generator behind ``feed`` and ``close``."""
         tape = self.tape
         if self._thought is not None:
             yield from self._enter(self._thought)
@@ -116,7 +120,11 @@ class OutputEngine:
                 self._no_mark(start)
 
     def _no_mark(self, start: int) -> None:
-        """What began at ``start`` is text: its first character for certain, the rest is looked at again."""
+        """Give out the first character at ``start`` as text and search the rest again.
+
+        The engine calls this method when ``tape.at`` stands behind a false start. A false start longer than
+        ``MAX_AGAIN`` is given out whole.
+        """
         tape = self.tape
         far = tape.at - start > MAX_AGAIN
         tape.text(tape.at if far else start + 1, thought=self.thinking)
@@ -126,9 +134,10 @@ class OutputEngine:
     # -- text up to a mark
 
     def _text(self) -> Reading[tuple[Mark, int] | None]:
-        """Gives out text up to the next mark; (mark, its position), or None at the output's end.
+        """Give out text up to the next mark. Return the mark and its position, or None at the end of the
+        output.
 
-        White space before the mark is not given out yet.
+        The white space before a trimming mark is not given out yet.
         """
         tape = self.tape
         marks = self._marks()
@@ -142,18 +151,22 @@ class OutputEngine:
             if tape.ended:
                 break
             text = tape.slice(tape.done, tape.end)
+            # Keep back the text that may still become a mark, together with the white space before that text.
             keep = marks.texts.held(text)
             if marks.trims:
                 keep += self._blank_before(tape.end - keep)
             self._give(tape.end - keep)
             yield from tape.more()
+        # White space between the last call and the end of the output is markup.
         if self._behind_call and not tape.slice(tape.done, tape.end).strip(BLANKS):
             tape.skip(tape.end)
         self._give(tape.end)
         return None
 
     def _find(self, marks: Marks) -> tuple[Mark, int] | None:
-        """The first mark that is one where it stands."""
+        """Return the first mark in effect and its position, or None. Give out the text before a line-start
+        mark.
+        """
         tape = self.tape
         start = tape.done
         while True:
@@ -164,6 +177,8 @@ class OutputEngine:
             begin = tape.position(match.start())
             if not mark.line_start:
                 return mark, begin
+            # A line-start mark counts only at the start of a line outside a fenced code block. Give out the
+            # text first, so that the tape knows how the current line begins.
             self._give(begin - self._blank_before(begin))
             if self._starts_line(begin):
                 return mark, begin
@@ -171,8 +186,9 @@ class OutputEngine:
             self._give(start)
 
     def _starts_line(self, position: int) -> bool:
-        """Whether a line begins at ``position`` that is no line of code. Before it only white space is
-        left.
+        """Return True if a line starts at ``position`` outside a fenced code block.
+
+        Only white space may stand between ``tape.done`` and ``position``.
         """
         newline = "\n" in self.tape.slice(self.tape.done, position)
         return (newline or self.tape.line_blank) and not self._fenced_at(newline)
@@ -181,7 +197,9 @@ class OutputEngine:
         return self.tape.fenced ^ (newline and self.tape.line_is_fence)
 
     def _blank_before(self, end: int) -> int:
-        """Length of the white space before ``end`` that was not given out, as far as a mark may take it."""
+        """Return the length of the white space before ``end``: at most ``MAX_BLANK``, and only characters not
+        given out yet.
+        """
         start = max(self.tape.done, end - MAX_BLANK)
         text = self.tape.slice(start, end)
         return len(text) - len(text.rstrip(BLANKS))
@@ -192,15 +210,17 @@ class OutputEngine:
             self._behind_call = False
 
     def _marks(self) -> Marks:
-        """The marks of the present region."""
+        """Return the marks of the current region, built once per combination of states."""
         calls = self._tells_calls and self._calls.allowed
         body = None if self._channels is None else self._channels.body
+        # Everything ``_marks_now`` depends on.
         key = (self._in_thought, self._thought, calls, self._calls.section, body)
         if key not in self._known:
             self._known[key] = Marks(self._marks_now(calls))
         return self._known[key]
 
     def _marks_now(self, calls: bool) -> Iterable[Mark]:
+        """Yield the marks of the current state: reasoning, calls, section ends and channel headers."""
         declared = self._format
         if self._tells_thoughts and self._thought is not None:
             yield Mark(self._thought.close, "close")
@@ -208,6 +228,8 @@ class OutputEngine:
             for thought in declared.thoughts:
                 yield Mark(thought.open, "open", line_start=True)
         for call in self._ways if calls else ():
+            # A call without tags cannot be recognized inside reasoning: a bracket at the start of a line is
+            # common there.
             if self._in_thought and call.line_start:
                 continue
             for trigger in call.triggers:
@@ -227,7 +249,9 @@ class OutputEngine:
     # -- what marks do
 
     def _act(self, mark: Mark, start: int) -> Reading[bool]:
-        """Does what a mark at ``start`` says. False, and nothing was given out, where it is no mark."""
+        """Apply ``mark`` at ``start``. Return False, with nothing given out, if the text there turns out to
+        be no mark.
+        """
         tape = self.tape
         if mark.action == "open":
             tape.skip(start + len(mark.text))
@@ -255,7 +279,10 @@ class OutputEngine:
         return True
 
     def _call(self, mark: Mark, start: int) -> Reading[bool]:
-        """A call at ``start``, in the first of the declared ways that fits."""
+        """Read a call at ``start`` with the first declared spelling that fits. Return False if none fits.
+
+        After a failure ``tape.at`` stands at the farthest position of all attempts.
+        """
         farthest = start
         for call in self._ways:
             if mark.text not in call.triggers and mark.text != call.own_trigger:
@@ -269,7 +296,10 @@ class OutputEngine:
         return False
 
     def _enter(self, thought: Thought) -> Reading[None]:
-        """At the start of a thought: white space, and its opening tag where the prompt has opened it too."""
+        """Skip white space at the start of a reasoning block.
+
+        Skip the opening tag too, if the output repeats the tag that the prompt already ended with.
+        """
         tape = self.tape
         yield from self._blank()
         if tape.done == 0 and (yield from tape.literal(thought.open)) is not None:
@@ -277,7 +307,7 @@ class OutputEngine:
             yield from self._blank()
 
     def _blank(self) -> Reading[None]:
-        """White space beside a tag goes with it."""
+        """Skip the white space beside a tag."""
         tape = self.tape
         tape.at = tape.done
         yield from tape.blank()

@@ -1,6 +1,4 @@
-"""What a parser finds in a model's output, in order. Every generated character is in exactly one event, or
-is markup.
-"""
+"""The events of a parser, in order. Every generated character is in exactly one event or is markup."""
 
 from __future__ import annotations
 
@@ -20,29 +18,29 @@ class Content(_Event, frozen=True):
 
 
 class Reasoning(_Event, frozen=True):
-    """Text of a thought."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class CallBegin(_Event, frozen=True, kw_only=True):
-    """A tool call begins. Its name is complete; calls of an output are numbered from 0."""
+    """A tool call begins. The name is complete. Calls of an output are numbered from 0."""
 
     call: int
     name: str
     id: str = ""
-    """Where the model itself writes one; the answer's maker mints one otherwise."""
+    """The id written by the model. If empty, the API layer creates an id."""
 
 
 class CallArguments(_Event, frozen=True, kw_only=True):
-    """The next piece of a call's arguments; all pieces together are JSON text, where the call is whole."""
+    """The next piece of a call's arguments. All pieces together are JSON text if the call is complete."""
 
     call: int
     text: str
 
 
 class CallEnd(_Event, frozen=True, kw_only=True):
-    """The call is whole. One that the output's end cut short has no such event."""
+    """The call is complete. A call cut off by the end of the output has no such event."""
 
     call: int
 

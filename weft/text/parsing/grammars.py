@@ -1,7 +1,7 @@
-"""Grammars of whole outputs: calls and answers as a family writes them, behind the thought.
+"""Grammars of whole outputs: calls and answers in the spelling of a model family, behind the reasoning.
 
-Where the model thinks, its thought comes first, as free text up to the tag that ends it, whether the prompt
-has opened it or the model does so itself. A call is written the way the family's templates do.
+For a reasoning model, the output starts with free text up to the closing tag of the reasoning. The prompt or
+the model may open the reasoning. Calls have the spelling of the family's templates.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from weft.types.grammar import (
 
 ToolChoice: TypeAlias = Literal["auto", "required"]
 _BETWEEN = Regex(r"[ \n]{0,2}")
-"""White space between a thought and what follows it."""
+"""White space between the reasoning and the next part."""
 _NUMBER = Regex(r"[0-9]{1,3}")
 _MAX_CALLS = 128
-"""Calls of one output under a grammar."""
+"""Maximum calls of one output under a grammar."""
 
 
 class OutputGrammars:
@@ -57,8 +57,11 @@ class OutputGrammars:
     def calls(
         self, tools: Items[Tool], choice: ToolChoice, *, parallel: bool, reasoning: bool, in_reasoning: bool
     ) -> Grammar | None:
-        """What an output with calls may be; None where it may be anything (no tool is strict, no call is
-        required). Raises InvalidRequest where the family's calls cannot hold what is asked."""
+        """Return the grammar of an output with calls; None if any output is allowed.
+
+        Any output is allowed if no tool is strict and no call is required. Raises InvalidRequest if the
+        format has no calls or cannot express a strict schema.
+        """
         if choice == "auto" and not any(tool.strict for tool in tools):
             return None
         if not tools or not self._declared.tells_calls:
@@ -73,6 +76,7 @@ class OutputGrammars:
             made = self._required(self._declared.calls[0], tools, parallel=parallel)
         else:
             made = self._strict(tools, parallel=parallel)
+        # A call inside the reasoning would escape the grammar, so the reasoning must not contain a trigger.
         triggers = [
             trigger
             for call in self._declared.ways(strict=True)
@@ -84,7 +88,7 @@ class OutputGrammars:
         )
 
     def answer(self, part: Grammar, *, reasoning: bool, in_reasoning: bool) -> Grammar:
-        """An output whose content is ``part``."""
+        """Return the grammar of an output with content ``part``."""
         used = self._declared.channels
         if used is not None:
             part = Sequence((Text(used.channel + used.texts[0] + used.message), part))
@@ -93,8 +97,11 @@ class OutputGrammars:
     def behind_thought(
         self, part: Grammar, *, reasoning: bool, in_reasoning: bool, without: tuple[str, ...] = ()
     ) -> Grammar:
-        """``part`` behind a thought, if there is one; ``in_reasoning``: the prompt has opened it. The thought
-        holds none of ``without``: a call in it would be one, and held to nothing."""
+        """Return ``part`` behind the reasoning of the family, if any.
+
+        ``in_reasoning``: the prompt has opened the reasoning. The reasoning contains none of ``without``: a
+        call inside the reasoning would not follow the grammar. Channel formats ignore ``without``.
+        """
         used = self._declared.channels
         if used is not None:
             end = Sequence((FreeText(ends=(used.ends[0],)), Text(used.start + used.role)))
@@ -109,6 +116,10 @@ class OutputGrammars:
     def _after(
         self, end: Grammar, opening: str, part: Grammar, *, reasoning: bool, in_reasoning: bool
     ) -> Grammar:
+        """Return ``part`` behind a reasoning block.
+
+        The block is required if the prompt has opened the block, optional if ``reasoning``, else absent.
+        """
         if in_reasoning:
             return Sequence((end, part))
         if not reasoning:
@@ -119,7 +130,7 @@ class OutputGrammars:
     # -- calls
 
     def _required(self, call: Call, tools: Items[Tool], *, parallel: bool) -> Grammar:
-        """Calls, one at least, and nothing else."""
+        """Return the grammar of at least one call and no other text."""
         section = call.section or Section()
         one = _one_call(call, tools)
         calls = Repeated(part=one, between=call.gap, least=1, most=_MAX_CALLS if parallel else 1)
@@ -129,13 +140,14 @@ class OutputGrammars:
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
     def _strict(self, tools: Items[Tool], *, parallel: bool) -> Grammar:
-        """Any text; wherever a call begins, in any of the family's ways, a right one follows."""
+        """Return the grammar of any text in which each trigger, of any spelling, starts a valid call."""
         first = self._declared.calls[0]
         if first.line_start:
             bracket = first.triggers[0]
-            line = rf"[^\s\{bracket}<][^\n]*"  # one that does not begin as calls do
+            line = rf"[^\s\{bracket}<][^\n]*"  # a line that does not begin with a bracket or a tag
             other = Regex(rf"{line}(?:\n[ \t\r]*(?:{line})?)*")
             return OneOf((self._required(first, tools, parallel=parallel), other, Text("")))
+        # Spellings with the same trigger are alternatives behind that trigger.
         begins: dict[str, list[Grammar]] = {}
         ways = self._declared.ways(strict=True)
         for call in ways:
@@ -159,6 +171,7 @@ class OutputGrammars:
         return Sequence((Repeated(part=one, most=most), FreeText(without=tuple(begins))))
 
     def _channel_calls(self, used: Channels, tools: Items[Tool], choice: ToolChoice) -> Grammar:
+        """Return the grammar of calls in channels: a required call, or free text with valid calls."""
         kind = f" {used.constrain}json{used.message}"
         if choice == "required":
             opening = f"{used.channel}{used.calls} to={used.prefix}"
@@ -172,7 +185,7 @@ class OutputGrammars:
 
 
 def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
-    """One call of any of ``tools``."""
+    """Return the grammar of one call of any of ``tools``."""
     before, after = _head(call)
     spelled = call.arguments
     bodies: list[Grammar] = []
@@ -183,6 +196,7 @@ def _one_call(call: Call, tools: Items[Tool]) -> Grammar:
             body = keyword_parts(tool)
         else:
             body = (_arguments(tool),)
+        # ``\1`` marks the place of the call's number, see ``_written``.
         first, numbered, rest = after.partition("\1")
         number: tuple[Grammar, ...] = (_NUMBER, Text(rest)) if numbered else ()
         bodies.append(Sequence((Text(tool.name + first), *number, *body)))
@@ -196,7 +210,7 @@ def _either(parts: list[Grammar]) -> tuple[Grammar]:
 
 
 def _head(call: Call) -> tuple[str, str]:
-    """What stands before the name and behind it."""
+    """Return the text before the name and the text behind the name."""
     before, _, after = "".join(_written(call.head)).partition("\0")
     if isinstance(call.arguments, CallObject):
         spelled = call.arguments
@@ -206,7 +220,9 @@ def _head(call: Call) -> tuple[str, str]:
 
 
 def _written(items: Syntax) -> list[str]:
-    """Items as they are written; the name as a NUL, a number as the character behind it."""
+    """Return the text of a grammar for ``items``. NUL stands for the name, and the character ``\\1`` for a
+    number.
+    """
     texts: list[str] = []
     for item in items:
         if isinstance(item, str):
@@ -223,12 +239,12 @@ def _written(items: Syntax) -> list[str]:
 
 
 def _arguments(tool: Tool) -> JsonSchema:
-    """A tool's arguments as a JSON object."""
+    """Return the grammar of a tool's arguments as a JSON object."""
     return JsonSchema(schema=json.dumps(tool.arguments, ensure_ascii=False))
 
 
 def _without(grammar: Grammar, trigger: str) -> Grammar:
-    """``grammar`` behind its first text, which begins with ``trigger``."""
+    """Return ``grammar`` without ``trigger`` at the start of its first text."""
     if isinstance(grammar, Text):
         return Text(grammar.text.removeprefix(trigger))
     assert isinstance(grammar, Sequence)

@@ -1,4 +1,4 @@
-"""Arguments of a call that are a JSON object, read at a tape's cursor while they stream."""
+"""Read JSON objects as call arguments at a tape's cursor while the text streams."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from weft.text.parsing.json_text import JsonObjectScanner, StringDecoder
 from weft.text.parsing.tape import Reading, Tape, Texts
 
 MAX_HELD = 8192
-"""Arguments that stand before the name they belong to are held back up to this many characters."""
+"""Maximum characters held back for arguments in front of the name of the call."""
 _WINDOW = 512
-"""Characters of arguments that are looked at together."""
+"""Characters of arguments examined together."""
 Span: TypeAlias = tuple[int, int]
 
 
 class JsonReader:
-    """Reads the arguments of calls that have begun; ``held`` reads those of one that has not."""
+    """Reads the arguments of begun calls. ``held`` reads arguments in front of a name, before the call has
+    begun.
+    """
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
 
     def read(self, ends: CallEnds) -> Reading[bool]:
-        """Reads an object; whether it is whole. The call's end may stand in place of its last brackets.
+        """Read an object and return True if the object is whole. The end of the call may replace the last
+        brackets.
 
-        A string that is not closed ends before a line that ends the call, so that calls behind it are found.
+        An unclosed string ends before a line with the end of the call. Otherwise the string would swallow the
+        calls behind.
         """
         tape = self._tape
         scanner = JsonObjectScanner()
@@ -33,6 +37,7 @@ class JsonReader:
             text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW))
             match = marks.pattern.search(text)
             held = 0 if tape.ended else marks.held(text)
+            # Keep back the text that may become the line with the end of the call.
             free = len(text) - held if match is None else match.start()
             if free:
                 tape.at += self._take(scanner, text[:free])
@@ -53,9 +58,11 @@ class JsonReader:
         return whole
 
     def read_quoted(self) -> Reading[bool]:
-        """Reads an object that is quoted as a whole, behind the quote; whether it is whole.
+        """Read an object quoted as a whole, from behind the opening quote. Return True if the object is
+        whole.
 
-        A quote that does not end the object is one of its own that misses its backslash.
+        A quote inside the incomplete object is taken as a string quote of the object with a missing
+        backslash.
         """
         tape = self._tape
         scanner = JsonObjectScanner()
@@ -66,6 +73,7 @@ class JsonReader:
                 tape.at += 1
                 tape.skip(tape.at)
                 return True
+            # The quote belongs to the object: repair the missing backslash.
             text = '"' if text is None else text
             if text.strip() if scanner.whole else self._take(scanner, text) < len(text):
                 break
@@ -76,11 +84,14 @@ class JsonReader:
         return False
 
     def held(self) -> Reading[tuple[Span, str] | None]:
-        """Reads an object without giving it out: where it stands, and its text. None where it breaks."""
+        """Read an object without giving the object out. Return the position and the JSON text; None for a
+        broken object.
+        """
         tape = self._tape
         start = tape.at
         scanner = JsonObjectScanner()
         while True:
+            # The bound keeps a client from waiting for an endless object.
             text = tape.slice(tape.at, min(tape.end, tape.at + _WINDOW, start + MAX_HELD))
             tape.at += self._take(scanner, text)
             if scanner.whole:
@@ -99,7 +110,9 @@ class JsonReader:
         return taken
 
     def _closes(self, scanner: JsonObjectScanner, ends: CallEnds) -> Reading[bool]:
-        """Closes an object at the output's end, or where the call's end or another call follows."""
+        """Close an incomplete object if the output ends here, or the end of the call or another call
+        follows.
+        """
         tape = self._tape
         start = tape.at
         here = tape.ended and start == tape.end

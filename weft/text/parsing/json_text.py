@@ -1,4 +1,4 @@
-"""JSON text, read character by character while it streams, and written as strict JSON (RFC 8259)."""
+"""JSON text, read character by character while the text streams, and written as strict JSON (RFC 8259)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from typing import Literal
 
 MAX_DEPTH = 128
-"""Deeper arguments are broken ones: what reads them does so by recursion."""
+"""Maximum depth of brackets. Deeper arguments count as broken, because JSON readers use recursion."""
 MAX_NUMBER = 1024
-"""Characters of a number. Python's own reader refuses longer ones."""
+"""Maximum characters of a number. Python's JSON reader refuses very long integers."""
 _PLAIN = {quote: re.compile(rf'[^"{quote}\\\x00-\x1f]*') for quote in "'\""}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _WORDS = {
@@ -28,41 +28,44 @@ State = Literal[
 
 
 class JsonObjectScanner:
-    """Reads one object and writes it as JSON. ``take`` may be called with any pieces of the object.
+    """Reads one object and writes the object as JSON. ``take`` accepts the object in any pieces.
 
-    A valid object is written as it stands. Slips whose meaning is clear are mended: control characters in
-    strings, escapes that JSON does not have, strings in single quotes, Python's True, False and None, a comma
-    before a closing bracket, and a doubled first brace.
+    A valid object is written unchanged. Mistakes with a clear meaning are repaired: control characters in
+    strings, invalid escapes, strings in single quotes, Python's True, False and None, a comma before a
+    closing bracket, and a doubled first brace.
     """
 
     def __init__(self) -> None:
         self.whole = False
         self.broken = False
         self.doubled = False
-        """The first brace stands there twice. A second closing brace may follow the object."""
+        """True if the first brace was doubled. A second closing brace may follow the object."""
         self.work = 0
         self._state: State = "object"
         self._stack: list[str] = []
         self._written: list[str] = []
         self._held: list[str] = []
-        """Characters that were taken and are not written yet: a comma and white space, an escape, a word."""
+        """Characters taken but not written yet: a comma with the white space behind the comma, an escape, or
+        a word.
+        """
         self._quote = '"'
         self._is_key = False
         self._options: tuple[str, ...] = ()
         self._number = ""
-        """Which part of a number comes next: see ``_in_number``."""
+        """The last part of the current number: see ``_in_number``."""
         self._length = 0
-        """Characters of the number."""
+        """Characters of the current number."""
 
     def take(self, text: str, start: int) -> int:
-        """Reads ``text`` from ``start``; returns the index behind the last character of the object.
+        """Read ``text`` from ``start``. Return the index behind the last character taken.
 
-        There the text ends, or the object (``whole``), or a character stands there that cannot be part of
-        the object (``broken``).
+        Reading stops at the end of the text, at the end of the object (``whole``), or at a character that
+        cannot be part of the object (``broken``).
         """
         at = start
         while at < len(text) and not self.whole and not self.broken:
             if self._state == "string":
+                # Fast path: the plain part of a string is copied in one step.
                 plain = _PLAIN[self._quote].match(text, at)
                 if plain is not None and plain[0]:
                     self._written.append(plain[0])
@@ -76,18 +79,20 @@ class JsonObjectScanner:
 
     @property
     def in_string(self) -> bool:
-        """A string is open."""
+        """True if a string is open."""
         return self._state in ("string", "escape", "hex")
 
     def written(self) -> str:
-        """The JSON text since the last call."""
+        """Return the JSON text written since the last call."""
         text = "".join(self._written)
         self._written.clear()
         return text
 
     def finish(self) -> bool:
-        """Closes the brackets that are open, where nothing else is missing. False, and nothing is written,
-        where a string, a key or a value is open."""
+        """Close the open brackets. Return False, and write nothing, if more than closing brackets is
+        missing.
+        """
+        # Only a complete number, a complete value or a trailing comma may stand before the closing brackets.
         after_number = self._state == "number" and self._number in _NUMBER_ENDS
         if not self._stack or not (after_number or self._state == "after" or self._behind_comma):
             return False
@@ -98,7 +103,7 @@ class JsonObjectScanner:
         return True
 
     def give_up(self) -> None:
-        """Writes what was held back, as it stands: the object will not become whole."""
+        """Write the held characters unchanged, because the object stays incomplete."""
         self._release()
 
     @property
@@ -114,7 +119,7 @@ class JsonObjectScanner:
         self._release()
 
     def _one(self, char: str) -> int:
-        """Takes a character outside of a string's plain part: 1, or 0 where it is not taken."""
+        """Take one character outside the plain part of a string. Return 1 if taken, else 0."""
         state = self._state
         if state in ("escape", "hex"):
             return self._in_escape(char)
@@ -127,6 +132,7 @@ class JsonObjectScanner:
                 return 1 if self._length <= MAX_NUMBER else self._fail(taken=1)
             if self._number not in _NUMBER_ENDS:
                 return self._fail()
+            # A number has no end mark: the first other character ends the number and is read again here.
             self._state = state = "after"
         if char in _BLANKS and state != "object":
             (self._held if self._held else self._written).append(char)
@@ -148,8 +154,9 @@ class JsonObjectScanner:
         return self._close(char)
 
     def _begin_key(self, char: str) -> int:
+        """Begin a key with ``char``, or close the object. Return 1 if ``char`` was taken."""
         if char == "}":
-            return self._close(char)  # behind a comma: the comma goes
+            return self._close(char)  # drops a comma before the brace
         if char == "{" and self._state == "first key" and self._stack == ["{"] and not self.doubled:
             self.doubled = True
             return 1
@@ -159,6 +166,7 @@ class JsonObjectScanner:
         return self._begin_string(char)
 
     def _begin_value(self, char: str) -> int:
+        """Begin a value with ``char``. Return 1 if ``char`` was taken."""
         if char in "{[":
             return self._open(char)
         if char in "'\"":
@@ -209,13 +217,16 @@ class JsonObjectScanner:
         return 1
 
     def _in_escape(self, char: str) -> int:
-        """A character behind a backslash. An escape that JSON does not have means what it says, literally."""
+        """Take a character behind a backslash. An invalid escape becomes a literal backslash and
+        character.
+        """
         if self._state == "escape" and char == "u":
             self._held.append(char)
             self._state = "hex"
             return 1
         if self._state == "escape":
             self._held.clear()
+            # Keep a valid escape; ``\'`` needs no backslash in JSON; anything else gets a literal backslash.
             valid = "\\" + char if char in '"\\/bfnrt' else "'" if char == "'" else escaped("\\" + char)
             return self._write(valid, "string")
         if char in _HEX:
@@ -230,6 +241,7 @@ class JsonObjectScanner:
         return 0
 
     def _in_word(self, char: str) -> int:
+        """Read a character of a word such as ``true``. The word is written in JSON spelling when complete."""
         word = "".join((*self._held, char))
         self._options = tuple(option for option in self._options if option.startswith(word))
         if not self._options:
@@ -241,8 +253,10 @@ class JsonObjectScanner:
         return 1
 
     def _in_number(self, char: str) -> bool:
+        """Advance ``_number`` by ``char``. Return False if ``char`` cannot continue the number."""
         part = self._number
         if char in _DIGITS:
+            # sign -> zero | whole -> point -> fraction -> e -> e sign -> exponent
             after = {"sign": "zero" if char == "0" else "whole", "point": "fraction", "e": "exponent"}
             after |= {"e sign": "exponent"}
             self._number = after.get(part, part)
@@ -269,13 +283,13 @@ class JsonObjectScanner:
 
 
 class StringDecoder:
-    """Reads what stands in a JSON string, character by character: JSON text that was quoted as a whole."""
+    """Decodes the content of a JSON string, character by character, for JSON text quoted as a whole."""
 
     def __init__(self) -> None:
         self._escape = ""
 
     def push(self, char: str) -> str | None:
-        """The text that ``char`` completes; None for a quote that is not escaped."""
+        """Return the text completed by ``char``, possibly ""; None for an unescaped quote."""
         if not self._escape:
             if char == '"':
                 return None
@@ -291,20 +305,21 @@ class StringDecoder:
             text = json.loads(f'"{whole}"')
         except ValueError:
             return whole
-        # An escape of the text inside keeps its meaning there, and a lone surrogate is no text.
+        # A ``\u`` escape of a non-ASCII character stays an escape, which also protects lone surrogates. The
+        # inner JSON decodes the escape.
         return whole if whole.startswith("\\u") and not text.isascii() else str(text)
 
 
 def quoted(text: str) -> str:
-    """A JSON string."""
+    """Return ``text`` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escaped(text: str) -> str:
-    """What stands between the quotes of a JSON string."""
+    """Return ``text`` as the content of a JSON string, without the quotes."""
     return quoted(text)[1:-1]
 
 
 def is_number(text: str) -> bool:
-    """Whether ``text`` is a JSON number."""
+    """Return True if ``text`` is a JSON number of at most ``MAX_NUMBER`` characters."""
     return len(text) <= MAX_NUMBER and _NUMBER.fullmatch(text) is not None

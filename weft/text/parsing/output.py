@@ -1,4 +1,4 @@
-"""How a model's outputs are read: its declaration, and what follows from it for prompts and tokens."""
+"""The output format of one model: parsers and grammars, and the effects on prompts and special tokens."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ from weft.text.parsing.scope import ContentScope
 from weft.types.grammar import Grammar
 
 _TAIL = 256
-"""Characters at the end of a prompt in which a thought's closing tag shows that none is implied."""
+"""Characters at the end of a prompt examined for the opening tag of a reasoning block."""
 
 
 class ModelOutput:
-    """How the outputs of one model are read. Thread-safe."""
+    """The output format of one model. Thread-safe."""
 
     def __init__(self, declared: OutputFormat | None, special: Mapping[str, int]) -> None:
-        """``special``: text of each special token, to its id."""
+        """``special`` maps the text of each special token to the token id."""
         self.declared = declared
         self._special = special
         self.visible: frozenset[int] = self._ids(frozenset() if declared is None else declared.marks())
-        """Special tokens that are markup: the parser must see them although they are no text for clients."""
+        """Ids of special tokens used as markup. The parser must see the text of these tokens, although
+        clients never do.
+        """
 
     @property
     def tells_calls(self) -> bool:
-        """Whether tool calls can be told from other text."""
+        """True if tool calls can be separated from other text."""
         return self.declared is not None and self.declared.tells_calls
 
     @property
     def tells_thoughts(self) -> bool:
+        """True if reasoning can be separated from other text."""
         return self.declared is not None and self.declared.tells_thoughts
 
     @property
     def thought_end(self) -> str:
-        """What the model writes between the end of a thought and its answer; "" where it has no thoughts."""
+        """The model's text between the end of reasoning and the answer; "" for a model without reasoning."""
         if self.declared is None:
             return ""
         if self.declared.channels is not None:
@@ -45,19 +48,19 @@ class ModelOutput:
         return self.declared.thoughts[0].close + "\n\n" if self.declared.thoughts else ""
 
     def parser(self, spec: OutputSpec) -> OutputParser:
-        """A parser of one choice."""
+        """Return a new parser for one choice."""
         if self.declared is None or not (spec.reasoning or spec.tool_calls):
             return PlainParser()
         return OutputEngine(self.declared, spec)
 
     def scope(self, spec: OutputSpec) -> ContentScope | None:
-        """What tells content from other text in one choice; None where everything is content."""
+        """Return a new splitter of content and other text for one choice; None if everything is content."""
         if self.declared is None or not (spec.reasoning or spec.tool_calls):
             return None
         return ContentScope(self.declared, spec)
 
     def visible_for(self, spec: OutputSpec) -> frozenset[int]:
-        """``visible``, where a parser of ``spec`` looks for anything."""
+        """Return ``visible`` if a parser of ``spec`` looks for anything, else an empty set."""
         return self.visible if spec.reasoning or spec.tool_calls else frozenset()
 
     def call_grammar(
@@ -69,11 +72,12 @@ class ModelOutput:
         reasoning: bool = True,
         in_reasoning: bool = False,
     ) -> Grammar | None:
-        """What an output may be when calls of ``tools`` are required, or some of them are strict; None where
-        it may be anything. A named tool is the only one of ``tools``, and required.
+        """Return the grammar of an output with calls of ``tools``; None if any output is allowed.
 
-        ``reasoning``: a thought may come first; ``in_reasoning``: the prompt has opened it. Raises
-        InvalidRequest where this model's calls are not known, or cannot hold what is asked.
+        A grammar exists if calls are required or some tool is strict. For a named tool choice, pass only that
+        tool and ``required``. ``reasoning``: the output may start with reasoning. ``in_reasoning``: the
+        prompt has opened the reasoning block. Raises InvalidRequest if the call format of the model is
+        unknown or cannot express the schema.
         """
         if self.declared is None:
             return OutputGrammars(OutputFormat(name="none")).calls(
@@ -84,16 +88,19 @@ class ModelOutput:
         )
 
     def answer_grammar(self, part: Grammar, *, reasoning: bool = True, in_reasoning: bool = False) -> Grammar:
-        """What an output may be whose content is ``part``: a thought first, where this model thinks."""
+        """Return the grammar of an output with content ``part``, behind optional reasoning."""
         if self.declared is None:
             return part
         return OutputGrammars(self.declared).answer(part, reasoning=reasoning, in_reasoning=in_reasoning)
 
     def in_thought(self, prompt: str, continued: str) -> bool:
-        """Whether an output after ``prompt`` begins inside a thought. ``continued`` is the part of a message
-        of the assistant that it goes on with, if it does."""
+        """Return True if the output after ``prompt`` starts inside a reasoning block.
+
+        ``continued`` is the text of the assistant message that the output continues, or "".
+        """
         if self.declared is None:
             return False
+        # A block may be opened by the prompt, by the continued message, or by an implied start.
         end = prompt[-_TAIL:].rstrip()
         for thought in self.declared.thoughts:
             if end.endswith(thought.open) or continued.rfind(thought.open) > continued.rfind(thought.close):

@@ -1,4 +1,4 @@
-"""Grammars of arguments that are not one JSON object: a tag for each, or as Python writes a call."""
+"""Grammars of arguments in other forms than one JSON object: tags, or Python keywords."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from weft.types.grammar import FreeText, Grammar, JsonSchema, OneOf, Regex, Repe
 
 _KEY = Regex(r"[A-Za-z0-9_.\-]{1,64}")
 _HELD = frozenset(("type", "enum", "const", "description", "title", "default", "examples", "$comment"))
-"""Keywords of a string's schema that can be held to without quotes around it."""
+"""Schema keywords a grammar can enforce for a string without quotes."""
 
 
 def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
-    """All that follows a call's head, its end too: parameters in the schema's order."""
+    """Return the grammar behind the head of a call: the parameters in schema order, and the end of the call.
+
+    Raises InvalidRequest if the form cannot express a strict schema.
+    """
     properties, needed = _properties(tool)
     parts: list[Grammar] = []
     gap = spelled.gap
@@ -33,7 +36,10 @@ def parameter_parts(spelled: Parameters, tool: Tool) -> tuple[Grammar, ...]:
 
 
 def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
-    """``a=1, b=2)`` behind the opening parenthesis; values as JSON writes them."""
+    """Return the grammar of ``a=1, b=2)`` behind the opening parenthesis, with values in JSON.
+
+    Raises InvalidRequest if the form cannot express a strict schema.
+    """
     properties, needed = _properties(tool)
     if properties is None:
         pair = Sequence((Regex(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), Text("="), JsonSchema(schema="true")))
@@ -42,6 +48,7 @@ def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
         key: Sequence((Text(f"{key}="), JsonSchema(schema=_schema(tool, schema))))
         for key, schema in properties.items()
     }
+    # Required keywords come first, so that every optional keyword can start with a comma.
     first = [pair for key, pair in pairs.items() if key in needed]
     others = [pair for key, pair in pairs.items() if key not in needed]
     if not first:
@@ -54,12 +61,16 @@ def keyword_parts(tool: Tool) -> tuple[Grammar, ...]:
 
 
 def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
-    """(properties in order, those that must be there); None where there may be any."""
+    """Return (properties in order, required names). The properties are None if any property is allowed.
+
+    Raises InvalidRequest if a strict tool uses a schema keyword without a counterpart in this form.
+    """
     parameters = tool.arguments
     properties = parameters.get("properties")
     needed = parameters.get("required")
     known = frozenset(needed) if isinstance(needed, list) else frozenset()
     if tool.strict:
+        # Only keywords about single properties have a counterpart; ``anyOf`` or ``minProperties`` have none.
         odd = sorted(
             parameters.keys()
             - {
@@ -89,10 +100,12 @@ def _properties(tool: Tool) -> tuple[dict[str, Any] | None, frozenset[str]]:
 
 
 def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Grammar, ...]:
+    """Return the grammar from behind a key up to and including the closing tag of the value."""
     types = types_of(schema, tool.parameters)
     if types and "string" not in types:
         value = JsonSchema(schema=_schema(tool, schema))
         return (Text(_opening(spelled, string=False)), value, Text(_close(spelled)))
+    # A string has no quotes here, so a JSON grammar does not apply: only fixed texts or free text remain.
     options = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(schema, Mapping) and "const" in schema:
         options = [schema["const"]]
@@ -109,7 +122,7 @@ def _value(spelled: Parameters, tool: Tool, key: str, schema: Any) -> tuple[Gram
 
 
 def _opening(spelled: Parameters, *, string: bool) -> str:
-    """What stands between key and value."""
+    """Return the text between the key and the value."""
     flag = spelled.string_flag + ("true" if string else "false") if spelled.string_flag else ""
     between = "\n" if spelled.value_open.startswith("<") else ""
     return spelled.key_close + flag + between + spelled.value_open + ("\n" if spelled.newlines else "")
@@ -120,7 +133,7 @@ def _close(spelled: Parameters) -> str:
 
 
 def _schema(tool: Tool, schema: Any) -> str:
-    """A parameter's schema with the definitions that it may refer to."""
+    """Return a parameter's schema as JSON, with the definitions of the tool's schema for ``$ref``."""
     made = schema if isinstance(schema, Mapping) else {}
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
     return json.dumps({**made, **shared}, ensure_ascii=False)

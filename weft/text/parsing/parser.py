@@ -1,4 +1,4 @@
-"""The parser of an output: text in, in any pieces; events out."""
+"""The interface of output parsers: text in any pieces in, events out."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ _SAY_NOTHING = frozenset((
     "definitions", "default", "examples",
 ))
 # fmt: on
-"""Keywords that say of no property what it may be."""
+"""Schema keywords without a statement about any property."""
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call, as a request describes it."""
+    """A function offered to the model, as the request describes the function."""
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
-    """JSON Schema of its arguments, as the request has it."""
+    """JSON Schema of the arguments, as the request contains the schema."""
     strict: bool = False
-    """Whether arguments must be valid under ``parameters`` (by a grammar)."""
+    """True if a grammar must force arguments valid under ``parameters``."""
     yields: bool = False
-    """Of a strict tool: a grammar holds to ``parameters`` as far as it can, and never refuses them."""
+    """For a strict tool: the grammar follows ``parameters`` as far as possible and never refuses a schema."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """JSON Schema that a grammar of the arguments holds to.
+        """JSON Schema for a grammar of the arguments.
 
-        ``parameters`` that say nothing of any property stand for a function without arguments, so a small
-        model cannot go on writing some. Open objects say so: ``additionalProperties``.
+        ``parameters`` without any statement about properties stand for a function without arguments. The
+        closed empty schema keeps a small model from inventing arguments. A caller wanting an open object must
+        set ``additionalProperties``.
         """
         made = {"type": "object", **self.parameters}
         if made.get("properties") or made.get("required") or made.keys() - _SAY_NOTHING:
@@ -43,34 +44,34 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How the output of one request is to be read. Made by the reader of the request, which may be another
+    """How to read the output of one request. The reader of the request makes the spec, possibly in another
     process.
     """
 
     tools: tuple[Tool, ...] = ()
-    """Those the model may call; a call of another name is content."""
+    """Tools the model may call. A call of any other name is content."""
     tool_calls: bool = False
-    """Whether calls are looked for."""
+    """True if the parser looks for calls."""
     reasoning: bool = False
-    """Whether thoughts are told apart from content."""
+    """True if the parser separates reasoning from content."""
     in_reasoning: bool = False
-    """Whether the prompt ends inside a thought that the template has opened."""
+    """True if the prompt ends inside a reasoning block opened by the template."""
     parallel: bool = True
-    """Whether more than one call may come. Further ones are content where it is false."""
+    """True if more than one call is allowed. If False, every call after the first is content."""
 
 
 class OutputParser(Protocol):
-    """Reads one choice. Joined pieces give the same events, whatever the pieces (up to how texts are cut)."""
+    """Parser of one choice. The events, joined, do not depend on the division of the text into pieces."""
 
     def feed(self, text: str) -> list[OutputEvent]:
-        """What is certain now. Holds back only what may still become markup."""
+        """Return the events certain after ``text``. Hold back only text with a possible markup meaning."""
 
     def close(self) -> list[OutputEvent]:
-        """What was held back, at the output's end, and what only that end makes whole. Called once."""
+        """Return the held text as events at the end of the output. Call once."""
 
 
 class PlainParser:
-    """Everything is content: no format, or nothing is looked for."""
+    """Parser without a format: all text is content."""
 
     def feed(self, text: str) -> list[OutputEvent]:
         return [Content(text)] if text else []

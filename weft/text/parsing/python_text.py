@@ -1,7 +1,7 @@
-"""Values as Python writes them, read as JSON text while they stream. Nothing is evaluated.
+"""Read Python literals as JSON text while the text streams. Nothing is evaluated.
 
-Strings (with escapes, also in triple quotes), numbers, True, False, None, lists, tuples (as lists) and dicts;
-JSON's own words too.
+Accepted: strings (with escapes, also in triple quotes), numbers, True, False, None, lists, tuples (as lists)
+and dicts. The words of JSON (true, false, null) are accepted too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = {quote: re.compile(f"[^{quote}\\\\\n]*") for quote in "'\""}
 _PLAIN_LINES = {quote: re.compile(f"[^{quote}\\\\]*") for quote in "'\""}
 _MAX_NUMBER = 400
 _SPACE = 1 << 12
-"""White space between two parts of a value, at most."""
+"""Maximum white space between two parts of a value."""
 _INTEGER = re.compile(r"[+-]?(?:0|[1-9][0-9]*)")
 _BASED = re.compile(r"([+-]?)0([xXoObB])([0-9a-fA-F]+)")
 _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -34,7 +34,7 @@ _CLOSES = {"[": "]", "(": ")", "{": "}"}
 
 
 def python_to_json(text: str) -> str | None:
-    """``text`` as JSON, if the whole of it is one value."""
+    """Return ``text`` as JSON if all of ``text`` is one value, else None."""
     tape = Tape()
     tape.add(text)
     tape.ended = True
@@ -48,8 +48,9 @@ def python_to_json(text: str) -> str | None:
 
 
 class PythonReader:
-    """Reads values at a tape's cursor; their JSON text gathers in ``pieces`` or goes on with a call's
-    arguments."""
+    """Reads values at a tape's cursor. The JSON text goes to ``pieces``, or to the arguments of the current
+    call.
+    """
 
     def __init__(self, tape: Tape, *, into_call: bool = False) -> None:
         self.pieces: list[str] = []
@@ -57,13 +58,14 @@ class PythonReader:
         self._into_call = into_call
 
     def value(self) -> Reading[bool]:
-        """One value. False at the first thing that cannot be part of it; the cursor stands there."""
+        """Read one value. Return False, with the cursor there, at the first invalid character."""
         tape = self._tape
         stack: list[str] = []
         while True:
             if not (yield from self._space()):
                 return False
             char = yield from tape.peek()
+            # An explicit stack, because recursion would nest generators as deep as the value.
             if char and char in _CLOSES:
                 if len(stack) >= MAX_DEPTH:
                     return False
@@ -78,7 +80,11 @@ class PythonReader:
                 return True
 
     def _after(self, stack: list[str], *, opened: bool) -> Reading[bool]:
-        """What follows a value or an opening bracket: closing brackets, what separates the next value."""
+        """Read the text behind a value or an opening bracket, up to the next value. Return False if the value
+        breaks.
+
+        Closing brackets are taken from ``stack``. ``opened``: the last character read was an opening bracket.
+        """
         tape = self._tape
         while stack:
             if not (yield from self._space()):
@@ -88,6 +94,7 @@ class PythonReader:
                 separated = True
                 if not (yield from self._space()):
                     return False
+            # A comma before the closing bracket is allowed and not written.
             if (yield from tape.literal(_CLOSES[stack[-1]])) is not None:
                 self._give("}" if stack.pop() == "{" else "]")
                 opened = False
@@ -100,7 +107,7 @@ class PythonReader:
         return True
 
     def _key(self) -> Reading[bool]:
-        """A dict's key with its colon. Numbers become strings, as JSON wants."""
+        """Read a dict key with the colon. A number becomes a string, as JSON requires."""
         tape = self._tape
         char = yield from tape.peek()
         if char in ("'", '"'):
@@ -119,12 +126,15 @@ class PythonReader:
         return True
 
     def _atom(self, char: str) -> Reading[bool]:
+        """Read a string, a number or a word. Return False, with the cursor at the start, for anything
+        else.
+        """
         tape = self._tape
         start = tape.at
         if char in ("'", '"'):
             return (yield from self._string(char))
         if char and char in "0123456789+-.":
-            found = _number(  # a comma may follow directly: it is not in the run
+            found = _number(  # ``_NUMBER`` excludes a comma, so the run ends before the next item
                 (yield from tape.run(_NUMBER, _MAX_NUMBER))
             )
         else:
@@ -136,12 +146,14 @@ class PythonReader:
         return True
 
     def _string(self, quote: str) -> Reading[bool]:
+        """Read a string in single or triple quotes."""
         tape = self._tape
         mark = yield from tape.literal(quote * 3, quote)
         assert mark is not None
         plain = (_PLAIN if len(mark) == 1 else _PLAIN_LINES)[quote]
         self._give('"')
         while True:
+            # Give out each plain run as soon as the run arrives, so that long strings stream.
             if tape.at >= tape.end and not (yield from tape.more()):
                 return False
             piece = tape.match(plain)
@@ -159,6 +171,7 @@ class PythonReader:
                 return False
 
     def _escape(self) -> Reading[bool]:
+        """Read an escape. Return False for an incomplete escape or an invalid code point."""
         tape = self._tape
         start = tape.at
         tape.at += 1
@@ -171,7 +184,7 @@ class PythonReader:
             self._give(escaped(_ESCAPES[char]))
             return True
         if char not in _HEX:
-            self._give(escaped("\\" + char))  # as Python has it
+            self._give(escaped("\\" + char))  # Python keeps the backslash of an unknown escape
             return True
         digits = yield from tape.run(_DIGITS, _HEX[char] - 1)
         code = int(digits, 16) if len(digits) == _HEX[char] else 1 << 31
@@ -192,7 +205,8 @@ class PythonReader:
 
 
 def _number(text: str) -> str | None:
-    """A Python number as a JSON number."""
+    """Return a Python number as a JSON number, or None."""
+    # Python allows single underscores between digits.
     plain = text.replace("_", "") if re.fullmatch(r"[^_]+(_[^_]+)*", text) else text
     based = _BASED.fullmatch(plain)
     if based is not None:

@@ -1,9 +1,9 @@
-"""Reads transformers' ``response_template`` as a declaration.
+"""Read the ``response_template`` of transformers as a declaration.
 
-It names the fields of an assistant's message and what opens and closes each in the output (texts, or regular
-expressions), how a field's body is written, and how the parsed body becomes the field. What of it can be said
-in a declaration is read: thoughts between tags; calls as JSON objects, as lists of them, as a name and JSON,
-or as a name and tags. Anything else gives None: then the family has to be known.
+A template names the fields of an assistant message. For each field, the template gives the opening and
+closing texts (or regular expressions), the form of the body, and the conversion of the parsed body. A
+declaration can express these parts: reasoning between tags; calls as JSON objects, as lists of objects, as a
+name and JSON, or as a name and tags. For any other template the result is None, and the family must be known.
 
 Source: ``transformers.utils.chat_parsing`` (version 1 of the format).
 """
@@ -42,15 +42,17 @@ _PIECE = re.compile(
     r"|(?P<plain>[^\\()\[\]{}.*+?|^$])",
     re.DOTALL,
 )
-"""One piece of a regular expression that only says texts, white space and named parts."""
+"""One piece of a regular expression made of texts, white space and named groups only."""
 
 
 class _Unreadable(Exception):
-    """A template says something that no declaration does."""
+    """A declaration cannot express this template."""
 
 
 def read_response_template(template: Any) -> OutputFormat | None:
-    """The declaration that a ``response_template`` amounts to; None where it is none, or says more."""
+    """Return the declaration for a ``response_template``; None if a declaration cannot express the
+    template.
+    """
     fields = template.get("fields") if isinstance(template, Mapping) else None
     if not isinstance(fields, Mapping) or template.get("version", 1) != 1:
         return None
@@ -58,6 +60,7 @@ def read_response_template(template: Any) -> OutputFormat | None:
         thoughts = [thought for name in _THOUGHTS if name in fields for thought in _thoughts(fields[name])]
         calls = _calls(fields["tool_calls"]) if "tool_calls" in fields else ()
         _check_content(fields.get("content"))
+        # Fields of no interest here (for example the role) are ignored.
         made = OutputFormat(name="response_template", thoughts=tuple(thoughts), calls=calls)
         check_format(made)
     except (_Unreadable, ValueError):
@@ -66,23 +69,25 @@ def read_response_template(template: Any) -> OutputFormat | None:
 
 
 def _thoughts(field: Any) -> list[Thought]:
+    """Return the reasoning tags of a field."""
     opens = _texts(field, "open")
     closes = _texts(field, "close")
     if len(closes) != 1 or field.get("content", "text") != "text":
         raise _Unreadable
     close = closes[0].strip()
-    if not opens:  # the output begins in it
+    if not opens:  # the output starts inside the reasoning
         return [Thought(open=close.replace("/", "", 1), close=close, implied=True)]
     return [Thought(open=text.strip(), close=close) for text in opens]
 
 
 def _check_content(field: Any) -> None:
-    """Content must be all that is in no other field."""
+    """Raise _Unreadable unless content is all text outside the other fields."""
     if field is not None and ("open" in field or "open_pattern" in field):
         raise _Unreadable
 
 
 def _calls(field: Any) -> tuple[Call, ...]:
+    """Return the spellings of a call, one per opening text. Raise _Unreadable without an opening."""
     heads: list[Syntax] = [(text.strip(), LINE) for text in _texts(field, "open")]
     if "open_pattern" in field:
         heads = [(*_syntax(field["open_pattern"]), BLANK)]
@@ -97,6 +102,7 @@ def _calls(field: Any) -> tuple[Call, ...]:
 
 
 def _call(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
+    """Return one spelling of a call. Raise _Unreadable for an unknown body."""
     content = field.get("content", "text")
     named = any(isinstance(item, Name) for item in head)
     if content == "xml-inline" and named:
@@ -112,7 +118,7 @@ def _call(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
 
 
 def _object(field: Mapping[str, Any]) -> Arguments:
-    """Which members of the object are the name and the arguments."""
+    """Return the keys of name and arguments in the JSON object of a call."""
     transform = field.get("transform")
     function = transform.get("function") if isinstance(transform, Mapping) else "{content}"
     if function in ("{content}", {"name": "{name}", "arguments": "{arguments}"}):
@@ -129,7 +135,7 @@ def _object(field: Mapping[str, Any]) -> Arguments:
 
 
 def _tagged(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
-    """Arguments in tags: ``tag_pattern`` has a key and a value."""
+    """Return a call with arguments in tags, from a ``tag_pattern`` with the groups key and value."""
     arguments = field.get("content_args")
     pattern = arguments.get("tag_pattern") if isinstance(arguments, Mapping) else None
     if not isinstance(pattern, str):
@@ -138,6 +144,7 @@ def _tagged(field: Mapping[str, Any], head: Syntax, tail: Syntax) -> Call:
     end = [item for item in tail if isinstance(item, str)]
     if found is None or not end:
         raise _Unreadable
+    # The pattern reads: before, key, between, value, after. Each text between groups becomes a tag.
     before, between, after = (_syntax(found[number]) for number in (1, 3, 5))
     opening, keys, closing = (_texts_of(items) for items in (before, between, after))
     if len(opening) != 1 or len(closing) != 1 or not 1 <= len(keys) <= 2:
@@ -158,7 +165,7 @@ def _texts_of(items: Syntax) -> list[str]:
 
 
 def _texts(field: Any, key: str) -> list[str]:
-    """Texts under ``key``: one, several, or none."""
+    """Return the texts under ``key``: several, one, or none."""
     if not isinstance(field, Mapping):
         raise _Unreadable
     value = field.get(key)
@@ -169,7 +176,7 @@ def _texts(field: Any, key: str) -> list[str]:
 
 
 def _syntax(pattern: Any) -> Syntax:
-    """A regular expression as items of a declaration."""
+    """Return a regular expression as items of a declaration. Raise _Unreadable for any other construct."""
     if not isinstance(pattern, str):
         raise _Unreadable
     items: list[Any] = []
@@ -183,6 +190,7 @@ def _syntax(pattern: Any) -> Syntax:
         if text is not None and (text.isspace() or text == " "):
             items.append(BLANK)
         elif text is not None:
+            # A repeated character is not an exact text.
             if at < len(pattern) and pattern[at] in "*+?{":
                 raise _Unreadable
             joins = bool(items) and isinstance(items[-1], str)
@@ -199,7 +207,7 @@ def _syntax(pattern: Any) -> Syntax:
 
 
 def _stripped(items: Syntax) -> Syntax:
-    """``items`` from the first text on."""
+    """Return ``items`` without leading white space."""
     while items and isinstance(items[0], Blank):
         items = items[1:]
     return items

@@ -1,4 +1,4 @@
-"""Which stretches of an output are content, as they become certain."""
+"""Separate the content of an output from everything else while the text streams."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weft.text.parsing.tape import Tape
 
 
 class _Noted(Tape):
-    """A tape that notes where content ends and other text begins."""
+    """A tape with a record of the boundaries between content and other text."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[bool, int]] = []
-        """(whether it is content, its end) of each stretch since the last look."""
+        """(True for content, end position) of each stretch since the last read."""
 
     def mark(self, kind: Kind, end: int) -> None:
         if end > self.done:
@@ -23,24 +23,26 @@ class _Noted(Tape):
 
 
 class ContentScope:
-    """Splits the text of one output into content and all else: thoughts, calls, markup. No text is lost."""
+    """Splits the text of one output into content and everything else (reasoning, calls, markup). No text is
+    lost.
+    """
 
     def __init__(self, declared: OutputFormat, spec: OutputSpec) -> None:
         self._tape = _Noted()
         self._engine = OutputEngine(declared, spec, self._tape)
         self._text = ""
-        """What is not certain yet."""
+        """Text without a decision yet."""
         self._done = 0
-        """Position of its first character."""
+        """Absolute position of the first character of ``_text``."""
 
     def push(self, text: str) -> list[tuple[bool, str]]:
-        """The stretches that ``text`` makes certain: (whether it is content, text)."""
+        """Add ``text`` and return the stretches now certain: (True for content, text)."""
         self._text += text
         self._engine.feed(text)
         return self._taken()
 
     def finish(self) -> list[tuple[bool, str]]:
-        """The rest, at the output's end."""
+        """Return the remaining stretches at the end of the output."""
         self._engine.close()
         return self._taken()
 

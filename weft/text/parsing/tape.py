@@ -1,11 +1,13 @@
-"""The text of one output as it comes in, and what has become of each of its characters.
+"""The text of one output as text arrives, and the use of each character.
 
-Positions are absolute: the number of characters before. ``done`` is the first one that has not been accounted
-for; all before it were given out, in order, as events or as markup. ``at`` is how far was read. What lies
-between may still turn out to be either.
+All positions are absolute: the number of characters before the position.
 
-Functions that may have to wait for text are generators: they yield when more is needed, and are resumed when
-there is more or the output has ended. What they decide depends on the text alone, never on its pieces.
+    |  given out, as events or markup  |  read, undecided  |  not read  |
+    0                                done                at           end
+
+Functions with a possible wait for text are generators. Such a generator yields when more text is needed, and
+its caller resumes the generator when text arrives or the output ends. Decisions depend on the text alone,
+never on the division into pieces.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from weft.text.parsing.events import CallArguments, CallBegin, CallEnd, Content,
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Waits for text by yielding; returns T."""
+"""A generator with result T. Each yield waits for more text."""
 MAX_BLANK = 64
-"""White space beside a mark that may belong to it. More is text."""
+"""Characters of white space beside a mark that may belong to the mark. Longer white space is text."""
 _FORGET = 1 << 12
 _FENCE = 3
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -29,7 +31,7 @@ BLANKS = " \t\r\n"
 
 
 class Texts:
-    """Texts to be found in one pass."""
+    """Several exact texts, compiled for a search in one pass."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         ordered = sorted(set(texts), key=len, reverse=True)
@@ -38,7 +40,7 @@ class Texts:
         self._longest = max(map(len, ordered), default=1) - 1
 
     def held(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of one of them."""
+        """Return the length of the longest end of ``text`` that may be the beginning of a searched text."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self._heads:
                 return size
@@ -46,7 +48,9 @@ class Texts:
 
 
 class Tape:
-    """What was read and what was given out. ``work`` counts characters that were looked at or copied."""
+    """The text read so far and the events made of the text. ``work`` counts the characters examined or
+    copied.
+    """
 
     def __init__(self) -> None:
         self.at = 0
@@ -54,11 +58,11 @@ class Tape:
         self.ended = False
         self.work = 0
         self.calls = 0
-        """Calls that have begun."""
+        """Number of calls begun."""
         self.fenced = False
-        """Whether text stands in a block of code: between lines that begin with three backticks."""
+        """True inside a fenced code block (between two lines with three backticks)."""
         self._line = ""
-        """How the present line of text begins, without white space; three characters at most."""
+        """The first characters of the current line of text, without leading white space; at most three."""
         self._text = ""
         self._base = 0
         self._events: list[OutputEvent] = []
@@ -68,9 +72,10 @@ class Tape:
     # -- text in
 
     def add(self, text: str) -> None:
-        """The next piece of the output."""
+        """Append the next piece of the output."""
         kept = self._text
-        self._text = ""  # the only reference is ``kept``: Python appends to it in place
+        self._text = ""  # leave ``kept`` as the only reference: Python then appends in place
+        # Drop decided text only when the dropped part is large, so that all copies together stay linear.
         if self.done - self._base > max(_FORGET, len(kept) // 2):
             kept = kept[self.done - self._base :]
             self.work += len(kept)
@@ -81,28 +86,30 @@ class Tape:
 
     @property
     def end(self) -> int:
-        """Position behind the last character that is there."""
+        """Position behind the last character received."""
         return self._base + len(self._text)
 
     def slice(self, start: int, end: int) -> str:
-        """Characters ``start`` to ``end``, not before ``done``."""
+        """Return the characters from ``start`` to ``end``. ``start`` must not lie before ``done``."""
         self.work += end - start
         return self._text[start - self._base : end - self._base]
 
     def search(self, pattern: re.Pattern[str], start: int) -> re.Match[str] | None:
-        """The first match from ``start``. Its positions are relative: see ``position``."""
+        """Return the first match from ``start``. The positions of the match are relative: see
+        ``position``.
+        """
         match = pattern.search(self._text, start - self._base)
         self.work += (self.end if match is None else self.position(match.end())) - start
         return match
 
     def position(self, index: int) -> int:
-        """The absolute position of a match's index."""
+        """Return the absolute position for an index of a match."""
         return self._base + index
 
     # -- reading
 
     def more(self) -> Reading[bool]:
-        """Waits for more text; False when there will be none."""
+        """Wait for more text. Return False at the end of the output."""
         if self.ended:
             return False
         before = self.end
@@ -111,7 +118,7 @@ class Tape:
         return self.end > before
 
     def peek(self) -> Reading[str]:
-        """The character at ``at``; "" at the output's end."""
+        """Return the character at ``at``, or "" at the end of the output."""
         while self.at >= self.end:
             if not (yield from self.more()):
                 return ""
@@ -119,7 +126,9 @@ class Tape:
         return self._text[self.at - self._base]
 
     def literal(self, *options: str) -> Reading[str | None]:
-        """Reads the longest of ``options`` that stands at ``at``. None, and nothing is read, for none."""
+        """Read the longest of ``options`` at ``at`` and return the option. Return None and read nothing if no
+        option matches.
+        """
         ordered = sorted(options, key=len, reverse=True)
         while True:
             index = self.at - self._base
@@ -128,7 +137,7 @@ class Tape:
                 self.work += min(len(option), have)
                 if have < len(option):
                     if not self.ended and option.startswith(self._text[index:]):
-                        break  # it may still come
+                        break  # the rest of this longer option may still arrive
                 elif self._text.startswith(option, index):
                     self.at += len(option)
                     return option
@@ -137,13 +146,16 @@ class Tape:
             yield
 
     def blank(self, limit: int = MAX_BLANK) -> Reading[bool]:
-        """Reads white space. False when there is more of it than ``limit``."""
+        """Read white space. Return False, with the cursor behind ``limit`` characters, if more than ``limit``
+        characters follow.
+        """
         start = self.at
         while True:
             found = _BLANK.match(self._text, self.at - self._base)
             end = self.at if found is None else self.position(found.end())
             self.work += end - self.at + 1
             self.at = end
+            # Leave the rest unread, so that the caller can give the blanks out as text.
             if self.at - start > limit:
                 self.at = start + limit
                 return False
@@ -151,8 +163,10 @@ class Tape:
                 return True
 
     def run(self, pattern: re.Pattern[str], limit: int) -> Reading[str]:
-        """Reads the longest run of single characters that ``pattern`` (``[...]*``) matches; at most ``limit``
-        and one."""
+        """Read the longest run of characters for ``pattern`` (``[...]*``): at most ``limit + 1`` characters.
+
+        A result longer than ``limit`` tells the caller that the run is too long.
+        """
         start = self.at
         while True:
             match = pattern.match(self._text, self.at - self._base, start + limit + 1 - self._base)
@@ -163,7 +177,7 @@ class Tape:
                 return self.slice(start, self.at)
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Reads what is there now of a run of characters: more of it may come."""
+        """Read the part of a run of characters received so far. More of the run may follow."""
         found = pattern.match(self._text, self.at - self._base)
         text = "" if found is None else found[0]
         self.work += len(text) + 1
@@ -173,7 +187,7 @@ class Tape:
     # -- what characters are
 
     def text(self, end: int, *, thought: bool) -> None:
-        """Everything up to ``end`` is text."""
+        """Give out everything up to ``end`` as reasoning (``thought``) or content."""
         if end <= self.done:
             return
         piece = self.slice(self.done, end)
@@ -183,16 +197,16 @@ class Tape:
 
     @property
     def line_blank(self) -> bool:
-        """Whether nothing but white space was given out as text since the line, or this part, began."""
+        """True if the current line, or the current part, has only white space as text so far."""
         return not self._line
 
     @property
     def line_is_fence(self) -> bool:
-        """Whether the present line begins or ends a block of code."""
+        """True if the current line starts or ends a fenced code block."""
         return self._line == "`" * _FENCE
 
     def begin_part(self) -> None:
-        """What follows is a part of its own: its first line begins here, and no block of code goes on."""
+        """Start a new part: the next character starts a line, outside any fenced code block."""
         self._line = ""
         self.fenced = False
 
@@ -204,15 +218,20 @@ class Tape:
             self._line = line.lstrip(BLANKS)[:_FENCE]
 
     def skip(self, end: int) -> None:
-        """Everything up to ``end`` is markup."""
+        """Mark everything up to ``end`` as markup."""
         self.mark("markup", end)
 
     def begin(self, name: tuple[int, int], ident: tuple[int, int] | None = None) -> int:
-        """A call begins; name and id stand at these positions, all else up to ``at`` is markup."""
+        """Begin a call and return the number of the call.
+
+        ``name`` and ``ident`` are the positions of the tool name and of the id. Every other undecided
+        character up to ``at`` is markup.
+        """
         text = self.slice(*name)
         own = "" if ident is None else self.slice(*ident)
         self._push(CallBegin(call=self.calls, name=text, id=own))
         spans: list[tuple[Kind, int, int]] = [("name", *name)]
+        # The id contains the name (``functions.NAME:NUMBER``): split the id around the name.
         if ident is not None and ident[0] <= name[0] and name[1] <= ident[1]:
             spans = [("id", ident[0], name[0]), ("name", *name), ("id", name[1], ident[1])]
         elif ident is not None:
@@ -227,7 +246,9 @@ class Tape:
     def begin_behind(
         self, name: tuple[int, int], ident: tuple[int, int] | None, early: tuple[int, int], text: str
     ) -> None:
-        """A call begins whose arguments ``early``, which are ``text``, stand before its name."""
+        """Begin a call with arguments before the name: ``early`` is the position of the arguments, ``text``
+        their JSON.
+        """
         own = "" if ident is None else self.slice(*ident)
         self._push(CallBegin(call=self.calls, name=self.slice(*name), id=own))
         self.calls += 1
@@ -240,17 +261,21 @@ class Tape:
             self.mark(kind, end)
 
     def arguments(self, text: str, end: int | None = None) -> None:
-        """``text`` goes on with the arguments of the last call, made of all up to ``end`` (``at``)."""
+        """Append ``text`` to the arguments of the last call. The source of ``text`` is everything up to
+        ``end`` (default: ``at``).
+        """
         if text:
             self._give("arguments", text)
         self.mark("argument", self.at if end is None else end)
 
     def whole(self) -> None:
-        """The last call is whole."""
+        """Mark the last call as complete."""
         self._push(CallEnd(call=self.calls - 1))
 
     def mark(self, kind: Kind, end: int) -> None:
-        """What the characters from ``done`` to ``end`` are. Tests listen here."""
+        """Advance ``done`` to ``end``; ``kind`` is the use of the characters passed. Subclasses override this
+        method to observe the uses.
+        """
         if end > self.done:
             self.done = end
             self.at = max(self.at, end)
@@ -258,7 +283,7 @@ class Tape:
     # -- events out
 
     def take(self) -> list[OutputEvent]:
-        """The events since the last time."""
+        """Return the events since the last call."""
         self._flush()
         events = self._events
         self._events = []
@@ -269,6 +294,7 @@ class Tape:
         self._events.append(event)
 
     def _give(self, kind: str, piece: str) -> None:
+        # Join pieces of the same kind and call into one event.
         if self._kind != (kind, self.calls):
             self._flush()
             self._kind = (kind, self.calls)

@@ -1,4 +1,4 @@
-"""Argument values that a model writes as plain text, as JSON of the types that a tool's schema gives them."""
+"""Conversion of plain-text argument values to JSON by the types of the tool's schema."""
 
 from __future__ import annotations
 
@@ -18,16 +18,23 @@ ALL_TYPES = ("null", "boolean", "integer", "number", "object", "array", "string"
 
 
 def types_of(schema: Any, root: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """JSON Schema types that ``schema`` names, in its order; none where it does not say. ``root`` is where
-    ``$ref`` looks."""
+    """Return the JSON Schema types named by ``schema``, in order; empty if the schema names none.
+
+    ``root`` is the document for ``$ref``.
+    """
     return tuple(dict.fromkeys(_types(schema, root, 0, set())))
 
 
 def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: set[str]) -> list[str]:
-    """``followed``: references that were looked up. Again, they say nothing new; and definitions that refer
-    to each other many times are many times as many paths as they are long."""
+    """Return the types, with repetitions.
+
+    ``followed`` holds the references already resolved. A second visit adds no type. Without the set,
+    definitions with many mutual references would take exponential time.
+    """
     if not isinstance(schema, Mapping) or depth > _MAX_NESTED:
         return []
+    # Sources of types in order: ``type``, values of ``enum`` and ``const``, ``$ref``, then unions. The first
+    # source with a result wins.
     named = schema.get("type")
     types = [item for item in (named if isinstance(named, list) else [named]) if isinstance(item, str)]
     if not types and isinstance(schema.get("enum"), list):
@@ -42,18 +49,19 @@ def _types(schema: Any, root: Mapping[str, Any] | None, depth: int, followed: se
         options = schema.get(union)
         if not types and isinstance(options, list):
             types = [found for option in options for found in _types(option, root, depth + 1, followed)]
-    if named and schema.get("nullable") is True:  # OpenAPI 3.0's way to add a type
+    if named and schema.get("nullable") is True:  # the OpenAPI 3.0 way to add null
         types.append("null")
     return types
 
 
 def parameter_types(parameters: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Types of one parameter of a tool; none where its schema does not say."""
+    """Return the types of one parameter of a tool; empty if the schema names none."""
     properties = parameters.get("properties")
     return types_of(properties.get(key), parameters) if isinstance(properties, Mapping) else ()
 
 
 def _resolved(reference: str, root: Mapping[str, Any] | None) -> Any:
+    """Return the target of a ``#/...`` reference; None if missing or outside of ``root``."""
     if root is None or not reference.startswith("#/"):
         return None
     found: Any = root
@@ -65,9 +73,10 @@ def _resolved(reference: str, root: Mapping[str, Any] | None) -> Any:
 
 
 def to_json(raw: str, types: tuple[str, ...]) -> str:
-    """``raw`` as JSON of the first of ``types`` that it can be, null before all others; otherwise a string.
+    """Return ``raw`` as JSON of the first fitting type of ``types``. Null precedes all other types. The
+    fallback is a string.
 
-    Without types it is what it is as JSON, or a string.
+    Without types, ``raw`` becomes the JSON value of its spelling, or a string.
     """
     stripped = raw.strip()
     if "null" in types and stripped in ("null", "None"):
@@ -76,6 +85,7 @@ def to_json(raw: str, types: tuple[str, ...]) -> str:
         found = _as_type(raw, stripped, name)
         if found is not None:
             return found
+    # No type fits: keep a JSON string, otherwise quote the raw text.
     if types and "string" not in types and _is_json_string(stripped):
         return stripped
     return quoted(raw)
@@ -89,6 +99,7 @@ def _is_json_string(text: str) -> bool:
 
 
 def _as_type(raw: str, stripped: str, name: str) -> str | None:
+    """Return the value as JSON of the type ``name``; None if the text is not of that type."""
     if name == "string":
         return quoted(raw)
     if name == "null":
@@ -96,6 +107,7 @@ def _as_type(raw: str, stripped: str, name: str) -> str | None:
     if name == "boolean":
         return stripped.lower() if stripped in ("true", "false", "True", "False") else None
     if name == "integer":
+        # Models write 3.0 for an integer.
         whole = _WHOLE_FLOAT.fullmatch(stripped)
         text = stripped if whole is None else whole[1]
         return text if is_number(text) and text.lstrip("-").isdecimal() else None
@@ -107,7 +119,7 @@ def _as_type(raw: str, stripped: str, name: str) -> str | None:
 
 
 def _nested(text: str) -> str | None:
-    """An object or an array as JSON, also where it is written as Python does."""
+    """Return an object or array as JSON, or None. Accept Python spelling too."""
     try:
         json.loads(text, parse_constant=_refuse)
         return text if _depth(text) <= MAX_DEPTH else None
@@ -120,7 +132,7 @@ def _refuse(name: str) -> None:
 
 
 def _depth(text: str) -> int:
-    """Of ``text``, which is JSON."""
+    """Return the depth of brackets in ``text``, which must be JSON."""
     deepest = depth = 0
     for char in _STRING.sub("", text):
         if char in "{[":

@@ -1,4 +1,4 @@
-"""Arguments that stand in tags of their own, read as one JSON object while they stream."""
+"""Read arguments in tags as one JSON object while the text streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ MAX_KEY = 256
 
 
 class ParameterReader:
-    """Reads the parameters of a call that has begun. A string streams; any other value comes when it ends."""
+    """Reads the parameters of a call. A string value streams. Any other value is given out when the value
+    ends.
+    """
 
     def __init__(self, tape: Tape, spelled: Parameters, tool: Tool, ends: CallEnds) -> None:
         self._tape = tape
@@ -24,23 +26,25 @@ class ParameterReader:
         self._tool = tool
         self._ends = ends
         self._keys: set[str] = set()
-        """Of the parameters so far."""
+        """Keys of the parameters read so far."""
         self._misspelled: frozenset[str] = frozenset()
-        """What may stand for the closing tag of the present value."""
+        """Misspelled forms of the closing tag of the current value."""
         self._marks = Texts(())
-        """All that may end the present value."""
+        """All texts that may end the current value."""
         self._begin = 0
-        """Where the present value begins."""
+        """Position of the start of the current value."""
         self._scan = 0
-        """What was looked through for them, as a position."""
+        """Position up to which the current value was searched for ``_marks``."""
         self._stems = _stems(spelled.key_open)
-        """Beginnings of a parameter that cannot be read, because a part of it is missing."""
+        """Texts at the start of an incomplete, unreadable parameter."""
         self._ahead = Texts((spelled.value_close, *ends.openings))
         self._next: tuple[int, str] = (-1, "")
-        """The first of ``_ahead`` behind the present place: position and text. "" for the output's end."""
+        """Position and text of the next ``_ahead`` match; "" stands for the end of the output."""
 
     def begins(self) -> Reading[bool]:
-        """Whether parameters stand at the cursor that can be read, or the end of a call without any."""
+        """Return True if a readable parameter, or the end of a call without parameters, stands at the
+        cursor.
+        """
         tape = self._tape
         found = yield from tape.literal(self._spelled.key_open, self._spelled.end)
         if found == self._spelled.key_open:
@@ -48,7 +52,10 @@ class ParameterReader:
         return found is not None or (yield from self._ends.here(closed=False)) is True
 
     def read(self) -> Reading[bool]:
-        """Up to and with ``end``. False where it breaks: the rest, from ``done``, is no part of it."""
+        """Read the parameters up to and including ``end``. Return False if the parameters break.
+
+        After False, the text from ``done`` on is not part of the call.
+        """
         tape = self._tape
         spelled = self._spelled
         tape.arguments("{")
@@ -60,6 +67,7 @@ class ParameterReader:
                 tape.skip(tape.at)
                 return True
             if found is None:
+                # The parameters' own end is missing: accept the end of the call instead.
                 whole = (yield from self._ends.here(closed=True)) is True
                 if whole:
                     tape.arguments("}", tape.done)
@@ -68,7 +76,7 @@ class ParameterReader:
                 return False
 
     def _one(self) -> Reading[bool]:
-        """One parameter behind ``key_open``, with what closes its value."""
+        """Read one parameter behind ``key_open``, up to the end of the value."""
         tape = self._tape
         start = tape.at
         head = yield from self._head()
@@ -86,8 +94,9 @@ class ParameterReader:
         return (yield from self._other(types))
 
     def _head(self) -> Reading[tuple[str, tuple[str, ...]] | None]:
-        """(key, types of its value). The cursor goes from behind ``key_open`` to the value. None where the
-        head cannot be read."""
+        """Return (key, types of the value) and move the cursor from behind ``key_open`` to the value; None if
+        unreadable.
+        """
         tape = self._tape
         spelled = self._spelled
         key = yield from self._up_to(spelled.key_close)
@@ -97,7 +106,7 @@ class ParameterReader:
         value_open = spelled.value_open
         if spelled.string_flag:
             flag = yield from self._flag()
-            if flag is None:  # the schema says the type, and the key's own quote was read
+            if flag is None:  # no flag: the schema decides, and ``_up_to`` has already read the quote
                 value_open = value_open.removeprefix(spelled.key_close)
             else:
                 types = ("string",) if flag == "true" else _without_string(types)
@@ -110,6 +119,7 @@ class ParameterReader:
         return key, types
 
     def _flag(self) -> Reading[str | None]:
+        """Read the string flag and return "true" or "false"; None, with nothing read, without a flag."""
         tape = self._tape
         start = tape.at
         if (yield from tape.literal(self._spelled.string_flag)) is not None:
@@ -120,11 +130,13 @@ class ParameterReader:
         return None
 
     def _up_to(self, close: str) -> Reading[str | None]:
-        """A key, and reads ``close`` behind it. None where none can stand: no text, more
-        than a line, or another tag inside."""
+        """Return the key and read ``close``. Return None for an invalid key: empty, longer than a line, or
+        with a tag inside.
+        """
         tape = self._tape
         start = tape.at
         while True:
+            # Search at most one key, so that a missing ``close`` cannot hold back a long text.
             text = tape.slice(start, min(tape.end, start + MAX_KEY + len(close)))
             key, found, _ = text.partition(close)
             if "\n" in key or len(key) > MAX_KEY:
@@ -136,6 +148,7 @@ class ParameterReader:
                 return None
 
     def _string(self) -> Reading[bool]:
+        """Stream a string value. Return False if the output ends first."""
         tape = self._tape
         tape.arguments('"', tape.done)
         while True:
@@ -149,6 +162,7 @@ class ParameterReader:
                 return True
 
     def _other(self, types: tuple[str, ...]) -> Reading[bool]:
+        """Gather a value that is not only a string and write the value as JSON. Return False if cut off."""
         tape = self._tape
         pieces: list[str] = []
         while True:
@@ -159,14 +173,14 @@ class ParameterReader:
                 tape.arguments(to_json("".join(pieces), types), tape.done)
                 tape.skip(tape.at)
                 return True
-            if closed is None:  # cut short: what there is of it, as it is
+            if closed is None:  # cut off: give out the raw text
                 tape.arguments("".join(pieces), tape.done)
                 return False
 
     # -- where a value ends
 
     def _expect_end(self, key: str) -> None:
-        """A value of ``key`` begins at ``done``."""
+        """Prepare the search for the end of the value of ``key``, which begins at ``done``."""
         spelled = self._spelled
         self._misspelled = _misspelled(spelled.value_close, key)
         closings = self._ends.closings
@@ -174,15 +188,18 @@ class ParameterReader:
         self._begin = self._scan = self._tape.done
 
     def _piece(self) -> Reading[tuple[str, bool | None]]:
-        """(the next text of a value from ``done``, whether the value ends there). None at the output's end.
+        """Return the next text of a value from ``done``, and True if the value ends there (None: the output
+        ends).
 
-        Where the value ends, the cursor stands behind the closing tag, or at what ends the value instead.
+        At the end of the value, the cursor stands behind the closing tag. If another mark ended the value,
+        the cursor stands at that mark.
         """
         tape = self._tape
         while True:
             match = tape.search(self._marks.pattern, self._scan)
             if match is not None:
                 start = tape.position(match.start())
+                # Stream the text before a possible end first; the next call decides the mark.
                 if start > self._scan and (free := self._free(start)):
                     self._scan = start
                     return free, False
@@ -203,12 +220,14 @@ class ParameterReader:
             yield from tape.more()
 
     def _free(self, end: int) -> str:
-        """The text up to ``end`` that can be given out: a last line end may belong to a tag."""
+        """Return the text up to ``end`` ready to give out. A final line end may belong to a tag and stays."""
         return self._tape.slice(self._tape.done, end).removesuffix("\n")
 
     def _ending(self, mark: str, start: int) -> Reading[int | None]:
-        """The position behind the value's closing tag, if ``mark`` at ``start`` ends the value; ``start``
-        where the tag is missing. None where ``mark`` is a part of the value."""
+        """Decide if ``mark`` at ``start`` ends the value. Return None if ``mark`` is part of the value.
+
+        Return the position behind the closing tag, or ``start`` if the closing tag is missing.
+        """
         tape = self._tape
         behind = start + len(mark)
         tape.at = behind
@@ -217,14 +236,17 @@ class ParameterReader:
         if mark == self._spelled.key_open:
             return start if (yield from self._is_next(start)) else None
         tape.at = start
+        # The remaining marks close or open a call; the closing tag of the value may be missing.
         here = yield from self._ends.here(closed=False)
         if here is None and not (yield from self._closed_behind(behind)):
             here = True
         return start if here else None
 
     def _is_end(self, mark: str) -> Reading[bool]:
-        """Whether the next parameter or the call's end follows ``mark``, also where the output ends inside of
-        the tag that follows."""
+        """Return True if the next parameter or the end of the call follows ``mark``.
+
+        An output cut off inside the following tag counts too.
+        """
         tape = self._tape
         spelled = self._spelled
         behind = tape.at
@@ -234,22 +256,24 @@ class ParameterReader:
             return True
         if mark == spelled.value_close and tape.ended:
             rest = tape.slice(start, min(tape.end, start + len(spelled.key_open) + len(spelled.end)))
+            # The output ended inside the next tag.
             if spelled.key_open.startswith(rest) or spelled.end.startswith(rest):
                 return True
         tape.at = behind
         return (yield from self._ends.here(closed=True)) is True
 
     def _is_next(self, start: int) -> Reading[bool]:
-        """Whether a parameter begins at ``start`` although the last one was not closed.
+        """Return True if a new parameter begins at ``start`` without a closing tag of the last parameter.
 
-        The key must be one of the tool's that did not come yet. A tag without a second one must begin a line.
-        A whole parameter inside of a value is text: the value goes on behind its closing tag.
+        The key must be a property of the tool not seen yet. Without ``value_open``, the tag must begin a
+        line. A complete parameter inside a value is text: the value continues behind the inner closing tag.
         """
         tape = self._tape
         spelled = self._spelled
         begins_line = start == self._begin if start == tape.done else tape.slice(start - 1, start) == "\n"
         if not spelled.value_open and not begins_line:
             return False
+        # The key must be known and new, otherwise the tag is probably quoted text.
         head = yield from self._head()
         properties = self._tool.parameters.get("properties")
         if head is None or not isinstance(properties, Mapping):
@@ -263,14 +287,18 @@ class ParameterReader:
         return (yield from self._is_end(spelled.value_close))
 
     def _closed_behind(self, start: int) -> Reading[bool]:
-        """Whether the first thing from ``start`` on is a closing tag, and not another call or the output's
-        end. The place is kept, so that a text is looked through once."""
+        """Return True if a closing tag comes before the next call and before the end of the output.
+
+        ``_next`` caches the position, so that each text is searched only once.
+        """
         if self._next[0] < start:
             self._next = yield from self._first_ahead(start)
         return self._next[1] == self._spelled.value_close
 
     def _first_ahead(self, start: int) -> Reading[tuple[int, str]]:
-        """The first closing tag, or beginning of a call at the start of a line: position and text."""
+        """Return position and text of the first closing tag, or of the first call opening at the start of a
+        line.
+        """
         tape = self._tape
         while True:
             match = tape.search(self._ahead.pattern, start)
@@ -296,7 +324,7 @@ def _stems(key_open: str) -> tuple[str, ...]:
 
 
 def _misspelled(tag: str, key: str) -> frozenset[str]:
-    """What models write in place of the closing tag ``tag`` of the parameter ``key``."""
+    """Return common misspellings of the closing tag ``tag`` for the parameter ``key``."""
     if not tag.startswith("</"):
         return frozenset()
     name = tag[2:-1]

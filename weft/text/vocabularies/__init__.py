@@ -1,5 +1,6 @@
-"""Vocabularies that are published in other files than tokenizer.json: each becomes one, exactly and once.
+"""Conversion of vocabularies published in other files than tokenizer.json to an exact tokenizer.json.
 
-``files.read_text_files`` asks here. ``choose`` finds the file of a folder, a module for each format converts,
-and ``cache`` keeps the result in the user's cache, because a conversion takes seconds.
+``files.read_text_files`` uses this package. ``choose`` finds the vocabulary file of a folder. One module per
+format converts. ``converted`` caches the result in the user's cache folder, because a conversion takes
+seconds.
 """

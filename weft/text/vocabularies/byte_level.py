@@ -1,8 +1,8 @@
-"""Byte-level BPE by ranks, as tiktoken has it, in the form of a tokenizer.json.
+"""Byte-level BPE by ranks (tiktoken) in the form of a tokenizer.json.
 
-tiktoken merges, of all neighbours that together are a token, those of the lowest rank first, and takes a word
-that is a token as a whole. In a tokenizer.json that is ``ignore_merges``, and a list of merges with *every*
-split of every token, in the order of the tokens' ranks.
+tiktoken merges the neighbours with the lowest rank of the merged token first. A word that is a token stays
+whole. A tokenizer.json expresses the same rules with ``ignore_merges`` and a list of merges. The list has
+*every* split of every token, in the order of the tokens' ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def tokenizer_json(
     first_id: int = 0,
     begin: str | None = None,
 ) -> str:
-    """``tokens`` in the order of their ranks; the first has the id ``first_id``.
+    """Return a tokenizer.json. ``tokens`` are in rank order; the first has the id ``first_id``.
 
-    ``begin``: text of the special token that begins a sequence. Raises ConfigError, naming the file ``name``,
-    for tokens that do not fit together.
+    ``begin``: text of the special token at the start of a sequence. Raises ConfigError with the file's
+    ``name`` for contradictory tokens.
     """
     letters = [level_text(token) for token in tokens]
     ids = {text: first_id + rank for rank, text in enumerate(letters)}
@@ -75,10 +75,11 @@ def tokenizer_json(
 
 
 def merges_by_rank(tokens: Sequence[str]) -> list[tuple[str, str]]:
-    """Every pair of tokens that makes a token, in the order of the made tokens' ranks."""
+    """Return every pair of tokens that makes a token, in the order of the made tokens' ranks."""
     rank = {token: number for number, token in enumerate(tokens)}
     merges: list[tuple[str, str]] = []
     for token in tokens:
+        # Every split, because tiktoken does not record which merge made a token.
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         found = [(left, right) for left, right in pairs if left in rank and right in rank]
         merges += sorted(found, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
@@ -86,7 +87,7 @@ def merges_by_rank(tokens: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def token_bytes(name: str, text: str | bytes) -> bytes:
-    """The bytes that a base64 text stands for. Raises ConfigError."""
+    """Return the bytes of a base64 text. Raises ConfigError."""
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
@@ -94,5 +95,5 @@ def token_bytes(name: str, text: str | bytes) -> bytes:
 
 
 def added_ids(specials: Sequence[Special]) -> Mapping[str, int]:
-    """Text to id."""
+    """Return text to id."""
     return {special.text: special.number for special in specials}

@@ -1,4 +1,4 @@
-"""Which vocabulary file of a folder is read."""
+"""Choice of the vocabulary file in a folder."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _ADDED = "added_tokens.json"
 
 
 def read_vocabulary(root: Path, config: dict[str, Any]) -> Converted:
-    """The vocabulary of the folder ``root``. ``config``: its tokenizer_config.json.
+    """Return the vocabulary of the folder ``root``. ``config`` is the content of tokenizer_config.json.
 
-    Files are looked for in this order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A
-    tokenizer.json that contradicts an original beside it is not used. Raises ConfigError when there is none
-    that can be read.
+    Search order: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model. A tokenizer.json that
+    contradicts an original file beside it is not used. Raises ConfigError without a readable vocabulary.
     """
     own = root / _OWN
     if own.is_file():
@@ -81,10 +80,10 @@ def _settings(config: dict[str, Any]) -> bytes:
 
 
 def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converted | None:
-    """The original vocabulary beside a tokenizer.json, where the tokenizer.json was made wrongly; else None.
+    """Return the original vocabulary beside a wrongly converted tokenizer.json, else None.
 
-    Known faults of published conversions: another word pattern, and ids of special tokens without the gaps
-    between them. A tokenizer.json with tokens of its own was trained so, whatever its pattern: it stays.
+    Known faults of published conversions: a different word pattern, and ids of special tokens without the
+    gaps between them. A tokenizer.json with additional tokens was trained with its pattern and is kept.
     """
     if (root / tekken.NAME).is_file():
         original, name = _tekken(root, config), tekken.NAME
@@ -97,7 +96,8 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
         added = {entry["content"]: entry["id"] for entry in data.get("added_tokens") or ()}
         patterns = list(_patterns(data.get("pre_tokenizer")))
     except (ValueError, TypeError, KeyError, AttributeError):
-        return None  # the tokenizer's own error says more
+        return None  # the tokenizer's own error is more helpful
+    # Wrong ids always disqualify. A different pattern disqualifies only without additional tokens.
     wrong = [token for token, number in added.items() if original.special.get(token, number) != number]
     if not wrong and patterns == [original.pattern]:
         return None
@@ -116,7 +116,7 @@ def _original_instead(root: Path, config: dict[str, Any], text: str) -> Converte
 
 
 def _patterns(part: Any) -> Iterator[str]:
-    """The patterns of a pre-tokenizer that cut words."""
+    """Yield the word patterns of a pre-tokenizer, at any depth."""
     if not isinstance(part, dict):
         return
     for inner in part.get("pretokenizers") or ():

@@ -1,4 +1,4 @@
-"""What a vocabulary becomes, and the cache that holds it."""
+"""The result of a vocabulary conversion, and the cache of results."""
 
 from __future__ import annotations
 
@@ -18,27 +18,29 @@ from weft.text.segments import Segmentation
 log = get_logger(__name__)
 
 _VERSION = 1
-"""Version of the conversions. A change makes all of them anew."""
+"""Version of the conversions. A new version invalidates all cached results."""
 
 
 class Converted(msgspec.Struct, frozen=True, kw_only=True):
-    """A vocabulary in the form that the ``tokenizers`` library reads."""
+    """A vocabulary in the form read by the ``tokenizers`` library."""
 
     tokenizer_json: str
     named: dict[str, str]
-    """Role (``files.NAMED``) to the token's text, where tokenizer_config.json names no other."""
+    """Role (``files.NAMED``) to the token's text, used if tokenizer_config.json names no token."""
     special: dict[str, int]
-    """Text of each added token, to its id."""
+    """Text to id of the added tokens (for SentencePiece: of the unknown and control pieces)."""
     pattern: str = ""
-    """Regular expression that cuts texts into words; empty where texts are not cut."""
+    """Regular expression that cuts texts into words; empty without cuts."""
     segmentation: Segmentation = Segmentation()
 
 
 def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Converted]) -> Converted:
-    """What ``make`` returns for the file content ``source`` and ``settings``, from the user's cache if there.
+    """Return the result of ``make`` for the file content ``source`` and ``settings``, from the user's cache
+    if present.
 
-    The name is a digest of the content, so a changed file is converted again. Files are replaced atomically:
-    processes that convert at the same time write the same. A cache that cannot be written only costs time.
+    The file name is a digest of the content, so a changed file is converted again. Files are replaced
+    atomically, and concurrent processes write the same content. A cache that cannot be written only costs
+    time.
     """
     seen = hashlib.sha256(f"{_VERSION}\0{len(source)}\0".encode())
     seen.update(source)
@@ -46,7 +48,7 @@ def cached(kind: str, source: bytes, settings: bytes, make: Callable[[], Convert
     path = cache_folder("vocabularies") / f"{kind}-{seen.hexdigest()[:32]}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=Converted)
-    except (OSError, msgspec.MsgspecError):  # absent, or not whole
+    except (OSError, msgspec.MsgspecError):  # absent or incomplete
         pass
     made = make()
     try:
@@ -74,7 +76,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def unusable(name: str, why: str) -> ConfigError:
-    """The error for the vocabulary file ``name``."""
+    """Return the error for the vocabulary file ``name``."""
     return ConfigError(
         f"{name} cannot be used: {why}. Give a folder with the model's tokenizer.json", param="tokenizer"
     )

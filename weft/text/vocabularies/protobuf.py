@@ -1,16 +1,16 @@
-"""The wire format of protocol buffers, as far as a SentencePiece model needs it."""
+"""The part of the protocol buffer wire format needed for a SentencePiece model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 Value = int | bytes
-"""A varint, or the bytes of anything else."""
+"""A varint, or the bytes of any other field."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Value]]:
-    """(number, value) of each field of a message, in the file's order. Raises ValueError for other data."""
+    """Yield (number, value) of each field of a message, in file order. Raises ValueError for other data."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -32,14 +32,14 @@ def fields(data: bytes) -> Iterator[tuple[int, Value]]:
 
 
 def signed(value: Value) -> int:
-    """An int32 field. Negative numbers are written as 64 bits."""
+    """Return an int32 field. Negative numbers are encoded with 64 bits. Raises ValueError for bytes."""
     if isinstance(value, bytes):
         raise ValueError("bytes in the place of a number")
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of seven bits a byte, the lowest first, and the position behind."""
+    """Return a number (seven bits per byte, lowest first) and the position behind. Raises ValueError."""
     result = shift = 0
     while at < len(data) and shift < 70:
         byte = data[at]

@@ -1,8 +1,8 @@
-"""SentencePiece's ``tokenizer.model``, of BPE with byte fallback, as Llama 2 and Mistral publish it.
+"""SentencePiece's ``tokenizer.model``: BPE with byte fallback, as published by Llama 2 and Mistral.
 
-Source: sentencepiece_model.proto, and the library, which the tests compare with. Pieces, scores and types are
-those that a GGUF file holds, so ``weft.gguf.tokenizer`` makes the tokenizer.json. Models whose result would
-only be near the library's are refused by name.
+Source: sentencepiece_model.proto, and the library, which the tests compare with. A GGUF file has the same
+pieces, scores and types, so ``weft.gguf.tokenizer`` makes the tokenizer.json. A model without an exact
+conversion is refused with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IDS = {"unknown": 0, "bos": 1, "eos": 2, "padding": -1}
 
 
 class Piece(msgspec.Struct):
-    """An entry of the vocabulary. Its place is its id."""
+    """An entry of the vocabulary. The position is the id."""
 
     text: str = ""
     score: float = 0.0
@@ -38,7 +38,7 @@ class Piece(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """The fields of a model that matter. Defaults are those of the format."""
+    """The relevant fields of a model. Defaults are the defaults of the format."""
 
     pieces: list[Piece]
     algorithm: int = 1
@@ -46,7 +46,7 @@ class Model(msgspec.Struct):
     ids: dict[str, int] = msgspec.field(default_factory=lambda: dict(_IDS))
     normalizer: str = ""
     charsmap: bool = False
-    """True if characters are replaced by others."""
+    """True if the normalizer replaces characters."""
     prefix: bool = True
     trims_spaces: bool = True
     escapes_spaces: bool = True
@@ -57,11 +57,14 @@ _NORMALIZER = {3: "prefix", 4: "trims_spaces", 5: "escapes_spaces"}
 
 
 def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | None = None) -> Converted:
-    """``source``: content of tokenizer.model. ``config``: of tokenizer_config.json. ``added``: of
-    added_tokens.json, text to id. Raises ConfigError.
+    """Return the converted vocabulary. Raises ConfigError.
+
+    ``source``: content of tokenizer.model. ``config``: content of tokenizer_config.json. ``added``: content
+    of added_tokens.json, text to id.
     """
     model = read_model(source)
     _check(model)
+    # tokenizer_config.json overrides the model file, as in transformers.
     wanted = config.get("add_prefix_space")
     prefix = model.prefix if wanted is None else bool(wanted)
     _add_tokens(model.pieces, config, added or {})
@@ -102,13 +105,14 @@ def convert(source: bytes, config: dict[str, Any], added: Mapping[str, int] | No
 
 
 def read_model(source: bytes) -> Model:
-    """The model of a file's content. Raises ConfigError for another file."""
+    """Return the model of a file's content. Raises ConfigError for any other file."""
     if source[:64].partition(b"\n")[0].rpartition(b" ")[2].isdigit():
         raise unusable(
             NAME, "it is tiktoken's list of ranks, which has no word pattern, and no SentencePiece model"
         )
     model = Model([])
     try:
+        # Fields of ModelProto: 1 pieces, 2 trainer_spec, 3 normalizer_spec.
         for number, value in fields(source):
             if number == 1:
                 model.pieces.append(_piece(value))
@@ -133,6 +137,7 @@ def _message(value: Value) -> bytes:
 
 
 def _piece(value: Value) -> Piece:
+    """Return one vocabulary entry of a SentencePiece message. Fields: 1 text, 2 score, 3 type."""
     piece = Piece()
     for number, part in fields(_message(value)):
         if number == 1:
@@ -145,6 +150,7 @@ def _piece(value: Value) -> Piece:
 
 
 def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
+    """Read the fields ``names`` of a nested message into ``model``."""
     for number, part in fields(_message(value)):
         name = names.get(number, "")
         if name in model.ids:
@@ -156,7 +162,7 @@ def _read(model: Model, value: Value, names: Mapping[int, str]) -> None:
 
 
 def _check(model: Model) -> None:
-    """Refuses what the conversion does not do exactly. Raises ConfigError."""
+    """Raise ConfigError for a model that the conversion cannot reproduce exactly."""
     if model.algorithm != 2:
         kind = _ALGORITHMS.get(model.algorithm, str(model.algorithm))
         raise unusable(NAME, f"its algorithm is {kind}, and only BPE is read")
@@ -174,12 +180,14 @@ def _check(model: Model) -> None:
 
 
 def _check_order(model: Model) -> None:
-    """Raises ConfigError where pieces of one score compete: the library merges the leftmost of these first.
+    """Raise ConfigError if pieces with equal scores compete.
 
-    Merges in a tokenizer.json have an order, so a tie cannot be written there. Runs of spaces are the
-    exception: Llama's own have one score. ``_runs_agree`` proves their order.
+    The library merges the leftmost of such pieces first. Merges in a tokenizer.json have a total order and
+    cannot express a tie. Runs of spaces are the exception: in Llama's model all have the same score.
+    ``_runs_agree`` proves that their order does not matter.
     """
     plain = [piece for piece in model.pieces if piece.kind == _NORMAL]
+    # Only pieces made by a merge compete.
     made = {left + right for left, right in merges_by_score(*_columns(plain))}
     scores = Counter(piece.score for piece in plain if piece.text in made)
     tied = [piece for piece in plain if piece.text in made and scores[piece.score] > 1]
@@ -194,11 +202,15 @@ def _columns(pieces: list[Piece]) -> tuple[list[str], list[float], list[int]]:
 
 
 def _runs_agree(lengths: list[int]) -> bool:
-    """True if runs of spaces are cut alike by two orders: pieces of these lengths leftmost first, and in the
-    order given. Runs of up to three times the longest piece stand for all."""
+    """Return True if two merge orders cut runs of spaces equally: leftmost first, and the order of
+    ``lengths``.
+
+    Runs up to three times the longest piece represent all runs.
+    """
     known = {1, *lengths}
     ranks = {length: number for number, length in enumerate(lengths)}
     for total in range(2, 3 * max(lengths, default=0) + 1):
+        # Simulate both orders on a run of ``total`` spaces; ``row`` has the lengths of the pieces.
         results = []
         for leftmost in (True, False):
             row = [1] * total
@@ -219,8 +231,10 @@ def _runs_agree(lengths: list[int]) -> bool:
 
 
 def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str, int]) -> None:
-    """Adds the tokens that the files beside the model name behind its pieces. Raises ConfigError where they
-    name a piece otherwise than the model."""
+    """Add the tokens named by the files beside the model, behind the pieces of the model.
+
+    Raises ConfigError if such a file names a piece differently from the model.
+    """
     named = {number: Piece(text, 0.0, _USER) for text, number in added.items()}
     for key, entry in (config.get("added_tokens_decoder") or {}).items():
         kind = _CONTROL if entry.get("special") else _USER
@@ -232,5 +246,6 @@ def _add_tokens(pieces: list[Piece], config: dict[str, Any], added: Mapping[str,
                     NAME, f"token {number} is {pieces[number].text!r} there and {piece.text!r} beside it"
                 )
             continue
+        # Fill a gap of ids, because the position of a piece is its id.
         pieces += [Piece(f"<unused_{n}>", 0.0, _UNUSED) for n in range(len(pieces), number)]
         pieces.append(piece)

@@ -1,4 +1,4 @@
-"""Mistral's ``tekken.json``: tokens in base64 by rank, a word pattern, special tokens before all others.
+"""Mistral's ``tekken.json``: tokens in base64 by rank, a word pattern, and special tokens before all others.
 
 Source: the ``mistral-common`` package, which the tests compare with.
 """
@@ -16,7 +16,7 @@ _OLDEST_SPECIALS = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-"""Special tokens by id of files up to version 7 that do not list them."""
+"""Special tokens by id, for files up to version 7 without a list."""
 _VERSIONS_WITHOUT = ("v1", "v2", "v3", "v7")
 _ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -39,7 +39,7 @@ class _Config(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The parts of the file that are read."""
+    """The parts of the file in use."""
 
     config: _Config
     vocab: list[_Token]
@@ -47,13 +47,14 @@ class _File(msgspec.Struct):
 
 
 def convert(source: bytes) -> Converted:
-    """``source``: content of tekken.json. Raises ConfigError."""
+    """Return the converted vocabulary for the content of tekken.json. Raises ConfigError."""
     try:
         file = msgspec.json.decode(source, type=_File)
     except msgspec.MsgspecError as error:
         raise unusable(NAME, str(error)) from error
     facts = file.config
     specials = _specials(file)
+    # The file lists more tokens than the model uses: only the first ``count`` are valid.
     count = facts.default_vocab_size - len(specials)
     entries = file.vocab[: max(count, 0)]
     if len(entries) != count or [entry.rank for entry in entries] != list(range(count)):
@@ -74,7 +75,7 @@ def convert(source: bytes) -> Converted:
 
 
 def _specials(file: _File) -> list[Special]:
-    """All special tokens: as listed, then fillers up to the number that the file names."""
+    """Return all special tokens: the listed tokens, then fillers up to the number in the file."""
     count = file.config.default_num_special_tokens
     if file.special_tokens is not None:
         listed = sorted(file.special_tokens, key=lambda special: special.rank)
@@ -82,6 +83,7 @@ def _specials(file: _File) -> list[Special]:
             raise unusable(NAME, f"its special tokens must have the ranks 0 to at most {count - 1}")
         texts = [special.token_str for special in listed]
     elif file.config.version in _VERSIONS_WITHOUT:
+        # Old versions do not list the special tokens: the list is fixed.
         texts = list(_OLDEST_SPECIALS)
     else:
         raise unusable(NAME, f"a file of version {file.config.version!r} must list its special tokens")

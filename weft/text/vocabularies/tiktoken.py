@@ -1,6 +1,6 @@
-"""``tiktoken.model``: a line ``base64 rank`` for each token. All else is in the model's own Python code.
+"""``tiktoken.model``: one line ``base64 rank`` per token. Everything else is in the model's own Python code.
 
-That code is not run. A table has what it says, by the name of the tokenizer's class.
+The model's code is not run. A table has the facts of that code, by the class name of the tokenizer.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _HAN_FIRST = "|".join(
 
 
 class _Rules(msgspec.Struct, frozen=True):
-    """What a tokenizer's class adds to the ranks."""
+    """The facts that a tokenizer's class adds to the ranks."""
 
     pattern: str
     specials: int
-    """Special tokens behind the ranks. Tokens that tokenizer_config.json does not name are reserved."""
+    """Number of special tokens behind the ranks. Tokens not named by tokenizer_config.json are reserved."""
     segmentation: Segmentation
 
 
 _CLASSES = {
-    # Moonlight, Kimi K2, K2.5, Kimi Linear and later. The limits are those of its ``encode``, which cuts at
+    # Moonlight, Kimi K2, K2.5, Kimi Linear and later. The limits come from the model's ``encode``: cuts at
     # special tokens, then every 400,000 characters, then in runs of 25,000.
     "TikTokenTokenizer": _Rules(_HAN_FIRST, 256, Segmentation(longest_text=400_000, longest_run=25_000)),
 }
@@ -50,12 +50,15 @@ _RESERVED = "<|reserved_token_{}|>"
 
 
 def known(config: dict[str, Any]) -> bool:
-    """True if tokenizer_config.json names a class of the table."""
+    """Return True if tokenizer_config.json names a class of the table."""
     return _class(config) in _CLASSES
 
 
 def convert(source: bytes, config: dict[str, Any]) -> Converted:
-    """``source``: content of tiktoken.model. ``config``: of tokenizer_config.json. Raises ConfigError."""
+    """Return the converted vocabulary. Raises ConfigError.
+
+    ``source``: content of tiktoken.model. ``config``: content of tokenizer_config.json.
+    """
     if not config:
         raise unusable(NAME, "it needs the model's tokenizer_config.json, which names the special tokens")
     rules = _CLASSES.get(_class(config))
@@ -77,7 +80,9 @@ def convert(source: bytes, config: dict[str, Any]) -> Converted:
 
 
 def _class(config: dict[str, Any]) -> str:
-    """The class that tokenizer_config.json names: that of its own code first, without the module."""
+    """Return the class named by tokenizer_config.json, without the module. The model's own class comes
+    first.
+    """
     own = config.get("auto_map")
     named = own.get("AutoTokenizer") if isinstance(own, dict) else None
     slow = named[0] if isinstance(named, list) and named else named
@@ -85,7 +90,7 @@ def _class(config: dict[str, Any]) -> str:
 
 
 def _tokens(source: bytes) -> list[bytes]:
-    """Tokens in the order of their ranks, which are 0, 1, and so on."""
+    """Return the tokens in rank order. Raises ConfigError unless the ranks are 0, 1, and so on."""
     ranks: dict[int, bytes] = {}
     for line in source.splitlines():
         if line.strip():
@@ -99,12 +104,13 @@ def _tokens(source: bytes) -> list[bytes]:
 
 
 def _specials(config: dict[str, Any], first: int, count: int) -> list[Special]:
-    """``count`` special tokens from the id ``first`` on, with the names of ``added_tokens_decoder``.
+    """Return ``count`` special tokens from the id ``first`` on, named by ``added_tokens_decoder``.
 
-    Ids that have no name keep their place under a reserved name: consecutive ids for the named tokens alone
-    would be wrong.
+    An id without a name keeps its place under a reserved name. Numbering only the named tokens consecutively
+    would give wrong ids.
     """
     named = config.get("added_tokens_decoder") or {}
+    # Reserve all ids first, then replace the named ids.
     result = {number: Special(_RESERVED.format(number), number) for number in range(first, first + count)}
     for key, entry in named.items():
         number = int(key) if key.isdigit() else -1

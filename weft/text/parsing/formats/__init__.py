@@ -1,4 +1,4 @@
-"""The families' declarations, by the names that other servers' flags have for them."""
+"""The declarations of all families, by the flag values of other servers."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ DEEPSEEK_V31 = OutputFormat(
 
 
 def _dsml(name: str, section: str) -> OutputFormat:
-    """Calls in tags of DeepSeek's markup, inside of ``section``."""
+    """Return the format with calls in DSML tags inside ``section``."""
     return OutputFormat(
         name=name,
         calls=(

@@ -4,7 +4,7 @@
     {"name": "f", "arguments": {"a": 1}}
     </tool_call>
 
-Small models leave the tags out: an object alone, at the start of a line, is a call too.
+Small models leave the tags out. A bare object at the start of a line is therefore a call too.
 """
 
 from __future__ import annotations

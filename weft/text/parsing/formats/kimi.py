@@ -1,4 +1,4 @@
-"""Kimi K2: the model numbers its calls, and the id holds the name.
+"""Kimi K2: the model numbers the calls, and the id contains the name.
 
 <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}
 <|tool_call_end|><|tool_calls_section_end|>

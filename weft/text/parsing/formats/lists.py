@@ -28,7 +28,7 @@ from weft.text.parsing.declaration import (
 def _listed(
     name: str, opens: str, closes: str, arguments: Arguments, head: Syntax = (), tail: Syntax = ()
 ) -> OutputFormat:
-    """Calls in one list between ``opens`` and ``closes``."""
+    """Return a format with all calls in one list between ``opens`` and ``closes``."""
     ending = (BLANK, "]", BLANK, closes) if closes else (BLANK, "]")
     section = Section(head=(opens, BLANK, "[", BLANK), tail=ending, between=",")
     call = Call(section=section, head=head, arguments=arguments, tail=tail, gap=", ")

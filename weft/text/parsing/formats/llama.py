@@ -1,9 +1,9 @@
-"""Llama 3 (JSON) and Llama 3.2 and 4 (calls as Python writes them).
+"""Llama 3 (JSON), Llama 3.2 and Llama 4 (calls in Python syntax).
 
     {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
     [f(a=1), g()]
 
-Where the output is nothing but calls there are no tags: a bracket at the start of a line may begin one.
+An output of calls alone has no tags: a bracket at the start of a line may begin a call.
 """
 
 from __future__ import annotations

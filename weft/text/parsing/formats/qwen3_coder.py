@@ -1,4 +1,4 @@
-"""Qwen3-Coder: each argument in tags of its own.
+"""Qwen3-Coder: each argument in a tag pair of its own.
 
     <tool_call>
     <function=f>
@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-The model leaves out the outer tags at times.
+The model sometimes leaves the outer tags out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Thoughts in tags: ``<think>...</think>`` and its relatives.
+"""Reasoning in tags: ``<think>...</think>`` and similar tags.
 
-Most templates or models open the thought. ``deepseek_r1`` begins inside of one although nothing opened it, as
-the first R1 did with templates that did not either.
+Most templates or models open the reasoning. ``deepseek_r1`` starts inside the reasoning without an opening
+tag: neither the first R1 nor its templates wrote an opening tag.
 """
 
 from __future__ import annotations
