@@ -1,4 +1,4 @@
-"""Starts and ends the head processes of a server, and their workers, which outlive heads."""
+"""Starts and ends the head processes of a server and their workers, which outlive heads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from weft.links.link import Address
 from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 
 LEAVE_S = 3.0
-"""Least seconds that other hosts get to read on the board that the server ends."""
+"""Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
 
 
 class HeadProcesses:
-    """One group: a head for each replica. Heads live no longer than the thread that starts them, which is a
-    thread of ``Spares`` where they waited before.
+    """The processes of one group: a head for each replica. A head ends with the thread that started it: the
+    main thread, or a thread of ``Spares`` for a head started in advance.
 
-    What starts them anew is decided elsewhere: see ``weft.cluster``.
+    ``weft.cluster`` decides when a head is started again.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: where heads listen, in a folder of this group's own; only this user may enter it.
+        """``folder``: heads listen in a new subfolder of ``folder``. Only this user may have access to
+        ``folder``.
 
-        Raises ConfigError when other hosts cannot reach this one.
+        Raises ConfigError when other hosts cannot reach this host.
         """
         parallel = config.parallel
         self._replicas = {
@@ -52,7 +53,7 @@ class HeadProcesses:
             role=config.transfer.role,
         )
         self.members = dict.fromkeys(self._replicas, member)
-        """The names of the heads, in order, and what their owner must know of each."""
+        """Name of each head, in order, with the facts that the owner of the heads needs."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -60,8 +61,9 @@ class HeadProcesses:
         self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Starts a head; does not wait for it. Every start has an address of its own, so nothing that was
-        meant for one head reaches the next.
+        """Start a head and return its address. Does not wait for the start.
+
+        Every start has a new address, so messages for an earlier head never reach a later head.
         """
         replica = self._replicas[name]
         domain = self.members[name].domain
@@ -75,18 +77,18 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
+        """Kill a head that is dead or hangs, before the next head starts. Unknown names are ignored."""
         old = self._running.pop(name, None)
         if old is not None:
-            old.kill()  # also wakes one that was stopped, for its end
+            old.kill()  # also ends a stopped (SIGSTOP) process
             self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Waits ``seconds`` for all heads, which were told to stop, then kills the rest; then their workers.
-        The heads' statuses.
+        """Wait up to ``seconds`` for all heads, which have received a shutdown, then kill the rest, then the
+        workers. Return the exit statuses of the heads.
 
-        ``status``: with which the server ends; other hosts are told.
+        ``status``: exit status of the server, reported to other hosts.
         """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
@@ -108,11 +110,12 @@ class HeadGroups:
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``groups`` have names of their own, unless there is one only. See ``HeadProcesses``."""
+        """``groups`` need distinct names, except that a single group may have no name. See ``HeadProcesses``.
+        """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
         self.members: dict[str, Member] = {}
-        """The names of all heads, in order, and what their owner must know of each."""
+        """Name of every head, in order, with the facts that the owner of the heads needs."""
         try:
             for config in groups:
                 group = HeadProcesses(config, folder, log_level, start)
@@ -124,15 +127,17 @@ class HeadGroups:
             raise
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Starts a head; does not wait for it."""
+        """Start a head and return its address. Does not wait for the start."""
         return self._of[name].start(name, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
+        """Kill a head that is dead or hangs, before the next head starts."""
         self._of[name].kill(name, incarnation)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """``HeadProcesses.close`` of all groups, in ``seconds`` together. The heads' statuses."""
+        """Call ``HeadProcesses.close`` for all groups, within ``seconds`` in total. Return the exit statuses
+        of the heads.
+        """
         until = time.monotonic() + seconds
         return [
             end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
@@ -140,7 +145,9 @@ class HeadGroups:
 
 
 def group_folder(folder: Path) -> Path:
-    """A new folder in ``folder`` for the sockets and files of one group: two groups never share a name."""
+    """Create a new folder in ``folder`` for the sockets and files of one group and return its path. Two
+    groups never share a folder.
+    """
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):
             result = folder / f"g{number}"
@@ -150,24 +157,24 @@ def group_folder(folder: Path) -> Path:
 
 
 class LocalHeads:
-    """Starts the heads of this host, and has the rank supervisor for their workers. Used from the main
+    """Starts the heads of this host, and owns the rank supervisor of their workers. Used from the main
     thread.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: for the heads' files; only this user may enter it."""
+        """``folder``: for the files of the heads. Only this user may have access to ``folder``."""
         self._start = start
         self._config = config
         self._folder = folder
         self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
-        """Made when the first head with workers starts."""
+        """Created when the first head with supervised workers starts."""
 
     def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
-        """A head that will listen at ``endpoint``; does not wait for it. ``incarnation``: see
-        ``EngineConfig``.
+        """Start a head that will listen at ``endpoint`` and return its process. Does not wait for the start.
+        ``incarnation``: see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -180,7 +187,7 @@ class LocalHeads:
         return start_head(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:
-        """Waits ``seconds`` for workers, which were told to stop, then kills the rest."""
+        """Wait up to ``seconds`` for workers, which have received a shutdown, then kill the rest."""
         if self._rank_supervisor is not None:
             self._rank_supervisor.close(seconds)
             self._rank_supervisor = None
@@ -200,10 +207,10 @@ def start_head(
     pipe: Connection | None = None,
     start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
-    """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
+    """Start a head that will listen at ``endpoint`` and end with this process. Does not wait for the start.
 
-    ``pipe``: to the rank supervisor; it is the head's from now on, and closed here. Must be called from
-    the main thread: the kernel ties the child to the thread that made it.
+    ``pipe``: connection to the rank supervisor, owned by the head from now on and closed here. Call from the
+    main thread: the kernel ties a child to the thread that started it.
     """
     descriptors = () if pipe is None else (pipe.fileno(),)
     environment = gpu_environment(config, head_rank(config))
@@ -216,7 +223,9 @@ def start_head(
 
 
 def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
-    """Gives a head ``seconds`` to end (it was told to stop), then kills it. Returns its exit status."""
+    """Wait up to ``seconds`` for a head, which has received a shutdown, then kill the head. Return its exit
+    status.
+    """
     try:
         return head.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,8 @@
-"""Heartbeats between a head and its ranks, from threads that do nothing else.
+"""Heartbeats between a head and its ranks, sent and answered by dedicated threads.
 
-A heartbeat proves that a process runs, not that it gets on: that is seen by what a step's outcome waits for.
-Heartbeats have connections of their own, so they pass steps however large these are.
+A heartbeat proves that a process runs, not that the process makes progress. Progress is checked where a step
+waits for outcomes. Heartbeats have connections of their own, so a large step frame does not delay a
+heartbeat.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ strangers = CountedLog(get_logger(__name__))
 
 
 class _Thread:
-    """A thread that works every so often, until it is closed."""
+    """A thread that calls ``work`` repeatedly until ``close``."""
 
     def __init__(self, name: str, rank_timeout: float) -> None:
         self._interval = min(0.5, rank_timeout / 16)
@@ -33,7 +34,7 @@ class _Thread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; returns when it has."""
+        """Stop the thread and wait up to 5 seconds for its end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -46,7 +47,9 @@ class _Thread:
             self.end()
 
     def _take_all(self) -> None:
-        """Takes the frames of one interval, and those that came before it: they were sent in time."""
+        """Handle the frames of one interval, then all frames already received, because a late thread must not
+        count frames sent in time as missing.
+        """
         until = time.monotonic() + self._interval
         while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
             self.take(left)
@@ -54,7 +57,7 @@ class _Thread:
             pass
 
     def take(self, wait: float) -> bool:
-        """One frame; whether there was one within ``wait`` seconds."""
+        """Handle one frame. Return False if no frame arrived within ``wait`` seconds."""
         raise NotImplementedError
 
     def work(self) -> None:
@@ -65,7 +68,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. Callbacks run in its thread."""
+    """The head's side: answers heartbeats. The callbacks run in this thread."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class HeadWatch(_Thread):
         heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
     ) -> None:
-        """``heard(heartbeat)`` returns the answer. ``looked`` is called when all received heartbeats were
+        """``heard(heartbeat)`` returns the answer. ``looked`` is called after all received heartbeats were
         handled.
         """
         super().__init__("weft-watch", rank_timeout)
@@ -100,13 +103,13 @@ class HeadWatch(_Thread):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
-        except EngineDead:  # it is gone: its silence will tell
+        except EngineDead:  # the rank is gone, and its silence will be noticed
             pass
         return True
 
 
 class RankWatch(_Thread):
-    """A rank's side: learns which epoch has ended, or that the head is gone."""
+    """A rank's side: learns which epoch has ended, and detects the loss of the head."""
 
     def __init__(
         self,
@@ -116,8 +119,8 @@ class RankWatch(_Thread):
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
-        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, or
-        another one answers in its place; called again and again.
+        """``ended(epoch)`` reports that this epoch and all earlier ones are over. ``orphaned`` is called
+        repeatedly while the head is silent or another head answers in its place.
         """
         super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
@@ -129,14 +132,14 @@ class RankWatch(_Thread):
         self._replaced = False
 
     def work(self) -> None:
-        with suppress(EngineDead):  # it shows in what does not come back
+        with suppress(EngineDead):  # the missing answer will be noticed
             self._channel.send(encode(self._heartbeat()))
         self._take_all()
         if self._liveness.silent(time.monotonic()) is not None or self._replaced:
             self._orphaned()
 
     def end(self) -> None:
-        self._channel.close(deliver=False)  # nobody needs to hear a heartbeat late
+        self._channel.close(deliver=False)  # a late heartbeat has no use
 
     def take(self, wait: float) -> bool:
         data = self._channel.receive(wait)
@@ -147,6 +150,7 @@ class RankWatch(_Thread):
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
             return True
+        # Another incarnation answers at the old address: the head of this rank is gone.
         if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         elif isinstance(heartbeat, RankHeartbeat):

@@ -1,14 +1,15 @@
-"""A rank that is not the head: receives a step, checks it, carries it out, answers.
+"""The loop of a worker rank: receives a step, checks the step, executes the step, reports the outcome.
 
     no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
                           └── StepFrame: same step number, same digest, or the rank stops
               LateMasks: of the step before, if that is constrained; nothing else may follow it
 
-It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
-epoch, in which all its slots are empty. When the head is gone it can join another one.
+A worker decides nothing. The worker reports every failure to the head. Then the worker keeps its weights and
+waits for the next epoch, in which all slots are empty. After the loss of its head, a worker can join another
+head.
 
-Transfers to and from other groups outlast epochs: the head begins and stops them, room by room. What the
-rank's transfers tell goes to the head that named the room; a rank that joins another head stops all rooms.
+Transfers to and from other groups outlast epochs: the head starts and stops each transfer. Reports go only to
+the head that named the transfer. A rank that joins another head stops all transfers.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 _IDLE = 0.5
-"""Seconds of one wait for frames when nothing runs."""
+"""Seconds of one wait for frames while no step runs."""
 _BUSY = 0.0005
-"""The same while a step runs behind the launch of it."""
+"""Seconds of one wait for frames while a step runs."""
 
 
 class GivenUp(EngineDead):
-    """The head refused this rank, or gave it up."""
+    """Raised when the head has refused or dropped this rank, or when this process cannot serve any head."""
 
 
 class Worker:
-    """One worker rank's loop. ``turn`` handles one frame or result; ``run`` calls it until the end."""
+    """The loop of one worker rank. ``turn`` handles one frame or result. ``run`` calls ``turn`` until the
+    end.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class Worker:
         rank_timeout: float = 10.0,
         incarnation: str = "",
     ) -> None:
-        """``incarnation``: of the head at the other end of ``channel``."""
+        """``incarnation``: identifies the head at the other end of ``channel``."""
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -67,19 +70,19 @@ class Worker:
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: StepHandle | None = None
-        """The last of them, while its masks are to come."""
+        """Newest step in flight, if its masks have not arrived; else None."""
         self._store: Any = None
         self.epoch = -1
-        """The one that runs, or ran last."""
+        """Current epoch, or the last epoch; -1 before the first."""
         self._running = False
         self._next: int | None = None
         self.step = -1
-        """The last one that ended here."""
+        """Last step that ended on this rank; -1 before the first."""
         self.stopped = False
-        """Whether the head said Shutdown."""
+        """True after a Shutdown from the head."""
         self._orphan = False
         self._served = False
-        """Whether this head has begun an epoch."""
+        """True if the current head has begun an epoch."""
         self._rooms: dict[f.Cache, WorkerRooms] = {
             cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
         }
@@ -89,9 +92,10 @@ class Worker:
     # ---- the loop
 
     def run(self) -> None:
-        """Works until the head says Shutdown (``stopped``) or is gone; then ``join`` may follow.
+        """Work until the head sends Shutdown (``stopped``) or is gone. After the loss of the head, ``join``
+        may follow.
 
-        Raises EngineDead when the head will not have this rank.
+        Raises EngineDead when the head refuses this rank.
         """
         embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
         ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
@@ -101,10 +105,10 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Works for another head from now on, which has welcomed this rank.
+        """Work for another head, which has welcomed this rank.
 
-        Nothing of a transfer may touch the caches any more when that head hears that they are there. Raises
-        EngineDead when it does not end; then this process is to end.
+        First stop all transfers: no transfer of the old head may touch the caches when the new head reads
+        Loaded. Raises EngineDead when a transfer does not end. The caller must then end the process.
         """
         self._leave()
         self._channel = channel
@@ -115,7 +119,9 @@ class Worker:
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
-        """Reads a step that is done, or takes a frame; waits ``wait`` seconds for one. False: neither."""
+        """Read a completed step or handle one frame. Block up to ``wait`` seconds for a frame. Return False
+        if there was neither.
+        """
         if self._in_flight and self._runner.done(self._in_flight[0]):
             self._attempt(self._answer)
             return True
@@ -127,7 +133,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free all resources."""
         self._leave()
         self._runner.close()
         self._mesh.close()
@@ -140,18 +146,20 @@ class Worker:
         return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
 
     def ended(self, epoch: int) -> bool:
-        """Aborts a collective that cannot end. Returns whether this rank is still in that epoch."""
+        """Abort collectives of an ended epoch, which cannot complete. Return True if this rank is still in
+        that epoch.
+        """
         late = self._running and epoch >= self.epoch
         if late:
             self._mesh.abort()
         return late
 
     def orphaned(self) -> None:
-        """The head is gone."""
+        """Stop the loop after the loss of the head."""
         self._orphan = True
         self._mesh.abort()
 
-    # ---- what frames do. Those that name no slot come first: nothing is looked up for them.
+    # ---- frames. Frames that do not concern slots come first: they need no lookup.
 
     def _take(self, frame: f.ToRank) -> None:
         if isinstance(frame, f.Shutdown):
@@ -173,8 +181,9 @@ class Worker:
             self._sample(frame)
 
     def _tell(self) -> bool:
-        """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
-        have no part in transfers any more: another one can.
+        """Send the reports of the rank's transfers to the head. Return False if there were none.
+
+        Raises GivenUp when the transfer thread has failed. A new process can transfer again.
         """
         some = False
         for cache, rooms in self._rooms.items():
@@ -190,7 +199,10 @@ class Worker:
         return some
 
     def _fits(self, frame: f.Pools) -> None:
-        """Caches are those of the first head; of fewer blocks, as another one says, the rest lies idle."""
+        """Check that the pools of this rank are large enough for the head. Surplus blocks stay unused.
+
+        Raises GivenUp otherwise.
+        """
         has = blocks_of(self._runner.kv)
         if len(frame.blocks) != len(has) or any(a > b for a, b in zip(frame.blocks, has, strict=True)):
             raise GivenUp(f"the head's caches have {list(frame.blocks)} blocks, this rank's {list(has)}")
@@ -204,7 +216,8 @@ class Worker:
         self._served = True
         self._digest.clear()
         self._runner.reset()
-        self._running = True  # from here on the end of the epoch ends what follows, too
+        # Set before connecting: the end of the epoch must abort the connection attempt, too.
+        self._running = True
         patience = COLLECTIVE * self._timeout
         if frame.store:
             self._store = join_store(frame.store, patience)
@@ -214,6 +227,7 @@ class Worker:
     def _step(self, frame: f.StepFrame) -> None:
         if not self._current(frame.epoch):
             return
+        # Every check below finds a frame that was lost, repeated or reordered, or a slot table that differs.
         if self._unsampled is not None:
             raise EngineDead(f"step {frame.step} came where the masks of step {frame.step - 1} were due")
         if self._next is not None and frame.step != self._next:
@@ -251,14 +265,16 @@ class Worker:
         self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
 
     def _current(self, epoch: int) -> bool:
-        """Whether frames of ``epoch`` are meant for what runs here; older ones, and those to a rank that
-        has stopped, are not: the head knows, or will."""
+        """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the head has
+        ended, or will end, their epoch.
+        """
         return self._running and epoch == self.epoch
 
     # ---- failing
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """``work()``; whatever it raises is told to the head, and ends the epoch here."""
+        """Run ``work()``. Report an error to the head and leave the epoch. GivenUp and PeerGone are raised.
+        """
         try:
             work()
         except Exception as error:
@@ -278,7 +294,7 @@ class Worker:
         self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
 
     def _leave(self) -> None:
-        """Ends the epoch here: communicators are closed, steps in flight end and are forgotten."""
+        """Leave the epoch: abort communicators, wait for the steps in flight and drop their results."""
         self._running = False
         self._unsampled = None
         self._mesh.abort()
