@@ -1,1 +1,1 @@
-"""The step loop: a scheduler and a runner, joined; and the head process around them."""
+"""The step loop with its scheduler and runner, and the head process around the step loop."""
