@@ -1,4 +1,4 @@
-"""Limits that a worker process sets on itself before handling untrusted input."""
+"""Resource limits for a worker process, set before handling untrusted input."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ FILES = 64
 
 
 def confine(memory: int) -> None:
-    """Limit this process to ``memory`` bytes of further address space, ``FILES`` open descriptors and no core
-    dumps.
+    """Limit the calling process to ``memory`` bytes of further address space, ``FILES`` open descriptors and
+    no core dumps.
 
     Hard limits are lowered, too, so the process cannot undo the limits.
     """

@@ -1,4 +1,4 @@
-"""The number of cores that this process may use, by its CPU affinity and by the CPU quotas of its cgroups."""
+"""The number of usable cores, by CPU affinity and by the CPU quotas of cgroups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def usable_cores() -> int:
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
-    """Return the smallest CPU quota, in cores, of a process's cgroups and their ancestors. None without a
+    """Return the smallest CPU quota, in cores, of a process's cgroups and all ancestors. None without a
     readable quota.
 
     ``membership``: the process's /proc/PID/cgroup. ``mount``: the mount point of cgroups.
@@ -43,8 +43,8 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the group's folder and its ancestors up to the root. A container may see only the root, as its
-    own group.
+    """Return the group's folder and its ancestors up to the root. A container may see only the root, as the
+    container's group.
     """
     folder = root / path.strip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]

@@ -1,4 +1,4 @@
-"""Log lines for events that peers can cause at will: the first event is logged at once, further events are
+"""Log lines for events caused at will by peers: the first event is logged at once, further events are
 counted.
 
     12:00:01 W .. a connection for transfers was refused: a peer speaks version 3
@@ -17,12 +17,12 @@ from typing import NamedTuple
 WINDOW_S = 60.0
 """Seconds covered by one count."""
 MOST_KINDS = 64
-"""Maximum kinds that one log distinguishes. Events of further kinds are counted together."""
+"""Maximum kinds distinguished by one log. Events of further kinds are counted together."""
 _OTHERS = "other events"
 
 
 class Sum(NamedTuple):
-    """The count of events of one kind that were not logged at once."""
+    """The count of events of one kind, not logged at once."""
 
     kind: str
     times: int
@@ -37,7 +37,7 @@ class Tally:
     def __init__(self, window: float = WINDOW_S) -> None:
         self._window = window
         self._until: dict[str, float] = {}
-        """Kind -> end of its window."""
+        """Kind -> end of the kind's window."""
         self._sums: dict[str, Sum] = {}
 
     def add(self, kind: str, text: str, now: float) -> bool:
@@ -52,7 +52,9 @@ class Tally:
         return False
 
     def due(self, now: float) -> list[Sum]:
-        """Remove and return the counts with an expired window. The next window of these kinds begins now."""
+        """Remove and return the counts with an expired window. The next window of the counted kinds begins
+        now.
+        """
         over = [kind for kind in self._sums if now >= self._until[kind]]
         for kind in over:
             self._until[kind] = now + self._window
@@ -92,7 +94,7 @@ class CountedLog:
             self._logger.warning("%d more times; the last one: %s", one.times, one.last)
 
     def _wait(self) -> None:
-        """Set a timer that calls ``flush`` when the next count is due. Call with the lock held."""
+        """Set a timer for ``flush`` when the next count is due. Call with the lock held."""
         due = self._tally.next_due()
         if due is not None:
             self._timer = threading.Timer(max(0.0, due - time.monotonic()), self.flush)

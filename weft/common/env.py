@@ -1,4 +1,4 @@
-"""Every environment variable that Weft reads. Infrastructure only; settings are flags."""
+"""Every environment variable of Weft. Infrastructure only; settings are flags."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ VARIABLES = {
 
 
 def get(name: str, default: str = "") -> str:
-    """Return the variable's value. Raises KeyError for a name that is not in ``VARIABLES``."""
+    """Return the variable's value. Raises KeyError for a name outside ``VARIABLES``."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not a declared environment variable")
     return os.environ.get(name, default)
 
 
 def is_set(name: str) -> bool:
-    """Return True if the variable is set, even if empty. Raises KeyError for a name that is not in
-    ``VARIABLES``.
-    """
+    """Return True if the variable is set, even if empty. Raises KeyError for a name outside ``VARIABLES``."""
     return bool(get(name)) or name in os.environ
 
 
@@ -50,7 +48,7 @@ def spin_briefly() -> None:
     imported.
 
     By default the threads spin for milliseconds. With one other busy process on two cores, a decode step took
-    350 ms with the default and 16 ms with this setting. On an idle machine both took 10 ms (docs/adr/0007).
+    350 ms with the default and 16 ms with brief spinning. On an idle machine both took 10 ms (docs/adr/0007).
     """
     if not get("OMP_WAIT_POLICY") and not get("GOMP_SPINCOUNT"):
         os.environ["GOMP_SPINCOUNT"] = str(spin_turns(_CPUINFO))
@@ -68,7 +66,7 @@ def spin_turns(cpuinfo: Path) -> int:
 
 
 def prepare_nccl(one_host: bool) -> None:
-    """Set NCCL's environment variables, unless the user has set them. Call before the first communicator.
+    """Set NCCL's environment variables, unless already set by the user. Call before the first communicator.
 
     torch's watchdog would end a process after a failed or hung collective. In Weft the head decides about a
     rank, so the watchdog only logs. On one host NCCL's sockets listen on loopback.
@@ -81,16 +79,14 @@ def prepare_nccl(one_host: bool) -> None:
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:
-    """Return the environment of a child process: this process's environment with ``extra``. None removes a
+    """Return the environment of a child process: the current environment with ``extra``. None removes a
     variable.
     """
     return {name: value for name, value in {**os.environ, **extra}.items() if value is not None}
 
 
 def replace(environment: Mapping[str, str]) -> None:
-    """Replace the environment of this process, also for C libraries. Values that a library has already read
-    stay.
-    """
+    """Replace the environment of the process, also for C libraries. Values already read by a library stay."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

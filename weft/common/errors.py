@@ -1,4 +1,4 @@
-"""The error tree. Every failure that reaches a client or another process is an error of this tree.
+"""The error tree. Every failure reported to a client or another process is an error of the tree below.
 
     WeftError
     ├── InvalidRequest 400 ── ContextLength 400
@@ -109,7 +109,7 @@ class MethodNotAllowed(WeftError):
 
 
 class RequestTimeout(WeftError):
-    """The client took too long to send its request."""
+    """The client took too long to send the request."""
 
     code = "request_timeout"
     blame = "client"
@@ -244,7 +244,7 @@ def known_error(error: Exception) -> WeftError:
 
 
 class ReportedError(WeftError):
-    """An error that another process reported, with its own code, blame and status."""
+    """An error reported by another process, with the reported code, blame and status."""
 
     def __init__(self, reported: ErrorInfo) -> None:
         super().__init__(reported.message, param=reported.param, code=reported.code)

@@ -1,7 +1,7 @@
 """Private folders for sockets and files of one user, and the removal of abandoned private folders.
 
-The process that creates a folder holds a lock on a file inside until the process ends in any way. So a lock
-that can be acquired proves the death of the owner. A folder without the lock file proves nothing and stays.
+The creator of a folder holds a lock on a file inside until the end of the process, whatever the cause. So an
+acquired lock proves the death of the owner. A folder without the lock file proves nothing and stays.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weft.common import env
 _LONGEST = 80
 _PREFIX = "weft-"
 _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
-"""Names that mkdtemp makes from the prefix."""
+"""Names made by mkdtemp from the prefix."""
 _LOCK = "owner.lock"
 _held: dict[Path, int] = {}
-"""Folder of this process -> descriptor that holds the lock; exec closes the descriptor."""
+"""Folder of the process -> descriptor of the lock; exec closes the descriptor."""
 
 
 def cache_folder(name: str) -> Path:
-    """Return the path of folder ``name`` in this user's cache of Weft. The folder may not exist yet."""
+    """Return the path of folder ``name`` in the user's cache of Weft. The folder may not exist yet."""
     root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "weft" / name
 
@@ -43,7 +43,7 @@ def open_private(path: Path, mode: Literal["ab"]) -> BinaryIO: ...
 
 
 def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
-    """Open a file that only this user may access, like ``open``; text is UTF-8. Raises OSError.
+    """Open a file without access for other users, like ``open``; text is UTF-8. Raises OSError.
 
     Mode "ab" keeps existing content. Permissions of other users on an existing file are removed.
     """
@@ -56,9 +56,10 @@ def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
 
 
 def private_folder() -> Path:
-    """Create a folder that only this user can enter and return its path, short enough for a socket inside.
+    """Create a folder without access for other users and return the path, short enough for a socket inside.
 
-    The caller removes the folder. Abandoned folders of this user in the same parent folder are removed here.
+    The caller removes the folder. Abandoned folders of the same user in the same parent folder are removed
+    here.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder)) > _LONGEST:
@@ -93,7 +94,7 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Remove the folder if its owner is dead. Return without effect for a folder of another user or mode.
+    """Remove the folder if the owner is dead. Return without effect for a folder of another user or mode.
 
     Raises OSError if the lock is held or missing.
     """

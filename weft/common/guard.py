@@ -1,6 +1,6 @@
-"""Processes for work that may run away, with limits on CPU time and a deadline.
+"""Processes for work with unpredictable cost, with limits on CPU time and a deadline.
 
-    thread ──payload──► process       the kernel ends the process past its CPU time
+    thread ──payload──► process       the kernel ends the process past the CPU time
            ◄──answer───               the thread ends the process at the deadline
 
 ``WorkerPool`` serves an event loop. A ``Guard`` serves threads, which block while a process works. The
@@ -33,7 +33,7 @@ SPARE_S = 5.0
 
 
 class Guard:
-    """A pool of processes that run one program. Thread-safe; the number of callers bounds the processes."""
+    """A pool of processes for one program. Thread-safe; the number of callers bounds the processes."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, *, idle: float = IDLE_S) -> None:
         """``command``: a program that calls ``workers.serve``. ``greeting``: first payload of a process.
@@ -55,7 +55,7 @@ class Guard:
         """Send ``payload`` to an idle or new process and return the answer. Blocks up to ``seconds``, plus a
         process start.
 
-        Raises DeadlineExceeded past ``seconds``, its subclass CpuSpent past the CPU time of a payload,
+        Raises DeadlineExceeded past ``seconds``, the subclass CpuSpent past the CPU time of a payload,
         WorkerDied when the process died otherwise, and Unavailable after ``close`` or when no process can be
         started.
         """
@@ -166,7 +166,7 @@ class Guard:
             process.end()
 
     def _reap_later(self) -> None:
-        """Set the timer that ends idle processes, unless set already. Call with the lock held."""
+        """Set the timer for ending idle processes, unless already set. Call with the lock held."""
         if self._reaper is None:
             self._reaper = threading.Timer(min(self._idle_s, SPARE_S), self._reap)
             self._reaper.daemon = True
@@ -189,7 +189,7 @@ class Guard:
 
 
 class _Process:
-    """One process with its socket."""
+    """One process with a socket."""
 
     def __init__(self, command: Sequence[str], greeting: bytes) -> None:
         self._socket, theirs = socket.socketpair()
@@ -205,7 +205,7 @@ class _Process:
             except BaseException:
                 self._socket.close()
                 raise
-        with contextlib.suppress(OSError):  # a process that died at once fails its first payload
+        with contextlib.suppress(OSError):  # a process dead at once fails the first payload
             self._socket.sendall(HEADER.pack(len(greeting)) + greeting)
 
     @property
@@ -250,10 +250,11 @@ class _Process:
         self._process.kill()
 
     def end(self) -> int | None:
-        """End the process, unless ended already, and return its exit status."""
+        """End the process, unless already ended, and return the exit status."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # After a broken exchange the process is about to end: its own status gives the reason.
+            # After a broken exchange the process is about to end by itself, with a status that gives the
+            # reason.
             self._process.wait(0.05 if self._process.poll() is None else None)
         self._process.kill()
         return self._process.wait()

@@ -24,7 +24,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def refuse_pointer(path: Path, param: str | None = None) -> None:
-    """Raise ConfigError that names ``path`` if the file is a Git LFS pointer."""
+    """Raise ConfigError with the name of ``path`` if the file is a Git LFS pointer."""
     if is_pointer(path):
         raise ConfigError(
             f"{path.name} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}, or "

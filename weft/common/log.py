@@ -11,7 +11,7 @@ from typing import TextIO
 _FORMAT = "%(asctime)s %(levelname).1s {process} %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 _form = "text"
-"""Format of this process's lines: "text" or "json"."""
+"""Format of log lines in the process: "text" or "json"."""
 
 
 class _Json(logging.Formatter):
@@ -44,7 +44,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def head_name(replica: int, replicas: int, rank: int | None = None) -> str:
-    """Return the process name in log lines of a replica's head, or of its worker ``rank``.
+    """Return the process name in log lines of a replica's head, or of the worker ``rank``.
 
     ``head`` and ``rank 1``; for one of several replicas ``head 1`` and ``head 1 rank 3``. Ranks are counted
     over all replicas.
@@ -54,7 +54,7 @@ def head_name(replica: int, replicas: int, rank: int | None = None) -> str:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger of a module; ``name`` is its ``__name__``."""
+    """Return the logger of a module; ``name`` is the module's ``__name__``."""
     return logging.getLogger(name)
 
 
@@ -64,7 +64,7 @@ def joined(level: str, form: str) -> str:
 
 
 def settings() -> str:
-    """Return the log settings of this process, to pass to a child process."""
+    """Return the log settings of the process, to pass to a child process."""
     return joined(logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower(), _form)
 
 

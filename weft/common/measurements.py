@@ -1,9 +1,8 @@
-"""Tables of measurements: a table in the package, and a table of this machine, written by a command.
+"""Tables of measurements: a table in the package, and a table of the local machine, written by a command.
 
     {"version": 1, "measured": [row, ...]}
 
-The module that owns a table defines its rows: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No
-torch.
+The owner of a table defines the rows: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No torch.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ Row = TypeVar("Row")
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's builds and measurements."""
+    """Return the folder of the user's builds and measurements."""
     return Path(env.get("WEFT_OPS_CACHE") or Path.home() / ".cache" / "weft" / "ops")
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements(Generic[Row]):
-    """The measurements of one subject: the package's table and this machine's table."""
+    """The measurements of one subject: the package's table and the local machine's table."""
 
     what: str
     """Name of the subject, for the log."""
@@ -46,11 +45,11 @@ class Measurements(Generic[Row]):
     """Key of a row: a new row replaces an old row with an equal key."""
 
     def user_file(self) -> Path:
-        """Return the path of this machine's own measurements."""
+        """Return the path of the local machine's measurements."""
         return cache_folder() / self.packaged.name
 
     def read(self, path: Path) -> tuple[Row, ...]:
-        """Return the rows of a file. Raises OSError, and ValueError for a file that is no such table."""
+        """Return the rows of a file. Raises OSError, and ValueError for a file without a valid table."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["version"] != VERSION:
@@ -60,11 +59,11 @@ class Measurements(Generic[Row]):
             raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
 
     def as_json(self, rows: Iterable[Row]) -> dict[str, Any]:
-        """Return ``rows`` as JSON data in the form that ``read`` expects."""
+        """Return ``rows`` as JSON data in the form expected by ``read``."""
         return {"version": VERSION, "measured": [self.form(row) for row in rows]}
 
     def found(self) -> tuple[tuple[Row, ...], ...]:
-        """Return the rows of this machine's table, if there is one, then of the package's table. Invalid
+        """Return the rows of the local machine's table, if there is one, then of the package's table. Invalid
         files are logged and skipped.
         """
         tables = []
@@ -78,7 +77,7 @@ class Measurements(Generic[Row]):
         return tuple(tables)
 
     def save(self, rows: list[Row]) -> None:
-        """Write ``rows`` to this machine's table, atomically. Rows with other keys stay.
+        """Write ``rows`` to the local machine's table, atomically. Rows with other keys stay.
 
         Raises ConfigError where the table cannot be written.
         """

@@ -1,21 +1,21 @@
-"""The open-files limit of this process. Children inherit the limit."""
+"""The open-files limit of the process. Children inherit the limit."""
 
 from __future__ import annotations
 
 import resource
 
 FILES = 1 << 16
-"""Maximum limit that a process requests."""
+"""Maximum limit requested by a process."""
 
 
 def most_files() -> int:
-    """Return the highest limit of open files that this process may set for itself."""
+    """Return the highest limit of open files allowed to the process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
 
 
 def allow_files() -> int:
-    """Raise the open-files limit of this process as far as allowed, and return the limit."""
+    """Raise the open-files limit of the process as far as allowed, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = most_files()
     if soft == resource.RLIM_INFINITY or soft >= allowed:

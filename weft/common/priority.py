@@ -13,7 +13,7 @@ NICENESS = 10
 
 
 def step_back(thread: threading.Thread, niceness: int = NICENESS) -> None:
-    """Lower the priority of ``thread`` for the rest of its life. On Linux niceness is per thread."""
+    """Lower the priority of ``thread`` permanently. On Linux niceness is per thread."""
     if thread.native_id is not None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)

@@ -24,7 +24,7 @@ else:
 
 
 class _Lines:
-    """A file for tqdm that turns each write into a log line."""
+    """A file for tqdm: each write becomes a log line."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -38,7 +38,7 @@ _shown_in: _Lines | None = None
 
 
 def use_lines() -> None:
-    """Report progress of this process as log lines from now on."""
+    """Report progress of the process as log lines from now on."""
     global _shown_in
     _shown_in = _Lines()
 
@@ -56,7 +56,7 @@ def progress_bar(
     """Return a bar on standard error, or a silent bar if standard error is no terminal or ``shown`` is False.
 
     Iterate over the bar to go through ``steps``, or call ``update`` up to ``total``. Use the bar as a context
-    manager. The bar appears after ``delay`` seconds and disappears at its end unless ``leave``. After
+    manager. The bar appears after ``delay`` seconds and disappears at the end unless ``leave``. After
     ``use_lines`` the bar writes log lines.
     """
     if shown and _shown_in is not None:

@@ -1,4 +1,4 @@
-"""A mapping that drops the least recently used entry."""
+"""A mapping with a maximum size. The least recently used entry is dropped first."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class Registry(Generic[T]):
         self._entries[name] = target
 
     def get(self, name: str) -> T:
-        """Import and return the implementation called ``name``. Raises ConfigError that lists all names, with
-        a suggestion for a misspelt name.
+        """Import and return the implementation called ``name``. Raises ConfigError with a list of all names,
+        and a suggestion for a misspelt name.
         """
         if name not in self._entries:
             near = misspelt(name, self._entries)

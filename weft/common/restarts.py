@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 MOST_LOSSES = 3
-"""Maximum engines, or groups, that a sequence may lose. A sequence that is open at every death may be the
-cause.
-"""
+"""Maximum engines, or groups, lost under one sequence. A sequence open at every death may be the cause."""
 
 
 class RestartBudget:
     """At most ``most`` restarts in any ``window`` seconds, each recorded when granted.
 
-    A process that dies repeatedly is then not started again, so its clients get an error.
+    A process with repeated deaths is then not started again, and the clients get an error.
     """
 
     def __init__(self, most: int, window: float) -> None:

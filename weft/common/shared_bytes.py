@@ -1,8 +1,8 @@
-"""Bytes that another process on this host reads by name: memory without a file (memfd), opened through the
+"""Bytes shared by name between processes of one host: memory without a file (memfd), opened through the
 ``/proc`` entry of the owning process.
 
     owner        creates the memory with a fixed size, which nobody can change
-    writer       the owner, or a process that received the name first, writes the bytes once
+    writer       the owner, or the first process to receive the name, writes the bytes once
     owner        seals the memory: from then on nobody can write
     readers      open the memory by name, map the memory and close the descriptor
 
@@ -26,7 +26,7 @@ import msgspec
 from weft.common.errors import PixelsLost
 
 UNREACHABLE = "pixels_unreachable"
-"""Error code for memory that exists but cannot be opened here: the bytes must be sent instead."""
+"""Error code for existing memory without access from the local process: the bytes must be sent instead."""
 _SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python has no name for it
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALED = FIXED | _SEAL_FUTURE_WRITE
@@ -88,14 +88,14 @@ def new_memory(nbytes: int, name: str) -> int:
 
 
 def is_sealed(fd: int, nbytes: int, seals: int = SEALED) -> bool:
-    """Return True if the descriptor is memory of this size with these seals. Raises OSError for other
+    """Return True if the descriptor is memory of size ``nbytes`` with ``seals``. Raises OSError for other
     descriptors.
     """
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals and os.fstat(fd).st_size == nbytes
 
 
 def open_shared(name: SharedName) -> tuple[int, memoryview]:
-    """Return (a descriptor of this process, a read-only view of the bytes). The caller closes the descriptor.
+    """Return (a local descriptor, a read-only view of the bytes). The caller closes the descriptor.
 
     Raises PixelsLost.
     """
@@ -105,7 +105,7 @@ def open_shared(name: SharedName) -> tuple[int, memoryview]:
 
 
 def write_shared(name: SharedName, data: bytes) -> None:
-    """Write all bytes of memory that its owner has not sealed yet. Raises PixelsLost."""
+    """Write all bytes of memory not yet sealed by the owner. Raises PixelsLost."""
     with _opened(name, os.O_RDWR, FIXED) as fd:
         if len(data) != name.size:
             raise PixelsLost("the pixels of an image are not as many as was said")
@@ -115,8 +115,8 @@ def write_shared(name: SharedName, data: bytes) -> None:
 
 
 def reaches(name: SharedName) -> bool:
-    """Return True if this process can open the memory of another process of the same user. The access then
-    works in both directions.
+    """Return True if the local process can open the memory of another process of the same user. The access
+    then works in both directions.
     """
     try:
         with _opened(name, os.O_RDONLY, SEALED) as fd:
@@ -126,7 +126,7 @@ def reaches(name: SharedName) -> bool:
 
 
 def most_descriptors() -> int:
-    """Return how many descriptors a process may open for shared memory: a quarter of its limit."""
+    """Return how many descriptors a process may open for shared memory: a quarter of the descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 16 if soft == resource.RLIM_INFINITY else soft // 4
 

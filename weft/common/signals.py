@@ -1,8 +1,8 @@
-"""The signals that stop a process, and their handling in a server's processes.
+"""The stop signals, and the handling of stop signals in a server's processes.
 
 A terminal sends SIGINT and SIGQUIT to all processes of the foreground group, and SIGHUP when the terminal
-closes. Supervisors may send SIGTERM to all processes. Only the API server acts on these signals: it drains,
-then ends its heads and their workers. Heads and workers ignore the signals from their first instruction on.
+closes. Supervisors may send SIGTERM to all processes. Only the API server acts on the signals: the API server
+drains, then ends all heads and workers. Heads and workers ignore the signals from the first instruction on.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ signal.
 
 
 def heeded() -> list[signal.Signals]:
-    """Return the signals of ``STOPS`` that this process must act on.
+    """Return the signals of ``STOPS`` for the process to act on.
 
-    SIGHUP and SIGQUIT are excluded where the parent process ignored them (``nohup``, ``&``).
+    SIGHUP and SIGQUIT are excluded where the parent process ignored the signal (``nohup``, ``&``).
     """
     kept = (signal.SIGHUP, signal.SIGQUIT)
     return [n for n in STOPS if n not in kept or signal.getsignal(n) is not signal.SIG_IGN]
@@ -36,10 +36,10 @@ def end(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Within this block, stop signals exit the process with cleanup. Call from the main thread.
+    """Within the block, stop signals exit the process with cleanup. Call from the main thread.
 
-    SIGINT keeps its handler, because Python raises KeyboardInterrupt. Signals blocked by the parent are
-    unblocked.
+    SIGINT keeps the existing handler, because Python raises KeyboardInterrupt. Signals blocked by the parent
+    are unblocked.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     before = {number: signal.signal(number, end) for number in heeded() if number != signal.SIGINT}
@@ -59,10 +59,10 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Within this block, block ``STOPS`` for this thread, and for child processes until their call of
+    """Within the block, block ``STOPS`` for the current thread, and for child processes until a call of
     ``ignore``.
 
-    Pending signals of this thread are delivered after the block.
+    Pending signals of the thread are delivered after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 _MOST = 2
-"""Maximum letters that a misspelling adds, omits or changes."""
+"""Maximum letters added, omitted or changed by a misspelling."""
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:
-    """Return the member of ``known`` that ``name`` misspells, or None. At most two letters may differ, and no
-    digit.
+    """Return the intended member of ``known`` for a misspelt ``name``, or None. At most two letters may
+    differ, and no digit.
 
     A digit is a version: "KimiK3" is a different model from "KimiK2", not a misspelling. Names of up to four
     letters may differ in one letter. Case, dashes and underscores do not count.

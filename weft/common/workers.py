@@ -1,8 +1,8 @@
-"""Worker processes for an event loop, for work that would hold the GIL or much memory for long.
+"""Worker processes for an event loop, for work with a long hold of the GIL or with much memory.
 
 A pool sends each process one payload at a time over a socket pair and receives one answer. Both are framed by
-their length. A process that dies or exceeds its deadline fails its own payload only, and the next payload
-starts a new process. Processes start on demand.
+length. A dead or late process fails only the current payload, and the next payload starts a new process.
+Processes start on demand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = get_logger(__name__)
 HEADER = struct.Struct("<I")
 """Length in bytes, before each payload and answer."""
 MAX_WAITING = 1024
-"""Maximum payloads that wait for a process."""
+"""Maximum waiting payloads."""
 CLIENT_WAITING = 512
 """Maximum waiting payloads of one client, where clients are distinguished."""
 BYTES_A_SECOND = 1 << 20
@@ -43,11 +43,11 @@ PIECE = 256 << 10
 
 
 class WorkerDied(WeftError):
-    """A process died during its payload, or sent no readable answer."""
+    """A process died during a payload, or sent no readable answer."""
 
 
 class CpuSpent(DeadlineExceeded):
-    """A payload exceeded its CPU time. A retry would exceed the limit again."""
+    """A payload exceeded the CPU time limit. A retry would exceed the limit again."""
 
 
 class _Waiting(NamedTuple):
@@ -66,15 +66,16 @@ def most_of_client(most: int) -> int:
 
 
 class WorkerPool:
-    """Worker processes, and the tasks that wait for answers. Used from one event loop until ``close``."""
+    """Worker processes, and the tasks waiting for answers. Used from one event loop until ``close``."""
 
     def __init__(
         self, command: Sequence[str], greeting: bytes, most: int, seconds: float, each: int = 0
     ) -> None:
-        """``command``: starts a process that ignores stop signals (``signals.ignore``) and ends with its
-        socket. The number of the socket's descriptor is appended. ``greeting``: first payload of a process,
-        without an answer. ``most``: maximum processes. ``seconds``: deadline of one payload. ``each``:
-        maximum processes for one client (numbered from 0), even if others are idle; 0 means all processes.
+        """``command``: starts a process. The process must ignore stop signals (``signals.ignore``) and end at
+        the end of the socket. The number of the socket's descriptor is appended. ``greeting``: first payload
+        of a process, without an answer. ``most``: maximum processes. ``seconds``: deadline of one payload.
+        ``each``: maximum processes for one client (numbered from 0), even if others are idle; 0 means all
+        processes.
         """
         self._command = tuple(command)
         self._greeting = greeting
@@ -88,7 +89,7 @@ class WorkerPool:
         self._now = 0.0
         """Virtual time: start time of the payload taken last."""
         self._ends: dict[int, float] = {}
-        """Client -> virtual end time of its work, for end times after ``_now``."""
+        """Client -> virtual end time of the client's work, for end times after ``_now``."""
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
         self._busy: dict[asyncio.Task[None], int] = {}
@@ -101,10 +102,10 @@ class WorkerPool:
         """Send a payload in pieces to a process and return the answer. The pieces are not copied here.
 
         ``client``: the caller's client. Waiting clients share the processes equally, measured in ``cost``
-        (any unit, the same for all payloads). Client -1 stands for callers that are not distinguished.
+        (any unit, the same for all payloads). Client -1 stands for indistinguishable callers.
 
         A cancelled caller leaves the process at work, within the deadline. Raises Overloaded when too many
-        payloads wait, DeadlineExceeded past the deadline, its subclass CpuSpent past the CPU time given to
+        payloads wait, DeadlineExceeded past the deadline, the subclass CpuSpent past the CPU time given to
         ``serve``, WorkerDied when the process died during the payload, and Unavailable after ``close``.
         """
         if self._closed:
@@ -131,10 +132,10 @@ class WorkerPool:
             self._busy[task] = item.client
 
     def _clients(self) -> list[int]:
-        """Return the waiting clients that may use one more process.
+        """Return the waiting clients entitled to one more process.
 
-        A running payload is not interrupted. So only the processes reserved from a client keep its long
-        payloads from delaying a client that comes later.
+        A running payload is not interrupted. So only the processes reserved from a client keep long payloads
+        from delaying later clients.
         """
         held = list(self._busy.values())
         return [one for one in self._waiting if one < 0 or held.count(one) < self._each]
@@ -144,7 +145,7 @@ class WorkerPool:
         start time.
 
         Start-time fair queueing. A client without earlier work starts at ``_now``, so idle time earns no
-        credit. An abandoned payload costs its client nothing.
+        credit. An abandoned payload costs the client nothing.
         """
         client = min(clients, key=lambda one: max(self._now, self._ends.get(one, 0.0)))
         waiting = self._waiting[client]
@@ -242,7 +243,7 @@ def serve(
     process; 0 for no limit. The kernel enforces the limit, also inside a native call and for abandoned
     payloads. ``tells``: send an empty answer when ready, as a ``Guard`` expects.
     """
-    signals.ignore()  # the pool ends its workers by closing the socket
+    signals.ignore()  # the pool ends workers by closing the socket
     with contextlib.suppress(OSError):
         os.nice(niceness)
     with (
@@ -273,7 +274,7 @@ def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
 
 
 class _Worker:
-    """One process with its socket."""
+    """One process with a socket."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -311,8 +312,7 @@ class _Worker:
         return self._process.poll() is None
 
     async def _ended(self) -> int | None:
-        """Return the exit status of a process after its socket was closed, or None if the process still runs.
-        """
+        """Return the exit status of a process with a closed socket, or None if the process still runs."""
         for _ in range(20):
             if (code := self._process.poll()) is not None:
                 return code
@@ -350,7 +350,7 @@ class _Worker:
         await self._writer.drain()
 
     def kill(self) -> None:
-        """Kill the process without waiting for its end."""
+        """Kill the process without waiting for the end."""
         self._writer.close()
         self._process.kill()
         # A killed process ends within milliseconds. A thread reaps the process, so the event loop does not

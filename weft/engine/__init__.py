@@ -1,1 +1,1 @@
-"""The step loop with its scheduler and runner, and the head process around the step loop."""
+"""The step loop with a scheduler and a runner, and the head process around the step loop."""

@@ -9,7 +9,7 @@ from weft.types.plan import Rebalance, StepPlan
 
 
 class Balance:
-    """Rebalance timer of one engine. The first replica with an expired interval decides for its
+    """Rebalance timer of one engine. The first replica with an expired interval decides for the
     expert-parallel group.
     """
 

@@ -32,14 +32,14 @@ from weft.runner.trace import StepTrace
 log = get_logger(__name__)
 
 STEP, ALONE_S = 6.0, 600.0
-"""Time limits of a step. ``STEP`` is a multiple of the rank timeout, for ranks that meet on GPUs: there only
-this limit detects a hung collective. The first steps compile kernels, so ``STEP`` must not be smaller.
+"""Time limits of a step. ``STEP`` is a multiple of the rank timeout, for ranks that meet on GPUs: only the
+limit detects a hung collective there. The first steps compile kernels, so ``STEP`` must not be smaller.
 ``ALONE_S`` is in seconds, for all other ranks.
 """
 CONTEXT = 512 << 20
-"""Bytes of GPU memory per process that torch does not count, reserved where processes share a GPU."""
+"""Bytes of GPU memory per process outside torch's count, reserved where processes share a GPU."""
 LATER = 1 << 30
-"""Bytes of GPU memory reserved for NCCL communicators and their captured graphs, created after the caches."""
+"""Bytes of GPU memory reserved for NCCL communicators and captured graphs, created after the caches."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -74,21 +74,20 @@ def rank_mesh(config: EngineConfig, rank: int, host: str | None) -> Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights on a rank, without caches."""
+    """A model with weights on a rank, without caches."""
 
     config: EngineConfig
     model: Model
     backends: Backends
     mesh: Mesh | None
     kv: KVConfig
-    """KV configuration that fits on this rank. The ranks of a group agree on the minimum."""
+    """KV configuration within the memory of the rank. The ranks of a group agree on the minimum."""
     trace: StepTrace | None
     progress: bool
     poison: bool
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
-        """Allocate everything that a step needs, with the pools of ``kv``, and return the runner. May be
-        called once.
+        """Allocate all memory for steps, with the pools of ``kv``, and return the runner. May be called once.
         """
         config = self.config
         mesh = self.mesh
@@ -123,7 +122,7 @@ class LoadedModel:
 def build_runner(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
 ) -> Runner:
-    """Load the model, or the share of ``mesh``, and allocate everything that a step needs. Return the runner.
+    """Load the model, or the share of ``mesh``, and allocate all memory for steps. Return the runner.
 
     Raises ConfigError when there is no device, or no backend for the model. Both are checked before weights
     are read.
@@ -184,7 +183,7 @@ def load(
 
 
 def release_unused() -> None:
-    """Free GPU memory of closed engines in this process."""
+    """Free GPU memory of closed engines in the process."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -231,14 +230,14 @@ def graph_options(
 
 
 def capturer(model: Model) -> Capture:
-    """Return ``capture_calls``, bound to the model's launcher so that replays report their collectives."""
+    """Return ``capture_calls``, bound to the model's launcher so replays report their collectives."""
     return functools.partial(capture_calls, launcher=model.mesh.launcher)
 
 
 def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:
-    """Return the KV configuration with the pools that fit into a GPU's memory after the weights.
+    """Return the KV configuration with pools sized for a GPU's memory after the weights.
 
-    ``free``, ``total``: bytes of the device. ``used``: bytes of this process. The share outside of
+    ``free``, ``total``: bytes of the device. ``used``: bytes of the process. The share outside of
     --gpu-memory-utilization stays free, as does memory for a step's activations. Ranks on the same GPU get
     equal parts of the rest, in any order of loading. Raises ConfigError when one full context does not fit.
     """
@@ -249,7 +248,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
         room -= LATER
     ranks = sharers(config.parallel, config.gpus, config.host)
-    # `free` depends on how far the other ranks on this GPU have loaded; a fixed part per rank does not.
+    # `free` depends on the load progress of other ranks on the GPU; a fixed part per rank does not.
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv

@@ -1,4 +1,4 @@
-"""Creates the runner of a group that only encodes images, from a resolved configuration."""
+"""Creates the runner of an encode group, from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTower:
-    """A vision tower with its weights on a rank, without an embedding pool."""
+    """A vision tower with weights on a rank, without an embedding pool."""
 
     config: EngineConfig
     model: TowerAlone
@@ -32,7 +32,7 @@ class LoadedTower:
         return self.config.kv
 
     def runner(self, kv: KVConfig | None = None) -> EncodeRunner:
-        """Allocate everything that a step needs and return the runner. May be called once."""
+        """Allocate all memory for steps and return the runner. May be called once."""
         config = self.config
         return EncodeRunner(
             self.model.vision,
@@ -80,7 +80,7 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
 def load_rank(
     config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None
 ) -> LoadedModel | LoadedTower:
-    """Load the rank's part of the group by its role. Raises the ConfigError of ``weft.engine.build.load``."""
+    """Load the rank's part of the group by role. Raises the ConfigError of ``weft.engine.build.load``."""
     if config.transfer.role == "encode":
         return load_encoder(config, progress=progress, mesh=mesh)
     return load(config, progress=progress, mesh=mesh)

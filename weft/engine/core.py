@@ -1,6 +1,6 @@
 """The engine of one group: a scheduler and an executor, with one or two steps in flight.
 
-    _plan     the scheduler builds the step; balance, overlap and domain set their fields; it is frozen once
+    _plan     the scheduler builds the step; balance, overlap and domain set fields; then freeze
     _launch   forward; sample
     _commit   read, commit, learn
     _mask     of a constrained step: masks and sample, once all earlier steps have committed
@@ -58,7 +58,7 @@ log = get_logger(__name__)
 STALLED_MS = 50
 """Maximum milliseconds of one wait on the sockets while the wake-up socket reports the end of the step."""
 RECOVERY_POLL = 0.05
-"""Seconds that one call of ``step`` waits for a group during its recovery."""
+"""Seconds that one call of ``step`` waits for a group in recovery."""
 
 
 class EngineCore:
@@ -75,14 +75,14 @@ class EngineCore:
         spans: SpanWriter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
-        """Load the model, unless a ``runner`` is given, and start the scheduler and its sources.
+        """Load the model, unless a ``runner`` is given, and start the scheduler and the sources.
 
         ``progress``: show a progress bar on stderr while the model loads. ``domain``: the expert-parallel
         group of this replica (default: the runner's). ``spans``: the writer for spans of traced sequences;
         ``close`` closes the writer. ``grammars``: the grammar source (default: a source for the model's
         tokenizer).
 
-        Raises ConfigError for a configuration that cannot be served.
+        Raises ConfigError for an unusable configuration.
         """
         self.config = config
         self._clock = clock or SystemClock()
@@ -97,24 +97,23 @@ class EngineCore:
         self.balance = Balance(config.parallel.eplb_interval)
         """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
-        """Random 64-bit number of this engine. Peers of transfers tell two starts of an engine process apart
-        by this number.
+        """Random 64-bit number of this engine. Distinguishes two starts of an engine process for the peers of
+        transfers.
         """
+        # The sources below exist before any loop starts. `make_rooms` needs the ranks, so the runner is
+        # loaded first.
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """KV transfers with other groups. None unless the role is ``prefill`` or ``decode``."""
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
-        """Transfers of image embeddings with other groups. None in a group that neither sends nor receives
-        embeddings.
-        """
+        """Transfers of image embeddings with other groups. None in a group without embedding transfers."""
         self._stages = StageTimes(spans, self._clock.now)
         self._stages.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
-        """Compiles grammars. A sequence stays blocked until its grammar is compiled."""
+        """Compiles grammars. A sequence stays blocked until the end of the compile."""
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
         self._bell = self.runner.bell or (Doorbell() if rings else None)
         """Wake-up socket, signalled at the end of each step. None if ``step`` itself waits for the device. A
-        prefill group on a CPU has a wake-up socket so that the group handles transfer messages while a step
-        runs.
+        prefill group on a CPU has a wake-up socket, to handle transfer messages while a step runs.
         """
         self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
         """Sources of external input. The list is complete before a loop starts, because a loop reads
@@ -122,7 +121,7 @@ class EngineCore:
         """
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
-        """Steps in flight, oldest first, each with the time at which its planning began."""
+        """Steps in flight, oldest first, each with the start time of its planning."""
         self._stalled = False
         """True if the last ``step`` returned early because the oldest step was still running on the device.
         """
@@ -147,8 +146,8 @@ class EngineCore:
         return not self.runner.varying
 
     def describe_determinism(self) -> str:
-        """Return ``deterministic: yes``, or ``deterministic: no, by`` and the names of the operations that
-        vary.
+        """Return ``deterministic: yes``, or ``deterministic: no, by`` and the names of the varying
+        operations.
         """
         varying = self.runner.varying
         return f"deterministic: no, by {', '.join(varying)}" if varying else "deterministic: yes"
@@ -167,8 +166,8 @@ class EngineCore:
         return f"drafts: {accepted} of {verified} accepted; by place {shares}"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
-        """Queue a sequence. Return its events, which are not empty only if the emitted ids already ended the
-        sequence or its grammar is unusable.
+        """Queue a sequence. Return its events: empty, unless the emitted ids already end the sequence or the
+        grammar is unusable.
 
         Raises InvalidRequest, ContextLength or Overloaded. The engine is unchanged after an error.
         """
@@ -191,7 +190,7 @@ class EngineCore:
         """End a sequence in any state and return its events. Idempotent; unknown ids are ignored.
 
         Consequences for transfers and for other sequences follow with the next ``hear``, because some callers
-        handle the events of this sequence only.
+        handle the events of one sequence only.
         """
         self.grammars.forget(sequence)
         self._stages.forget(sequence)
@@ -217,7 +216,7 @@ class EngineCore:
         return [*domain, *(socket for source in self.sources for socket in source.sockets)]
 
     def hear(self) -> list[TokenEvent]:
-        """Handle new input of the sources and end sequences blocked past their time limit. Return the events.
+        """Handle new input of the sources and end sequences blocked past the time limit. Return the events.
         Does not block.
         """
         events = [event for source in self.sources for event in source.take(self.scheduler)]
@@ -321,7 +320,7 @@ class EngineCore:
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
-        """Run one step and append its events to ``events``, so that an exception loses no committed event."""
+        """Run one step and append the events to ``events``. An exception then loses no committed event."""
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         self._mask()
@@ -360,7 +359,7 @@ class EngineCore:
             self.balance.ask(builder)
             self.overlap.ask(builder)
         # All replicas of an expert-parallel group must launch the same step. `settle` may replace an absent
-        # builder by an idle step, or hold this replica's builder back.
+        # builder by an idle step, or hold the local builder back.
         if self.domain is not None:
             builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
         plan = None if builder is None else self.scheduler.seal(builder)
@@ -382,8 +381,8 @@ class EngineCore:
 
         All earlier steps have committed, so the grammar states are current. The forward pass runs meanwhile.
 
-        INVARIANT: when this function returns, the oldest step in flight is sampled. So no forward pass is
-        launched behind an unsampled step (see ``weft.types.plan.TokenMasks``).
+        INVARIANT: on return, the oldest step in flight is sampled. So no forward pass is launched behind an
+        unsampled step (see ``weft.types.plan.TokenMasks``).
         """
         if not self._in_flight or not (handle := self._in_flight[0][0]).plan.constrained:
             return
@@ -404,7 +403,7 @@ class EngineCore:
             handle.sampled.add_done_callback(lambda _: bell.ring())
 
     def _commit(self, events: list[TokenEvent]) -> None:
-        """Block until the oldest step has ended, commit the step and append its events to ``events``.
+        """Block until the oldest step has ended, commit the step and append the events to ``events``.
 
         The events are in ``events`` before masks are sent, because sending can raise GroupLost.
         """
@@ -447,7 +446,7 @@ class EngineCore:
         )
 
     def welcome(self, incarnation: int) -> Welcome:
-        """Return the ``Welcome`` message, which describes this engine to an API server."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         kv = self.runner.kv
         return Welcome(
             versions=(OLDEST, VERSION),
@@ -471,17 +470,16 @@ class EngineCore:
         return self.scheduler.follow_prefixes()
 
     def close(self, failed: bool = False) -> None:
-        """Wait for the steps in flight, drop their results, and release the ranks, the transfers and the
-        trace.
+        """Wait for the steps in flight, drop the results, and release the ranks, the transfers and the trace.
 
-        ``failed``: another engine will replace this engine and reuse the supervised ranks, so leave them
-        running.
+        ``failed``: another engine will take over the supervised ranks, so leave the ranks running.
         """
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
         self.grammars.close()
+        # Transfers end before the ranks: a transfer uses the memory of the ranks.
         for rooms in self._all_rooms:
             rooms.close()
         while self._in_flight:

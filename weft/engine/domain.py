@@ -1,7 +1,7 @@
-"""The part of one replica in its expert-parallel group: all replicas agree on each step before its launch.
+"""The part of one replica in its expert-parallel group: all replicas agree on each step before the launch.
 
 An expert-parallel group is lost and formed as a whole. When a rank of any replica is lost, the communicators
-of all replicas break. Each replica forms its group again, and their heads meet for the next epoch.
+of all replicas break. Each replica forms a group again, and the heads meet for the next epoch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Domain:
 
     @property
     def awake(self) -> bool:
-        """True while the expert-parallel group runs steps. This replica must then step, too, even without
-        work.
+        """True while the expert-parallel group runs steps. The local replica must then step, too, even
+        without work.
         """
         return self._group.awake
 
@@ -42,7 +42,7 @@ class Domain:
     ) -> PlanBuilder | None:
         """Return the builder of the step to launch now, or None if the replicas launch no step.
 
-        ``builder``: the step that this replica proposes, or None. ``unfinished``: True if this replica has
+        ``builder``: the proposal of the local replica, or None. ``unfinished``: True if the local replica has
         live sequences or steps in flight. The result is ``builder``, or ``idle()`` without a proposal, with
         the agreed fields set.
 
@@ -78,8 +78,7 @@ class Domain:
 
 
 def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
-    """Return the vote of a replica on the step in ``builder``; None means that the replica proposes no step.
-    """
+    """Return the vote of a replica on the step in ``builder``; None means no proposal."""
     if builder is None:
         return Vote(unfinished=unfinished)
     return Vote(

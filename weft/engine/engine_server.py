@@ -1,7 +1,7 @@
 """The head process: serves one engine behind a zmq ROUTER, with the messages of ``weft.types.messages``.
 
 One thread does everything. Between steps the thread handles messages of API servers. Heartbeats leave from
-the same loop that steps, so a heartbeat proves progress. An invalid frame is counted and dropped.
+the step loop, so a heartbeat proves progress. An invalid frame is counted and dropped.
 ``weft.routing.head_protocol`` decides the answers.
 """
 
@@ -184,7 +184,7 @@ class EngineServer:
 
 
 def tell_why(listener: Listener, error: WeftError) -> None:
-    """Report the error to API servers that have said hello to a head that cannot start."""
+    """Report the start error to all API servers that have said hello."""
     with contextlib.suppress(zmq.ZMQError):
         while True:
             front, *_ = listener.receive()
@@ -195,11 +195,10 @@ def tell_why(listener: Listener, error: WeftError) -> None:
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
     """Load the model and serve the model at ``listener`` until shutdown. The entry point of the head process.
 
-    ``pipe``: descriptor of the pipe to the rank supervisor; None if this process starts its workers itself.
-    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
-    start.
+    ``pipe``: descriptor of the pipe to the rank supervisor; None if the head starts the workers. Raises
+    errors of the start and of the engine. API servers that have said hello receive a WeftError of the start.
     """
-    # These modules import torch. A head without a model does not need torch.
+    # The modules below import torch. A head without a model does not need torch.
     from weft.engine.core import EngineCore
     from weft.engine.start import start_executor
     from weft.engine.supervised_ranks import SupervisedRanks

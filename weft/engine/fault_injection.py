@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 
 class PlantedError(RuntimeError):
-    """The error that a planted fault raises."""
+    """The error of a planted fault."""
 
 
 class Faults:
@@ -32,7 +32,7 @@ class Faults:
         return bool(self._faults)
 
     def reach(self, phase: Phase) -> None:
-        """Execute the due faults of ``phase``. May raise PlantedError, or kill or stop this process."""
+        """Execute the due faults of ``phase``. May raise PlantedError, or kill or stop the process."""
         for number, fault in enumerate(self._faults):
             if fault.phase != phase or (fault.needs and not os.path.exists(fault.needs)):
                 continue
@@ -44,7 +44,7 @@ class Faults:
                 _do(fault)
 
     def within(self, mesh: Mesh) -> Mesh:
-        """Return ``mesh`` with the faults of the collective phases installed in its launcher."""
+        """Return ``mesh`` with the faults of the collective phases installed in the launcher."""
         if self:
             mesh.launcher.before = lambda: self._launches(mesh.launcher.moving)
         return mesh
@@ -74,7 +74,7 @@ def _do(fault: Fault) -> None:
 
 
 class _Faulty:
-    """A ``RankRunner`` that reaches fault phases around the calls of another runner."""
+    """A ``RankRunner`` with fault phases around the calls of another runner."""
 
     def __init__(self, runner: RankRunner, faults: Faults) -> None:
         self._runner = runner

@@ -3,8 +3,8 @@
     submit ──► compiled in a thread, within a deadline ──► take: the scheduler gets a matcher
                                                          ╰► or the sequence ends with the compiler's error
 
-A sequence stays blocked until its grammar is compiled, just as a sequence blocked on KV (``Scheduler.add``).
-An idle loop sleeps on a descriptor that becomes readable at the end of a compile.
+A sequence stays blocked until the end of the compile, just as a sequence blocked on KV (``Scheduler.add``).
+An idle loop sleeps on a descriptor, readable at the end of a compile.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from weft.types.messages import Submit, TokenEvent
 log = get_logger(__name__)
 
 AWAIT_S = 60.0
-"""Maximum seconds that a sequence is blocked on its grammar. The compiler's own deadline is well before."""
+"""Maximum seconds of a sequence blocked on a grammar. The compiler's own deadline is well before."""
 
 
 class Compile(Protocol):
     """A compile, running or complete."""
 
     def done(self) -> bool:
-        """Return True if ``result`` would not block: the compile has ended or its deadline has passed."""
+        """Return True if ``result`` would not block: the compile has ended or the deadline has passed."""
 
     def result(self) -> CompiledGrammar:
-        """Return the compiled grammar. Raises WeftError for an invalid grammar or a compile past its
+        """Return the compiled grammar. Raises WeftError for an invalid grammar or a compile past the
         deadline.
         """
 
 
 class Compiler(Protocol):
-    """Compiles grammars for the model of this engine, in threads."""
+    """Compiles grammars for the model of the engine, in threads."""
 
     @property
     def end_ids(self) -> Iterable[int]:
@@ -54,7 +54,7 @@ class Compiler(Protocol):
 
     def submit(self, grammar: Grammar, ring: Callable[[], None], client: int) -> Compile:
         """Start a compile for ``client`` and return at once. Unless the compile has ended already, ``ring``
-        is called at its end, from any thread.
+        is called at the end, from any thread.
         """
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class GrammarSource:
         return (self._own_bell(),)
 
     def open(self, submit: Submit, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Start to compile the grammar of a sequence that the scheduler knows. Return the events of the
+        """Start to compile the grammar of a sequence already added to the scheduler. Return the events of the
         sequence.
 
         A grammar from the compiler's cache reaches the scheduler at once. An unusable grammar ends the
@@ -95,7 +95,7 @@ class GrammarSource:
         return self._settle(submit.sequence, scheduler)
 
     def forget(self, sequence: int) -> None:
-        """Drop the compile of a sequence that has ended. Unknown ids are ignored."""
+        """Drop the compile of an ended sequence. Unknown ids are ignored."""
         self._pending.pop(sequence, None)
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
@@ -153,7 +153,7 @@ class GrammarSource:
 
 
 class ModelGrammars:
-    """The ``Compiler`` of one model, with its tokenizer and the backend of ``--grammar-backend``.
+    """The ``Compiler`` of one model, with the tokenizer and the backend of ``--grammar-backend``.
 
     The compiling thread creates the backend at the first grammar. Reading a tokenizer's tokens takes a
     second, which servers without grammars do not pay.
@@ -162,7 +162,7 @@ class ModelGrammars:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.end_ids: tuple[int, ...] = ()
-        """Sorted token ids that end an output; empty until the first compile."""
+        """Sorted end-of-output token ids; empty until the first compile."""
         seconds = config.grammar.grammar_compile_timeout
         self._compiler = GuardedCompiler(self._backend, seconds, _made)
         self._service = GrammarService(self._compiler, timeout=seconds, apart=True)

@@ -1,16 +1,16 @@
 """Executes the decisions of ``weft.group.membership``. All ranks of a group execute every step.
 
-    forward(plan)    digest, one frame to every rank, then this rank's own Runner
+    forward(plan)    digest, one frame to every rank, then the local Runner
     sample(handle)   masks of a constrained step as another frame to every rank
-    read(handle)     this rank's result, and every rank's outcome of the step before: a rank that failed, fell
+    read(handle)     the local result, and every rank's outcome of the step before: a rank that failed, fell
                      silent or sampled something else raises GroupLost
 
 The tokens of a step leave the engine before the outcomes of the other ranks are known. The outcomes are
 checked before the tokens of the next step leave. A group of one rank sends no frames and computes no digest.
 
-    the thread that steps    reads frames, sends, looks at leases
+    the stepping thread      reads frames, sends, looks at leases
     the carrier              blocking work: ends and starts processes, connects communicators
-    the watch                heartbeats, processes that ended; aborts collectives that would never return
+    the watch                heartbeats, ended processes; aborts hung collectives
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from weft.types.rooms import Endpoint
 log = get_logger(__name__)
 
 CLOSE_S = 30.0
-"""Maximum seconds that ``close`` waits for the formation of an epoch to end."""
+"""Maximum seconds for ``close`` to wait for the formation of an epoch."""
 _TURN = 0.05
 """Seconds of one wait for frames. Between two waits the thread checks for errors found by other threads."""
 
@@ -76,8 +76,8 @@ class GroupExecutor:
         """Start the group and block until the first epoch runs. ``load`` is called after all ranks have said
         hello.
 
-        Raises ConfigError for a rank with another configuration, or that cannot load the model as configured.
-        Raises GroupLost when a rank does not start.
+        Raises ConfigError for a rank with another configuration, or unable to load the model. Raises
+        GroupLost when a rank does not start.
         """
         self.membership = membership
         """State machine of the group. Events are fed under the lock. Other reads need no lock, because the
@@ -88,23 +88,22 @@ class GroupExecutor:
         self._lock = threading.RLock()
         self._carrier = carrier or ThreadPoolExecutor(1, thread_name_prefix="weft-group")
         self._carried: Future[None] | None = None
-        """Last action that the carrier accepted; None before the first."""
+        """Last action of the carrier; None before the first."""
         self._outbox: deque[t.Send | t.Renew] = deque()
         """Frames and leases for the stepping thread to send."""
         self._inbox: deque[tuple[bytes, bytes]] = deque()
-        """Received frames that are not handled yet. A frame stays here until handled, because an interrupt
-        may come.
+        """Received frames, not handled yet. A frame stays here until handled, because an interrupt may come.
         """
         self._actions: deque[t.Action] = deque()
-        """Decided actions that are not executed yet. An action stays here, because an interrupt may come."""
+        """Decided actions, not executed yet. An action stays here, because an interrupt may come."""
         self._store: Any = None
         """Rendezvous store of the current epoch, referenced until the next epoch."""
         self.rooms: GroupRooms | None = None
         """KV transfers of the ranks; None in a group without KV transfers."""
         self.embeddings: GroupRooms | None = None
-        """Embedding transfers of the ranks; None in a group that neither sends nor receives embeddings."""
+        """Embedding transfers of the ranks; None in a group without embedding transfers."""
         self._results: dict[int, StepResult] = {}
-        """Results of steps that ended on this rank, until ``read`` returns the result."""
+        """Results of steps ended on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
         links.resources.callback(links.mesh.close)
         self._watch: HeadWatch | None = None
@@ -130,7 +129,7 @@ class GroupExecutor:
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
         self.bell: Doorbell | None = getattr(self._runner, "bell", None)
-        """Wake-up socket, signalled whenever a step has ended on this rank; None where ``read`` blocks
+        """Wake-up socket, signalled at the end of each step on the local rank; None where ``read`` blocks
         instead.
         """
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
@@ -186,25 +185,25 @@ class GroupExecutor:
 
     @property
     def domain(self) -> Domain | None:
-        """Expert-parallel group of this replica; None without one."""
+        """Expert-parallel group of the replica; None without a group."""
         return self._links.domain
 
     @property
     def processes(self) -> Ranks | None:
-        """Worker processes on this host; None where there are none."""
+        """Worker processes on the local host; None without workers."""
         return self._links.processes
 
     def forward(self, plan: StepPlan) -> StepHandle:
-        """Send the step to every rank and launch this rank's share. Return the handle of the step.
+        """Send the step to every rank and launch the local share. Return the handle of the step.
 
-        Raises GroupLost. Raises EngineDead for a plan that contradicts the slot table; then no frame was
+        Raises GroupLost. Raises EngineDead for a plan in conflict with the slot table; then no frame was
         sent.
         """
         self._check()
         members = self.membership.members
         if members:
             digest = self._digest.take(plan)
-            # Handle frames that have arrived: a lost rank is found before this step is launched.
+            # Handle arrived frames: a lost rank is then found before the launch.
             self._turn(0)
             self._check()
             framed = self._pixels.framed(plan, members.values())
@@ -213,11 +212,10 @@ class GroupExecutor:
         return self._guard(lambda: self._runner.forward(plan))
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
-        """Launch the sampling of the step on this rank. With ``masks``, send the masks to the other ranks
-        first.
+        """Launch the sampling of the step on the local rank. With ``masks``, send the masks to the other
+        ranks first.
 
-        The other ranks sample after their forward pass, a constrained step only with its masks. Raises
-        GroupLost.
+        The other ranks sample after the forward pass, a constrained step only with masks. Raises GroupLost.
         """
         if masks is not None and self.membership.members:
             self._check()
@@ -231,8 +229,8 @@ class GroupExecutor:
         self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Block until the step has ended on this rank, and on all ranks the step ``membership.lag`` steps
-        earlier.
+        """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag``
+        steps earlier.
 
         Return the result.
 
@@ -255,7 +253,7 @@ class GroupExecutor:
         return self._results.pop(step)
 
     def settle(self) -> None:
-        """Block until every rank has reported its outcome of all steps read here. Raises GroupLost."""
+        """Block until every rank has reported the outcome of all steps read here. Raises GroupLost."""
         steps = self.membership.steps
         self._wait(lambda: steps.settled(steps.own))
 
@@ -268,8 +266,8 @@ class GroupExecutor:
     # ---- loss and recovery
 
     def recover(self, lost: GroupLost) -> None:
-        """Start to form the group again after GroupLost, with all slots empty. The caller has dropped its
-        steps.
+        """Start to form the group again after GroupLost, with all slots empty. The caller has dropped the
+        steps in flight.
 
         Raises EngineDead after too many recoveries.
         """
@@ -351,7 +349,7 @@ class GroupExecutor:
             self._turn(_TURN)
 
     def _guard(self, work: Callable[[], R]) -> R:
-        """Return ``work()`` of this rank. An error of ``work`` ends the epoch.
+        """Return ``work()`` of the local rank. An error of ``work`` ends the epoch.
 
         Raises GroupLost with the rank at fault, or the error itself in a group of one rank.
         """

@@ -1,4 +1,4 @@
-"""The parts of a group: this rank's share of the model, and the connections to the other ranks."""
+"""The parts of a group: the local rank's share of the model, and the connections to the other ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from weft.parallel.mesh import Mesh
 
 
 class Share(NamedTuple):
-    """This rank's share of a loaded model."""
+    """The local rank's share of a loaded model."""
 
     kv: KVConfig
-    """KV configuration with the pool sizes that fit into memory."""
+    """KV configuration with pool sizes limited by memory."""
     runner: Callable[[KVConfig], RankRunner]
     """Allocates pools of the given sizes and returns the runner. May be called once."""
 
 
 @dataclass(kw_only=True)
 class Links:
-    """Connections of a group to its ranks and to other replicas. The defaults describe a single rank."""
+    """Connections of a group to ranks and to other replicas. The defaults describe a single rank."""
 
     channel: HeadChannel = field(default_factory=NoRanks)
     heartbeats: HeadChannel | None = None
     processes: Ranks | None = None
-    """Worker processes on this host; None where there are none."""
+    """Worker processes on the local host; None without workers."""
     mesh: Mesh = field(default_factory=Mesh)
     leases: Leases | None = None
     domain: Domain | None = None
     resources: ExitStack = field(default_factory=ExitStack)
-    """Resources that close with the group."""
+    """Resources to close with the group."""

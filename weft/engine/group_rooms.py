@@ -64,8 +64,8 @@ class GroupRooms:
     ) -> None:
         """``own`` and ``reports`` belong to the head's rank. ``endpoints()`` returns the endpoints of all
         ranks in order, None for a rank without a report. ``others``: frame rank -> number within the group.
-        ``send(rank, frame)`` must not block. ``sockets``: sockets that receive frames. ``cache``: the cache
-        type that moves.
+        ``send(rank, frame)`` must not block. ``sockets``: sockets for frames. ``cache``: the cache type of
+        the transfers.
         """
         self._own, self._reports = own, reports
         self._endpoints, self._others, self._send = endpoints, dict(others), send
@@ -108,7 +108,7 @@ class GroupRooms:
                 self._send(rank, data)
 
     def heard(self, frame: f.RoomToHead) -> None:
-        """Queue a report from another rank of this group."""
+        """Queue a report from another rank of the group."""
         number = self._others[frame.rank]
         match frame:
             case f.RoomReport(key=key, outcome=outcome, error=error):
@@ -117,14 +117,14 @@ class GroupRooms:
                 self._said.append(ev.RankStopped(key, number))
 
     def ended(self, rank: int) -> None:
-        """Queue the end of the process that was ``rank`` in frames. Safe from any thread."""
+        """Queue the end of the process with frame rank ``rank``. Safe from any thread."""
         if rank in self._others:
             self._said.append(ev.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
         """Return the reports and the ended ranks since the last call. Cheap when there are none.
 
-        Raises EngineDead when the transfer thread of this process has failed. A new process can transfer
+        Raises EngineDead when the transfer thread of the process has failed. A new process can transfer
         again.
         """
         if self._own.failure is not None:

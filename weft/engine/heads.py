@@ -1,4 +1,4 @@
-"""Starts and ends the head processes of a server and their workers, which outlive heads."""
+"""Starts and ends the head processes of a server and the workers, which outlive heads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """The processes of one group: a head for each replica. A head ends with the thread that started it: the
-    main thread, or a thread of ``Spares`` for a head started in advance.
+    """The processes of one group: a head for each replica. A head ends with the starting thread: the main
+    thread, or a thread of ``Spares`` for a head started in advance.
 
     ``weft.cluster`` decides when a head is started again.
     """
@@ -37,10 +37,10 @@ class HeadProcesses:
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: heads listen in a new subfolder of ``folder``. Only this user may have access to
+        """``folder``: heads listen in a new subfolder of ``folder``. No other user may have access to
         ``folder``.
 
-        Raises ConfigError when other hosts cannot reach this host.
+        Raises ConfigError when other hosts cannot reach the local host.
         """
         parallel = config.parallel
         self._replicas = {
@@ -53,7 +53,7 @@ class HeadProcesses:
             role=config.transfer.role,
         )
         self.members = dict.fromkeys(self._replicas, member)
-        """Name of each head, in order, with the facts that the owner of the heads needs."""
+        """Name of each head, in order, with the facts for the owner of the heads."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -61,7 +61,7 @@ class HeadProcesses:
         self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Start a head and return its address. Does not wait for the start.
+        """Start a head and return the address. Does not wait for the start.
 
         Every start has a new address, so messages for an earlier head never reach a later head.
         """
@@ -77,7 +77,7 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a head that is dead or hangs, before the next head starts. Unknown names are ignored."""
+        """Kill a dead or hung head, before the next head starts. Unknown names are ignored."""
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also ends a stopped (SIGSTOP) process
@@ -110,12 +110,13 @@ class HeadGroups:
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``groups`` need distinct names, except that a single group may have no name. See ``HeadProcesses``.
+        """``groups`` need distinct names, except for a single group, which may have no name. See
+        ``HeadProcesses``.
         """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
         self.members: dict[str, Member] = {}
-        """Name of every head, in order, with the facts that the owner of the heads needs."""
+        """Name of every head, in order, with the facts for the owner of the heads."""
         try:
             for config in groups:
                 group = HeadProcesses(config, folder, log_level, start)
@@ -127,11 +128,11 @@ class HeadGroups:
             raise
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Start a head and return its address. Does not wait for the start."""
+        """Start a head and return the address. Does not wait for the start."""
         return self._of[name].start(name, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a head that is dead or hangs, before the next head starts."""
+        """Kill a dead or hung head, before the next head starts."""
         self._of[name].kill(name, incarnation)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
@@ -145,7 +146,7 @@ class HeadGroups:
 
 
 def group_folder(folder: Path) -> Path:
-    """Create a new folder in ``folder`` for the sockets and files of one group and return its path. Two
+    """Create a new folder in ``folder`` for the sockets and files of one group and return the path. Two
     groups never share a folder.
     """
     for number in itertools.count():
@@ -157,14 +158,14 @@ def group_folder(folder: Path) -> Path:
 
 
 class LocalHeads:
-    """Starts the heads of this host, and owns the rank supervisor of their workers. Used from the main
+    """Starts the heads of the local host, and owns the rank supervisor of the workers. Used from the main
     thread.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: for the files of the heads. Only this user may have access to ``folder``."""
+        """``folder``: for the files of the heads. No other user may have access to ``folder``."""
         self._start = start
         self._config = config
         self._folder = folder
@@ -173,8 +174,8 @@ class LocalHeads:
         """Created when the first head with supervised workers starts."""
 
     def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
-        """Start a head that will listen at ``endpoint`` and return its process. Does not wait for the start.
-        ``incarnation``: see ``EngineConfig``.
+        """Start a head at ``endpoint`` and return the process. Does not wait for the start. ``incarnation``:
+        see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -207,10 +208,10 @@ def start_head(
     pipe: Connection | None = None,
     start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
-    """Start a head that will listen at ``endpoint`` and end with this process. Does not wait for the start.
+    """Start a head at ``endpoint``. The head ends with the calling process. Does not wait for the start.
 
     ``pipe``: connection to the rank supervisor, owned by the head from now on and closed here. Call from the
-    main thread: the kernel ties a child to the thread that started it.
+    main thread: the kernel ties a child to the starting thread.
     """
     descriptors = () if pipe is None else (pipe.fileno(),)
     environment = gpu_environment(config, head_rank(config))
@@ -223,7 +224,7 @@ def start_head(
 
 
 def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait up to ``seconds`` for a head, which has received a shutdown, then kill the head. Return its exit
+    """Wait up to ``seconds`` for a head, which has received a shutdown, then kill the head. Return the exit
     status.
     """
     try:

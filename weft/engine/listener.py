@@ -1,5 +1,4 @@
-"""The socket of a head, opened before the imports and the load, so that API servers see the process running.
-"""
+"""The socket of a head, opened before the imports and the load, so API servers see a running process."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from weft.types import messages as m
 from weft.types.board import Listening, head_key
 
 SEND_QUEUE = 10_000
-"""Maximum unread messages of an API server. Beyond this limit the API server counts as gone."""
+"""Maximum unread messages of an API server. Beyond the limit the API server counts as gone."""
 TELL_S = 120.0
-"""Maximum seconds to publish the address of this head to an API server on another host."""
+"""Maximum seconds to publish the head's address to an API server on another host."""
 
 
 class Listener:
     """The socket of a head. zmq's own thread answers pings, even while the process loads or computes."""
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
-        """``endpoint``: an ``ipc://`` path in a folder private to this user, or loopback tcp. With ``keys``
-        also an address of this host; API servers without the keys are then rejected.
+        """``endpoint``: an ``ipc://`` path in a folder private to the user, or loopback tcp. With ``keys``
+        also an address of the local host; API servers without the keys are then rejected.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None

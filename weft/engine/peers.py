@@ -1,11 +1,11 @@
 """Detects the end of heads of other groups, with proof. Silence alone proves nothing.
 
-Deadlines fail a transfer with a silent peer, but do not release its memory. The rules for the memory:
+Deadlines fail a transfer with a silent peer, but do not release the memory. The rules for the memory:
 
-* A *receiver's* memory is written by its own ranks alone (every transport here has ``fence`` "copy"). So the
-  receiver waits for its own ranks and for no peer.
+* A *receiver's* memory is written by the receiver's own ranks alone (every transport here has ``fence``
+  "copy"). So the receiver waits for its own ranks and for no peer.
 * A *sender's* memory is read
-    - over ``tcp`` by its own ranks alone: after these ranks have stopped, no peer can reach the memory;
+    - over ``tcp`` by the sender's own ranks alone: once the ranks have stopped, no peer can reach the memory;
     - over ``shm`` by the receiver's ranks, which map the memory read-only. A late read can harm only the
       receiver, and only if the receiver decodes the sequence with the late bytes. The receiver's *head* alone
       decides that a transfer was received, and keeps the decision in memory. So once the head's process has
@@ -14,7 +14,7 @@ Deadlines fail a transfer with a silent peer, but do not release its memory. The
 * A stopped head (SIGSTOP) has not ended. Such a head may continue and complete the transfer before reading
   the fence. The sender's blocks wait until the head continues or its owner kills the process.
 
-The kernel proves the end of a process: its pidfd becomes readable. A process is named by pid and start time,
+The kernel proves the end of a process: the pidfd becomes readable. A process is named by pid and start time,
 which are valid within one boot and one pid namespace. The end of other processes, such as on another host,
 cannot be observed. Caches go to such hosts over ``tcp``, which needs no proof, and an API server that lost a
 head ends the head's transfers at the other heads.
@@ -46,12 +46,12 @@ class Process(NamedTuple):
 
 
 def own_process() -> Process:
-    """Return the identity of this process."""
+    """Return the identity of the calling process."""
     return Process(_host(), os.getpid(), _started(os.getpid()) or 0)
 
 
 class Peers(Protocol):
-    """The processes of peers, and the peers that have ended."""
+    """The processes of peers, and the ended peers."""
 
     @property
     def sockets(self) -> Sequence[Any]: ...
@@ -68,7 +68,7 @@ class Peers(Protocol):
 
 
 class PeerWatch:
-    """Watches the processes of peers on this host. Implements ``Peers``. Used from one thread."""
+    """Watches the processes of peers on the local host. Implements ``Peers``. Used from one thread."""
 
     def __init__(self) -> None:
         self._host = _host()
@@ -76,7 +76,7 @@ class PeerWatch:
         self._known: dict[Peer, Process] = {}
         self._pidfds: dict[int, Peer] = {}
         self._unwatched: dict[Peer, Process] = {}
-        """Processes without a pidfd, on systems without pidfds. ``look`` checks these processes."""
+        """Processes without a pidfd, on systems without pidfds. ``look`` checks such processes."""
         self._ended: list[Peer] = []
 
     @property
@@ -96,7 +96,7 @@ class PeerWatch:
         return process is not None and process.host == self._host
 
     def heard(self, peer: Peer, process: Process) -> None:
-        """Register the process of a peer and watch for its end. Known peers are ignored."""
+        """Register the process of a peer and watch for the end. Known peers are ignored."""
         if peer in self._known:
             return
         self._known[peer] = process
@@ -111,7 +111,7 @@ class PeerWatch:
         except (OSError, AttributeError):
             self._unwatched[peer] = process
             return
-        if _started(process.pid) != process.started:  # the peer has ended and its pid was reused
+        if _started(process.pid) != process.started:  # the peer has ended and the pid was reused
             os.close(descriptor)
             self._ended.append(peer)
             return
@@ -121,14 +121,14 @@ class PeerWatch:
         self._pidfds[descriptor] = peer
 
     def look(self) -> None:
-        """Check the processes without a pidfd. Call this function from time to time."""
+        """Check the processes without a pidfd. Call ``look`` from time to time."""
         for peer, process in list(self._unwatched.items()):
             if _started(process.pid) != process.started:
                 del self._unwatched[peer]
                 self._ended.append(peer)
 
     def take(self) -> list[Peer]:
-        """Return the peers that have ended since the last call. Does not block."""
+        """Return the peers ended since the last call. Does not block."""
         if self._pidfds and self._poller is not None:
             for descriptor, _ in self._poller.poll(0):
                 self._ended.append(self._pidfds.pop(descriptor))

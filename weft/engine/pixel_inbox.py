@@ -1,7 +1,7 @@
-"""Pixels that API servers on this host publish in shared memory, mapped before a sequence is submitted.
+"""Pixels in shared memory of API servers on the same host, mapped before a sequence is submitted.
 
 A mapping lasts until neither the sequence nor a step refers to the mapping, even if the API server is killed.
-A head with ranks in other processes also keeps a descriptor for that time, so that ranks can open the memory.
+A head with ranks in other processes also keeps a descriptor meanwhile, so ranks can open the memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.types.messages import Submit
 
 
 class PixelInbox:
-    """Mappings of the pixels that API servers publish for one head. Call ``close`` when no API server can be
-    welcomed any more.
+    """Mappings of the pixels published for one head. Call ``close`` when no API server can be welcomed any
+    more.
     """
 
     def __init__(self, shows: bool) -> None:
@@ -39,7 +39,7 @@ class PixelInbox:
             self.close()
 
     def take(self, submit: Submit) -> Submit:
-        """Return ``submit`` with the pixels of its shared names. Raises PixelsLost if a memory cannot be
+        """Return ``submit`` with the pixels of all shared names. Raises PixelsLost if a memory cannot be
         opened.
         """
         if all(item.shared is None for item in submit.media):
@@ -57,7 +57,7 @@ class PixelInbox:
     def _taken(self, item: MediaItem, name: SharedName) -> MediaItem:
         fd, view = open_shared(name)
         here = None
-        # Ranks open the memory through this descriptor. It closes when the last view of the mapping is gone.
+        # Ranks open the memory through the descriptor, which closes with the last view of the mapping.
         if self._shows and self._kept < most_descriptors():
             here = msgspec.structs.replace(name, pid=os.getpid(), fd=fd)
             self._kept += 1

@@ -1,7 +1,7 @@
 """Starts the processes of a server, and keeps spare processes.
 
-Most of a process start is the import of torch. So a server keeps spare processes that have imported torch and
-wait for an order. The next head or worker that is started again uses a spare process.
+Most of a process start is the import of torch. So a server keeps spare processes, which have imported torch
+and wait for an order. The next restart of a head or worker uses a spare process.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ MOST_DESCRIPTORS = 16
 
 
 class Command(NamedTuple):
-    """A process of ``weft.launch``, to start as a child of this process."""
+    """A process of ``weft.launch``, to start as a child process."""
 
     program: str
-    """A module of ``weft.launch``. Its arguments are the parent's process id, ``arguments`` and descriptor
+    """A module of ``weft.launch``. The arguments are the parent's process id, ``arguments`` and descriptor
     numbers.
     """
     arguments: tuple[str, ...]
     setup: bytes
     """Bytes for the standard input of the process."""
     environment: Mapping[str, str | None] = {}
-    """Changes to the environment of this process; None removes a variable."""
+    """Changes to the environment; None removes a variable."""
     descriptors: tuple[int, ...] = ()
-    """Inherited descriptors. The process receives their numbers as arguments."""
+    """Inherited descriptors. The process receives the numbers as arguments."""
 
 
 Start: TypeAlias = Callable[[Command], "subprocess.Popen[bytes]"]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The order for a spare process, sent before its setup."""
+    """The order for a spare process, sent before the setup."""
 
     program: str
     arguments: list[str]
@@ -71,7 +71,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def start_process(command: Command) -> subprocess.Popen[bytes]:
-    """Start the process and return its handle. Does not wait for the process to be ready. Raises OSError.
+    """Start the process and return a handle. Does not wait for the process to be ready. Raises OSError.
 
     The kernel kills the process when the calling thread ends.
     """
@@ -84,7 +84,7 @@ def start_process(command: Command) -> subprocess.Popen[bytes]:
             pass_fds=command.descriptors,
         )
     assert process.stdin is not None
-    # If the process died before reading its setup, the owner sees the exit status.
+    # If the process died before reading the setup, the owner sees the exit status.
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(command.setup)
     return process
@@ -123,8 +123,8 @@ class _Spare(NamedTuple):
 class Spares:
     """Up to ``most`` spare processes. ``start`` and ``close`` are safe from any thread.
 
-    A dedicated thread starts the spare processes, and the kernel kills a process when its starting thread
-    ends. So call ``close`` only after all processes returned by ``start`` have ended.
+    A dedicated thread starts the spare processes, and the kernel kills a process at the end of the starting
+    thread. So call ``close`` only after all processes returned by ``start`` have ended.
     """
 
     def __init__(self, most: int, after: tuple[float, float] = (AFTER_S, AFTER_SPARE_S)) -> None:
@@ -176,7 +176,7 @@ class Spares:
         while self._wait():
             try:
                 spare = _start_spare()
-            except OSError as error:  # out of memory or processes: normal starts report this, too
+            except OSError as error:  # out of memory or processes: normal starts report the error, too
                 log.warning("a spare process cannot be started: %s", error)
                 with self._changed:
                     self._due = time.monotonic() + AGAIN_S

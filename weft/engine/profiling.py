@@ -27,7 +27,7 @@ class Profiler:
         self._until = 0.0
 
     def ask(self, seconds: float) -> None:
-        """Start a profile of ``seconds``. If a profile runs, change its end instead; 0 ends the profile now.
+        """Start a profile of ``seconds``. If a profile runs, change the end instead; 0 ends the profile now.
 
         Without a folder, log a warning and do nothing.
         """
@@ -40,7 +40,7 @@ class Profiler:
         self.look()
 
     def look(self) -> None:
-        """End the profile if its time is over. Cheap without a profile."""
+        """End the profile if the time is over. Cheap without a profile."""
         if self._profile is not None and time.monotonic() >= self._until:
             self.end()
 

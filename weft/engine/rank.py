@@ -1,7 +1,7 @@
-"""The worker process after its welcome: loads its share of the model, then works.
+"""The worker process after the welcome: loads a share of the model, then works.
 
-A worker outlives its head. The process keeps its weights and says hello to the next head, for as long as a
-rank may wait for its first welcome. The owner of the process ends the worker when no other head will come.
+A worker outlives the head. The process keeps the weights and says hello to the next head, for as long as a
+rank may wait for the first welcome. The owner of the process ends the worker when no other head will come.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 STUCK = 3
-"""Exit status of a rank that stayed too long in an ended epoch."""
+"""Exit status of a rank stuck in an ended epoch."""
 PATIENCE = 2.0
 """Multiple of ``--rank-timeout`` within which a rank must leave an ended epoch."""
 _TURN = 0.5
@@ -40,9 +40,9 @@ _TURN = 0.5
 def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
     """Work for the head of ``link``, and for later heads, until shutdown.
 
-    ``rejoin(epoch)`` says hello to the next head and returns its link. ``epoch`` is the last epoch of this
+    ``rejoin(epoch)`` says hello to the next head and returns the link. ``epoch`` is the last epoch of the
     rank. ``rejoin`` raises EngineDead when no head comes in time. Raises WeftError also when the model cannot
-    be loaded, which is reported to the head, or when a head refuses this rank.
+    be loaded, which is reported to the head, or when a head refuses the rank.
     """
     timeout = config.parallel.rank_timeout
     take_threads(config)
@@ -103,17 +103,17 @@ def _load(
 def ask(
     channel: RankChannel, rank: int, kv: KVConfig, timeout: float, orphan: Callable[[], bool]
 ) -> KVConfig | None:
-    """Report how many blocks fit on this rank and return the configuration with the head's sizes. Return None
+    """Report how many blocks fit on the rank and return the configuration with the head's sizes. Return None
     after a Shutdown.
 
-    If the head is gone, return ``kv`` unchanged. Raises EngineDead when the head refuses this rank or sends
-    no sizes within ``timeout`` seconds.
+    If the head is gone, return ``kv`` unchanged. Raises EngineDead when the head refuses the rank or sends no
+    sizes within ``timeout`` seconds.
     """
     channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
         if orphan():
-            return kv  # the next head uses the minimum of all ranks, so these sizes are never too small
+            return kv  # the next head uses the minimum of all ranks, so the local sizes are never too small
         data = channel.receive(min(left, _TURN))
         if data is None:
             continue
@@ -180,8 +180,8 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """End this process when it stays too long in an ended epoch. The owner of the process then starts a
-        new one, on any host.
+        """End the process after too long a stay in an ended epoch. The owner of the process then starts a new
+        one, on any host.
         """
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()

@@ -1,7 +1,7 @@
-"""A rank's part in transfers between groups, built from its configuration: memory, transport, thread.
+"""A rank's part in transfers between groups, built from the configuration: memory, transport, thread.
 
 Only for a group with the role ``prefill``, ``decode`` or ``encode``, or with embeddings of other groups. KV
-transfers and embedding transfers are separate: each has its own memory, transport and thread.
+transfers and embedding transfers are separate: each has separate memory, transport and thread.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
 
 
 def check_rooms(config: EngineConfig) -> None:
-    """Raise ConfigError for a group that must transfer caches or embeddings and cannot. Called before weights
-    are loaded.
-    """
+    """Raise ConfigError for a group with unusable transfer settings. Called before weights are loaded."""
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
@@ -103,9 +101,9 @@ def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | Non
 
 
 def open_embeddings(config: EngineConfig, rank: int) -> RankRooms | None:
-    """Return the embedding transfers of ``rank`` (a global rank). None in a group that neither sends nor
-    receives embeddings. The memory is the rank's embedding pool: one tensor, [layer, block, position, width].
-    See ``_opened``.
+    """Return the embedding transfers of ``rank`` (a global rank). None in a group without embedding
+    transfers. The memory is the rank's embedding pool: one tensor, [layer, block, position, width]. See
+    ``_opened``.
     """
     does = embeddings_of(config)
     if does is None:
@@ -124,13 +122,13 @@ def _opened(
     *,
     sends: bool,
 ) -> RankRooms:
-    """Allocate the memory of a rank's caches, open its transport and return both as ``RankRooms``.
+    """Allocate the memory of a rank's caches, open the transport and return both as ``RankRooms``.
 
-    ``layouts``: for each KV cache group of ``dims`` the tensors of a rank. ``sends``: True if the rank sends
-    its memory, False if the rank receives.
+    ``layouts``: for each KV cache group of ``dims`` the tensors of a rank. ``sends``: True if the rank sends,
+    False if the rank receives.
 
     The socket lies in the group's socket folder (``EngineConfig.domain``). The owner of the folder removes
-    the folder, also after a rank was killed. Without that folder the socket lies in a private folder. Raises
+    the folder, also after a rank was killed. Without the folder the socket lies in a private folder. Raises
     ConfigError.
     """
     check_rooms(config)

@@ -1,7 +1,7 @@
-"""Supervises the worker processes of a server's replicas. Workers outlive their heads, but not the server.
+"""Supervises the worker processes of a server's replicas. Workers outlive heads, but not the server.
 
 A head requests starts and kills of ranks (``weft.engine.supervised_ranks``). The next head of the replica
-takes over the running ranks. The kernel ends all ranks with this process.
+takes over the running ranks. The kernel ends all ranks with the supervisor's process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.engine.ranks import RankProcesses, end_of
 log = get_logger(__name__)
 
 _TURN = 0.1
-"""Seconds between two checks of the processes. A head waits at most this long for an answer."""
+"""Seconds between two checks of the processes. Also the maximum wait of a head for an answer."""
 
 
 class _Replica:
@@ -32,7 +32,7 @@ class _Replica:
         self.pipe: Connection | None = None
         """Pipe to the current head of the replica; None without a head."""
         self._told: dict[int, None] = {}
-        """Process ids of ended processes that the current head knows about."""
+        """Process ids of ended processes already reported to the current head."""
 
     def follow(self, pipe: Connection) -> None:
         """Use the pipe of a new head. Unread requests of the previous head are dropped."""
@@ -59,7 +59,7 @@ class _Replica:
             self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
-        """Send RankEnded to the head for each process that ended on its own."""
+        """Send RankEnded to the head for each process ended without a request."""
         for rank, status in self.processes.ended():
             pid = self.processes.pid(rank)
             if pid not in self._told:
@@ -70,7 +70,7 @@ class _Replica:
 
     def _tell(self, message: protocol.RankRuns | protocol.RankEnded) -> None:
         if self.pipe is not None:
-            with suppress(OSError):  # `serve` will notice that the head is gone
+            with suppress(OSError):  # `serve` will notice the loss of the head
                 self.pipe.send_bytes(protocol.encode(message))
 
 
@@ -119,6 +119,6 @@ class RankSupervisor:
                     if replica.pipe in ready:
                         replica.serve()
                     replica.look()
-                # An error concerns one replica, whose head gets no answer and ends by time-out.
+                # An error concerns one replica: the head gets no answer and ends by time-out.
                 except Exception:
                     log.exception("the ranks of replica %d", replica.number)

@@ -1,4 +1,4 @@
-"""The worker processes of a group on this host."""
+"""The worker processes of a group on one host."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = get_logger(__name__)
 
 
 class Ranks(Protocol):
-    """The worker processes of one group on this host, as seen by the head."""
+    """The worker processes of one group on the head's host, as seen by the head."""
 
     outlive: bool
     """True if the processes outlive the head and serve the next head."""
 
     def spawn(self, rank: int) -> bool:
-        """Start the process of ``rank`` unless it runs. Return True if it ran already. Does not wait for the
-        start.
+        """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
+        for the start.
         """
 
     def keeps(self, rank: int) -> bool:
-        """Return True if the process of ``rank`` is on this host."""
+        """Return True if the process of ``rank`` is on the local host."""
 
     def dead(self) -> list[tuple[int, str]]:
         """Return (rank, description of the end) of each ended process. Does not block. Safe from any thread.
@@ -44,8 +44,8 @@ class Ranks(Protocol):
         """Kill the rank's process at once and forget the process."""
 
     def close(self, seconds: float) -> None:
-        """Release the processes when the head ends. Processes that do not outlive the head have received a
-        shutdown and get ``seconds`` to end.
+        """Release the processes when the head ends. Processes with ``outlive`` False have received a shutdown
+        and get ``seconds`` to end.
         """
 
 
@@ -54,8 +54,8 @@ START_S = 60.0
 
 
 class RankProcesses:
-    """Starts and ends worker processes and reports ended ones. The processes end with this process in every
-    case.
+    """Starts and ends worker processes and reports ended ones. The processes end with the owning process in
+    every case.
 
     Not thread-safe, except ``dead``.
     """
@@ -71,13 +71,13 @@ class RankProcesses:
         self._address = address
         self._level = log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        # The kernel kills a child when the thread that started it ends. This thread lives as long as this
+        # The kernel kills a child at the end of the starting thread. The thread here lives as long as the
         # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
 
     def spawn(self, rank: int) -> bool:
-        """Start the process of ``rank`` unless it runs. Return True if it ran already. Does not wait for its
-        hello.
+        """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
+        for the hello.
 
         Raises EngineDead if the system cannot start a process within ``START_S`` seconds.
         """
@@ -94,16 +94,16 @@ class RankProcesses:
         return False
 
     def keeps(self, rank: int) -> bool:
-        """Return True if the process of ``rank`` is on this host."""
+        """Return True if the process of ``rank`` is on the local host."""
         return rank in self._running
 
     def ended(self) -> list[tuple[int, int]]:
-        """Return (rank, exit status) of every process that has ended."""
+        """Return (rank, exit status) of every ended process."""
         each = [(rank, process.poll()) for rank, process in list(self._running.items())]
         return [(rank, status) for rank, status in each if status is not None]
 
     def ranks(self) -> list[int]:
-        """Return the ranks that were spawned and not killed."""
+        """Return the ranks spawned and not killed."""
         return list(self._running)
 
     def send_signal(self, rank: int, number: int) -> None:
@@ -119,7 +119,7 @@ class RankProcesses:
         return [(rank, end_of(status)) for rank, status in self.ended()]
 
     def kill(self, rank: int) -> None:
-        """Kill the rank's process at once, wait for its end and forget the process."""
+        """Kill the rank's process at once, wait for the end and forget the process."""
         process = self._running.pop(rank, None)
         if process is not None:
             process.kill()
@@ -160,7 +160,7 @@ def threads_each(config: EngineConfig, cores: int) -> int:
 def rank_address(config: EngineConfig) -> str:
     """Return the address at which supervised ranks say hello, equal for all successive heads of the replica.
 
-    Not for one of several replicas that spans hosts: each of its heads has another address, published in the
+    Not for one of several replicas spanning hosts: each successive head has another address, published in the
     rendezvous store.
     """
     if not replica_spans(config.parallel, config.replica):

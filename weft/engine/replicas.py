@@ -1,4 +1,4 @@
-"""Several replicas of a model, in one or more groups, as one engine for callers in this process.
+"""Several replicas of a model, in one or more groups, as one engine for callers in the local process.
 
 Each replica has a head process. Heads, messages and fleet are the same as in ``weft serve``. HTTP and text
 are absent.
@@ -32,15 +32,16 @@ from weft.types import messages as m
 from weft.types.measures import Measures
 
 STEP_S = 0.1
-"""Maximum seconds that ``step`` waits for events."""
+"""Maximum seconds for ``step`` to wait for events."""
 ANSWER_S = 10.0
 CLOSE_S = 5.0
 
 
 def start_engine(config: EngineConfig) -> EngineCore | Replicas:
-    """Return the engine of ``config``: in this process for one replica, else over its replicas' processes.
+    """Return the engine of ``config``: in the local process for one replica, else over the replicas'
+    processes.
 
-    Raises ConfigError for a role, because nothing in this process pairs groups.
+    Raises ConfigError for a role, because nothing in the local process pairs groups.
     """
     transfer = config.transfer
     if transfer.role != "unified" or transfer.prefill or transfer.encode:
@@ -57,8 +58,8 @@ class Replicas:
     """The interface of ``EngineCore`` (submit, step, finish) over the replicas of all groups. Not
     thread-safe.
 
-    If a replica without shared experts dies, its sequences continue on the remaining replicas, as long as
-    these can serve the sequences. The death of any other replica ends the engine.
+    If a replica without shared experts dies, the sequences continue on the remaining replicas, if possible.
+    The death of any other replica ends the engine.
     """
 
     def __init__(self, groups: Iterable[EngineConfig]) -> None:
@@ -75,7 +76,7 @@ class Replicas:
             for replica in range(group.parallel.data_parallel_size)
         }
         self._folder = private_folder()
-        # The kernel kills a child when the thread that started it ends. This thread lives as long as this
+        # The kernel kills a child at the end of the starting thread. The thread here lives as long as the
         # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
@@ -181,11 +182,11 @@ class Replicas:
         return {instance.name: (instance.role or "unified", stats) for instance, stats in pairs}
 
     def welcome(self, incarnation: int) -> m.Welcome:
-        """Return the ``Welcome`` message, which describes this engine to an API server."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         return msgspec.structs.replace(self.thread.welcome, incarnation=incarnation)
 
     def close(self) -> None:
-        """Stop every head, and kill heads that do not end in time."""
+        """Stop every head, and kill heads that do not end within ``CLOSE_S`` seconds."""
         self._end()
 
     def _end(self) -> list[int]:
@@ -200,7 +201,7 @@ class Replicas:
 
 def _capacity(group: EngineConfig) -> int:
     """Return the maximum sequences of one replica, queued sequences included. Return 0 for ``prefill`` and
-    ``encode``, because those sequences continue elsewhere.
+    ``encode``, because the sequences continue elsewhere.
     """
     if group.transfer.role in ("prefill", "encode"):
         return 0

@@ -1,4 +1,4 @@
-"""A head's spans of traced sequences: the stages of each sequence on this head, and its transfers.
+"""A head's spans of traced sequences: the stages of each sequence on the head, and the transfers.
 
     does all     queue ──admitted──> prefill ──first token──> decode ──> end
     prefills     queue ──admitted──> prefill ──first token──> end          room: send
@@ -24,7 +24,7 @@ from weft.types.messages import Submit, TokenEvent
 from weft.types.rooms import RoomKey, RoomTicket
 
 MOST_ROOMS = 16384
-"""Maximum open transfer spans. Beyond this limit the oldest span is dropped."""
+"""Maximum open transfer spans. Beyond the limit the oldest span is dropped."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class RequestSpans:
             tally.ended = self.room_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
-        """Open the spans of a sequence that arrived at ``arrived``. Untraced sequences are ignored."""
+        """Open the spans of a sequence, starting at ``arrived``. Untraced sequences are ignored."""
         parent = parse_traceparent(submit.trace)
         if parent is None:
             return
@@ -91,7 +91,7 @@ class RequestSpans:
         self._rooms[ticket.key] = room
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """Record that a planned step gives slots to ``sequences``. A second admission is only a mark."""
+        """Record the slots given to ``sequences`` by a planned step. A second admission is only a mark."""
         for sequence in sequences:
             traced = self._live.get(sequence)
             if traced is None:

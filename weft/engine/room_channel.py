@@ -1,10 +1,10 @@
-"""The channel for transfer messages between heads of different groups: bytes with their sender and its
+"""The channel for transfer messages between heads of different groups: bytes with the sender and the sender's
 process.
 
-Each head listens at an address of its own, new at every start, and connects to a peer for the first message.
-The address is a Unix socket where all groups are on one host. Otherwise the address is a TCP port, protected
-by the secret of the groups. Messages may be lost: a sender that needs an answer repeats its message. Every
-message names the sending process (``weft.engine.peers``), so that the end of the process can be observed.
+Each head listens at a separate address, new at every start, and connects to a peer for the first message. The
+address is a Unix socket where all groups are on one host. Otherwise the address is a TCP port, protected by
+the secret of the groups. Messages may be lost: a sender in need of an answer repeats the message. Every
+message names the sending process (``weft.engine.peers``), so the end of the process can be observed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUEUE = 10_000
 UNUSED_S = 300.0
 """Seconds after which an unused connection is closed. The next message opens a new connection."""
 _ENVELOPE = 4096
-"""Maximum bytes of an envelope without its message."""
+"""Maximum bytes of an envelope without the message."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Arrived(NamedTuple):
-    """A message that ``RoomChannel.receive`` returns."""
+    """The result of ``RoomChannel.receive``."""
 
     peer: Peer
     process: Process
@@ -72,7 +72,7 @@ class RoomChannel(Protocol):
 
     address: str
     bad: int
-    """Number of dropped messages that could not be parsed."""
+    """Number of dropped unparsable messages."""
 
     @property
     def sockets(self) -> Sequence[Any]:
@@ -85,7 +85,7 @@ class RoomChannel(Protocol):
         """Return the next message, or None when there is none. Does not block."""
 
     def drop(self, peer: Peer) -> None:
-        """Close the connection to a peer that has ended."""
+        """Close the connection to an ended peer."""
 
     def tidy(self) -> None:
         """Close connections unused for ``UNUSED_S`` seconds."""
@@ -99,7 +99,7 @@ class ZmqRooms:
 
     def __init__(self, endpoint: str, incarnation: int, keys: CurveKeys | None = None) -> None:
         """``endpoint``: a free ``ipc://`` path in a folder private to this user; with ``keys`` a ``tcp://``
-        address of this host.
+        address of the local host.
         """
         self._keys = keys
         self._incarnation = incarnation
@@ -151,8 +151,7 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        """Return a socket that connects to ``address``, or None if the system refuses a socket or the
-        address.
+        """Return a socket connecting to ``address``, or None if the system refuses a socket or the address.
         """
         socket = None
         try:
@@ -220,7 +219,8 @@ class ZmqRooms:
         self._context.term()
 
     def _reachable(self, address: str) -> bool:
-        """Return True if ``address``, an unverified claim of a peer, has the form of a peer of this channel.
+        """Return True if ``address``, an unverified claim of a peer, has the form of a peer of the same
+        channel.
         """
         if self._keys is not None:
             return address.startswith("tcp://") and _is_numeric(address.removeprefix("tcp://"))

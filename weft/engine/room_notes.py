@@ -1,4 +1,4 @@
-"""Notes of a head about open transfers: times of their stages, for counters, the log and traces."""
+"""Notes of a head about open transfers: times of the stages, for counters, the log and traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST_TOKEN, POSTPONED, LANDED, FAILED = "first token", "postponed", "landed", "
 
 @dataclass(slots=True)
 class RoomNotes:
-    """Notes about one transfer that is open on this head."""
+    """Notes about one open transfer."""
 
     peer: Peer
     marks: dict[str, float] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RoomTally:
         """Callback for request traces; None without tracing."""
 
     def landed(self, key: RoomKey, notes: RoomNotes | None, now: float) -> None:
-        """Count a transfer that the receiver has completely. Ignored without notes."""
+        """Count a completed transfer. Ignored without notes."""
         if notes is None:
             return
         notes.mark(LANDED, now)
@@ -81,8 +81,8 @@ class RoomTally:
     def failed(
         self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
     ) -> None:
-        """Log and count a failed transfer. ``address``: of this head. Cancellations by the client side are
-        not counted.
+        """Log and count a failed transfer. ``address``: of the local head. Cancellations by the client side
+        are not counted.
         """
         if notes is not None:
             notes.failed = True

@@ -37,9 +37,7 @@ def make_rooms(
 def make_embeddings(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """Return the embedding transfers of a head, or None for a group that neither sends nor receives
-    embeddings.
-    """
+    """Return the embedding transfers of a head, or None for a group without embedding transfers."""
     does = embeddings_of(config)
     if does is None:
         return None
@@ -54,9 +52,9 @@ def _made(
     incarnation: int,
     clock: Clock,
 ) -> HeadRooms:
-    """Open the channel of a head and return its transfers.
+    """Open the channel of a head and return the transfers.
 
-    On one host the channel's socket lies in the group's socket folder (``EngineConfig.domain``). Without that
+    On one host the channel's socket lies in the group's socket folder (``EngineConfig.domain``). Without the
     folder the socket lies in a private folder, removed with the channel.
     """
     if ranks is None:
@@ -77,7 +75,7 @@ def _made(
 
 
 def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqRooms:
-    """Return a channel at a TCP port of this host, chosen by the system."""
+    """Return a channel at a TCP port of the local host, chosen by the system."""
     assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(config.parallel.group_secret)
     host = own_address(*meeting_place(config.parallel))

@@ -1,4 +1,4 @@
-"""The head's side of the transfers of its group: between the scheduler, the ranks and the heads of other
+"""The head's side of the transfers of a group: between the scheduler, the ranks and the heads of other
 groups.
 
     scheduler   room_requests() ──►┐        ┌──► ranks       Push, Expect, Stop: frames, in order with steps
@@ -6,13 +6,13 @@ groups.
     heads       messages ─────────►│        ├──► scheduler   room(event)
     peers       ends of processes ►┘        └──► log, counters
 
-``weft.transfer`` decides; this module executes the decisions on the head's thread and never blocks. A turn
+``weft.transfer`` decides; the module executes the decisions on the head's thread and never blocks. A turn
 without news costs a few checks of queues.
 
-* Memory of a sender after the end or silence of its peer: see ``weft.engine.peers``.
-* When a group is lost and formed again, all its transfers fail at once, because their memory may be gone.
-  Surviving ranks receive ``StopRoom``, and again after the recovery, because the connection may have lost the
-  first frame. The end of a replaced rank's process ends the transfers of that rank.
+* Memory of a sender after the end or silence of a peer: see ``weft.engine.peers``.
+* When a group is lost and formed again, all transfers fail at once, because the memory may be gone. Surviving
+  ranks receive ``StopRoom``, and again after the recovery, because the connection may have lost the first
+  frame. The end of a replaced rank's process ends the rank's transfers.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ TICK_S = 0.1
 TIDY_S = 30.0
 """Seconds between two checks for unused connections."""
 MEET_S = 30.0
-"""Seconds within which a peer must report its process id. Before that report the end of the peer is not
+"""Seconds within which a peer must report its process id. Before the report the end of the peer is not
 visible.
 """
 ASK_S = 1.0
 """Seconds between two requests for the process id of a peer."""
 POSTPONE_S = 0.5
-"""Seconds after which a sender asks again while this group is in recovery."""
+"""Seconds after which a sender asks again while the local group is in recovery."""
 HASH_BYTES = 16
 """Bytes of the hash of one base block in an offer."""
 MOST_MESSAGES = 256
-"""Maximum messages handled in one turn, so that steps are not delayed."""
+"""Maximum messages handled in one turn, to keep steps on time."""
 
 
 class RoomScheduler(Protocol):
-    """The part of ``weft.scheduler.scheduler.Scheduler`` that transfers use."""
+    """The transfer interface of ``weft.scheduler.scheduler.Scheduler``."""
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
 
@@ -108,7 +108,7 @@ class HeadRooms:
         peers: Peers | None = None,
     ) -> None:
         """``sends``: True for the sender's side, False for the receiver's side. ``incarnation``: the engine's
-        number, as in its Welcome.
+        number, as in the Welcome.
         """
         self._sends = sends
         self._ranks, self._channel, self._clock = ranks, channel, clock
@@ -122,7 +122,7 @@ class HeadRooms:
         self._whole = True
         """False from the loss of ranks until the group runs again."""
         self._put_off: dict[RoomKey, ev.Action] = {}
-        """Offers received during a recovery. The scheduler receives these offers after the recovery."""
+        """Offers received during a recovery. The scheduler receives the offers after the recovery."""
         self._gone: set[int] = set()
         self._records: dict[RoomKey, RoomNotes] = {}
         self._stops: dict[RoomKey, set[int]] = {}
@@ -130,17 +130,17 @@ class HeadRooms:
         self._actions: deque[ev.Action] = deque()
         self._tick_at = self._tidy_at = self._ask_at = 0.0
         self._unmet: dict[RoomKey, float] = {}
-        """Transfers whose peer process is unknown -> time at which the transfer is given up."""
+        """Transfers with an unknown peer process -> time at which the transfer is given up."""
         self.tally = RoomTally(self._sends)
         self._strangers = CountedLog(log)
         self.bad = 0
-        """Number of dropped messages that were unreadable or invalid."""
+        """Number of unreadable or invalid messages, which were dropped."""
 
     # ---- the interface for the step loop
 
     @property
     def address(self) -> str:
-        """Address at which peers reach this head."""
+        """Address of the head for peers."""
         return self._channel.address
 
     @property
@@ -158,11 +158,11 @@ class HeadRooms:
 
     @property
     def moving(self) -> bool:
-        """True while a transfer may still complete. A draining head waits for these transfers."""
+        """True while a transfer may still complete. A draining head waits for the transfers."""
         return any(not record.failed for record in self._records.values())
 
     def stats(self, of_scheduler: TransferStats | None) -> TransferStats:
-        """Return the counters of these transfers, merged with the gauges of the scheduler."""
+        """Return the transfer counters, merged with the gauges of the scheduler."""
         stats = msgspec.structs.replace(self.tally.stats, rooms=len(self._machine))
         if of_scheduler is None:
             return stats
@@ -209,7 +209,7 @@ class HeadRooms:
         """Execute the scheduler's requests and handle the reports of ranks. Return the events. Does not
         block.
 
-        Call this function after each input to the scheduler, and after each launch or commit of a step.
+        Call ``asked`` after each input to the scheduler, and after each launch or commit of a step.
         """
         for word in self._ranks.take():
             self._rank_said(word)
@@ -235,7 +235,7 @@ class HeadRooms:
         """Resume after the recovery: repeat pending stops and release deferred offers. The caller must call
         ``asked``.
         """
-        for word in self._ranks.take():  # these reports are from before the recovery
+        for word in self._ranks.take():  # reports from before the recovery
             self._rank_said(word)
         self._whole = True
         for rank in self._gone:
@@ -247,8 +247,8 @@ class HeadRooms:
         self._put_off.clear()
 
     def close(self) -> None:
-        """Send a cancellation of every transfer to its peer and close the channel. The transfers of the ranks
-        end with their processes.
+        """Send a cancellation of every transfer to the peer and close the channel. The transfers of the ranks
+        end with the processes.
         """
         ends = Unavailable("the head of a group that had a part in the transfer ends").info()
         for key in list(self._records):
@@ -315,7 +315,7 @@ class HeadRooms:
             return
         try:
             self._on(ev.Heard(peer, message))
-        except Exception:  # an invalid message must end only its own transfer
+        except Exception:  # an invalid message must end only the message's own transfer
             log.exception("a message of %s could not be taken in", peer.name)
             self.bad += 1
             bad = r.RoomMessageError("the other end of the transfer said what cannot be right")
@@ -362,9 +362,9 @@ class HeadRooms:
             self._channel.tidy()
 
     def _meet(self, now: float) -> None:
-        """Request the process id of unknown peers again, and cancel transfers of peers that never answered.
+        """Request the process id of unknown peers again, and cancel transfers of silent peers.
 
-        Without the process id, a peer that ended early would go unnoticed until the transfer's own deadline,
+        Without the process id, the early end of a peer would go unnoticed until the transfer's own deadline,
         which may not have begun.
         """
         self._ask_at = now + ASK_S

@@ -1,7 +1,7 @@
 """Scripts of a scripted head: a file of entries. Each entry is an output, played to matching prompts.
 
 ``docs/scripted.md`` documents the form. A file is read once, when a head starts. Every error in the file is a
-ConfigError with the entry and its line.
+ConfigError with the entry and the line.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The output fields of an entry and of each of its choices. None inherits from the entry, then the
-    default.
-    """
+    """The output fields of an entry and of each choice. None inherits from the entry, then the default."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -81,9 +79,9 @@ class Entry:
     contains: tuple[str, ...]
     regex: re.Pattern[str] | None
     request: int | None
-    """Number of the prompt on this head, counted from 1; None matches any prompt."""
+    """Number of the prompt on the head, counted from 1; None matches any prompt."""
     times: int | None
-    """Maximum prompts that the entry answers; None: unlimited."""
+    """Maximum prompts answered by the entry; None: unlimited."""
     num_cached: int
     outputs: tuple[Output, ...]
 
@@ -94,7 +92,7 @@ class Entry:
 
     def matches(self, prompt: str, number: int) -> bool:
         """Return True if the prompt matches. ``prompt``: the text with special tokens, unused unless
-        ``reads``. ``number``: the number of the prompt on this head.
+        ``reads``. ``number``: the number of the prompt on the head.
         """
         if self.request is not None and self.request != number:
             return False
@@ -110,7 +108,7 @@ class Entry:
 def read_script(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[Entry, ...]:
     """Return the entries of a YAML file, or of a ``.jsonl`` file with one JSON object per line.
 
-    Raises ConfigError that names the file, the entry and its line.
+    Raises ConfigError with the file, the entry and the line.
     """
     name = f"--scripted {Path(path).name}"
     made = []
@@ -154,6 +152,7 @@ def _json_lines(path: Path, name: str) -> list[tuple[int, Any]]:
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not UTF-8 text", param="--scripted") from None
     found = []
+    # Not splitlines: JSON strings may contain other line separators.
     for line, content in enumerate(text.split("\n"), 1):
         if content.strip():
             try:
@@ -182,6 +181,7 @@ class _Maker:
             raise self._wrong(f"match.regex is no regular expression ({error})") from None
         if data.repeat is False:
             raise self._wrong("repeat must be a number of at least 1, or true for any number")
+        # A choice without text takes no text from the entry, so text beside choices would have no effect.
         if data.choices is not None and (data.text is not None or data.token_ids is not None):
             raise self._wrong("text or token_ids beside choices: write them in each choice")
         return Entry(
@@ -230,8 +230,7 @@ class _Maker:
             ids = self._tokenizer.encode(data.text, add_special_tokens=False, parse_special=True)
         except InvalidRequest as error:
             raise self._wrong(f"text: {error.message}") from None
-        # Tokenizers can normalize text. Encode and decode again to be sure that the script plays exactly this
-        # text.
+        # Tokenizers can normalize text. Encode and decode again to be sure of playing exactly this text.
         again = self._tokenizer.decode(ids, skip_special_tokens=False)
         if again != data.text:
             at = next((i for i, (a, b) in enumerate(zip(again, data.text, strict=False)) if a != b), -1)

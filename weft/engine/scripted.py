@@ -1,8 +1,8 @@
 """A head without a model: plays the outputs of a script (``weft.engine.script``) over the real messages.
 
-``ScriptedEngine`` replaces ``EngineCore`` behind the same protocol and the same loop. A step gives each due
-sequence its next event. Steps are at least ``STEP_S`` apart, so that events do not flood an API server.
-Sampling parameters other than ``max_tokens`` and stop ids have no effect, and a grammar has none either.
+``ScriptedEngine`` replaces ``EngineCore`` behind the same protocol and the same loop. A step returns the next
+event of each due sequence. Steps are at least ``STEP_S`` apart, to avoid flooding an API server. Sampling
+parameters other than ``max_tokens`` and stop ids have no effect, and a grammar has none either.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class _Playing:
     submit: Submit
     output: Output
     ids: tuple[int, ...]
-    """All output tokens, including tokens that the client has already."""
+    """All output tokens, including tokens already sent to the client."""
     limit: int
     """Number of output tokens at which the sequence ends with "length"."""
     num_cached: int
     due: float
     """Time at which the next event leaves."""
     sent: int
-    """Number of output tokens that the client has."""
+    """Number of output tokens sent to the client."""
     events: int = 0
 
     def next(self) -> TokenEvent:
@@ -81,7 +81,7 @@ class _Playing:
             finish = "stop"
         elif self.sent >= self.limit:
             finish = "length"
-        # An error is an event of its own.
+        # An error is a separate event.
         elif self.sent >= len(self.ids) and not (self.output.error and tokens):
             finish = self.output.finish
             error = None if self.output.error is None else self.output.error.info()
@@ -117,7 +117,7 @@ class ScriptedEngine:
         self.steps = 0
         self._entries = entries
         self._left = [entry.times for entry in entries]
-        """Prompts that each entry may still answer; None: unlimited."""
+        """Prompts left for each entry; None: unlimited."""
         self._text = text
         self._config = config
         self._vocab_size = vocab_size
@@ -152,8 +152,7 @@ class ScriptedEngine:
         else:
             entry = self._entry_of(submit, emitted)
             output, cached = entry.output(submit.choice), min(entry.num_cached, num_prompt - 1)
-        # A continued sequence carries the tokens that another head emitted; the script must agree with these
-        # tokens.
+        # A continued sequence carries tokens emitted by another head; the script must agree with such tokens.
         ids = self._with_end(output, submit)
         if ids[: len(emitted)] != emitted:
             raise InvalidRequest(
@@ -172,7 +171,7 @@ class ScriptedEngine:
         return []
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """End a sequence and return its abort event. Idempotent; unknown ids return no events."""
+        """End a sequence and return the abort event. Idempotent; unknown ids return no events."""
         if self._live.pop(sequence, None) is None:
             return []
         return [TokenEvent(sequence=sequence, finish="abort")]
@@ -196,7 +195,7 @@ class ScriptedEngine:
         return None
 
     def welcome(self, incarnation: int) -> Welcome:
-        """Return the ``Welcome`` message, which describes this engine to an API server."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         kv = self._config.kv
         return Welcome(
             versions=(OLDEST, VERSION),
@@ -225,7 +224,7 @@ class ScriptedEngine:
         return IDLE_POLL_MS if seconds > IDLE_POLL_MS / 1e3 else max(math.ceil(seconds * 1e3), 0)
 
     def step(self) -> list[TokenEvent]:
-        """Return the events that are due; empty within ``STEP_S`` after the last events."""
+        """Return the due events; empty within ``STEP_S`` after the last events."""
         now = self._clock.now()
         self.steps += 1  # counted also without events: heartbeats report `steps` as proof of progress
         if now < self._stepped + STEP_S:
@@ -250,7 +249,7 @@ class ScriptedEngine:
     def _entry_of(self, submit: Submit, emitted: tuple[int, ...]) -> Entry:
         """Return the entry for the prompt of ``submit``. Raises InvalidRequest if no entry is left.
 
-        If another head began the sequence, take the first matching entry with an output that begins with
+        If another head began the sequence, take the first matching entry whose output begins with
         ``emitted``, and do not count the use.
         """
         entry = self._chosen.get(submit.request)
@@ -265,6 +264,8 @@ class ScriptedEngine:
             left = self._left[number]
             if not entry.matches(text, self._prompts):
                 continue
+            # A continued sequence must find the entry that another head played. The entry may be used up
+            # there, not here.
             if emitted:
                 ids = self._with_end(entry.output(submit.choice), submit)
                 if ids[: len(emitted)] != emitted:

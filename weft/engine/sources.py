@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AwaitedSource(Protocol):
-    """Notifies an engine that external input for blocked sequences has arrived.
+    """Notifies an engine of external input for blocked sequences.
 
     The step loop does not poll a source. An idle loop sleeps on the source's sockets, too.
     """
@@ -26,19 +26,19 @@ class AwaitedSource(Protocol):
         """zmq sockets or descriptors, readable once ``take`` has input."""
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Pass input that arrived since the last call to the scheduler. Return the events. Does not block."""
+        """Pass new input to the scheduler. Return the events. Does not block."""
 
     def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
         """Execute the scheduler's requests and return the events. Does not block; cheap when there are no
         requests.
 
-        The engine calls this function after each input to the scheduler, and after each launch or commit of a
+        The engine calls ``asked`` after each input to the scheduler, and after each launch or commit of a
         step.
         """
 
 
 class MediaScheduler(Protocol):
-    """A scheduler of a group that sends or receives embeddings."""
+    """A scheduler of a group with embedding transfers."""
 
     @property
     def embeddings(self) -> RoomScheduler | None: ...
@@ -73,7 +73,7 @@ def _part(scheduler: MediaScheduler) -> RoomScheduler:
 
 
 class StepEnds:
-    """The ``AwaitedSource`` of step ends, for engines that do not wait inside ``step``."""
+    """The ``AwaitedSource`` of step ends, for engines without a wait inside ``step``."""
 
     def __init__(self, bell: Doorbell) -> None:
         self._bell = bell
@@ -84,7 +84,7 @@ class StepEnds:
         return [self._bell.descriptor]
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Reset the wake-up socket. The engine itself checks its steps, so there are no events."""
+        """Reset the wake-up socket. The engine checks the steps, so there are no events."""
         self._bell.hear()
         return []
 

@@ -1,9 +1,9 @@
-"""Times that sequences spend in the stages of an engine: in the queue, and in prefill until the first token.
+"""Times of sequences in the stages of an engine: in the queue, and in prefill until the first token.
 
     submitted ──queue──> admitted ──prefill──> first token
 
-A sequence that continues after a preemption or at another engine is not measured again. The spans of traced
-requests receive the same events.
+A continued sequence is not measured again, neither after a preemption nor from another engine. The spans of
+traced requests receive the same events.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StageTimes:
             self._spans.submitted(submit, arrived)
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """Record that a planned step gives slots to ``sequences``."""
+        """Record the slots given to ``sequences`` by a planned step."""
         if self._spans is not None:
             sequences = list(sequences)
             self._spans.admitted(sequences, now)
@@ -55,11 +55,12 @@ class StageTimes:
                 self._prefilling[sequence] = now
 
     def told(self, events: list[TokenEvent]) -> None:
-        """Record ``events`` as they leave the engine: first tokens end the prefill time, finishes end
+        """Record ``events``, which leave the engine: first tokens end the prefill time, finishes end
         everything.
         """
         if self._spans is not None:
             self._spans.told(events)
+        # Called for every step: cheap without open times.
         if not (events and (self._prefilling or self._queued)):
             return
         now = self._now()
@@ -72,7 +73,7 @@ class StageTimes:
                 self.forget(event.sequence)
 
     def forget(self, sequence: int) -> None:
-        """Drop the open times of a sequence that has ended."""
+        """Drop the open times of an ended sequence."""
         self._queued.pop(sequence, None)
         self._prefilling.pop(sequence, None)
 

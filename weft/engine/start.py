@@ -1,4 +1,4 @@
-"""Creates a group with this process as its head, from a configuration."""
+"""Creates a group with the local process as the head, from a configuration."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ CLOSE_S = 5.0
 PORT_S = 30.0
 """Maximum seconds to wait for the port of ``--rdzv``, which a killed head may still occupy."""
 STORE_S = 30.0
-"""Timeout in seconds of each operation on the rendezvous store of the first head. Clients set their own."""
+"""Timeout in seconds of each operation on the rendezvous store of the first head. Clients have separate
+timeouts.
+"""
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -60,7 +62,7 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def take_threads(config: EngineConfig) -> None:
-    """Set the CPU threads of this process to the share of one rank, and log the number."""
+    """Set the CPU threads of the process to the share of one rank, and log the number."""
     cores = usable_cores()
     ranks = config.ranks_beside
     set_threads(config.runner.threads, threads_each(config, cores))
@@ -68,7 +70,7 @@ def take_threads(config: EngineConfig) -> None:
 
 
 def set_threads(asked: int | None, most: int | None = None) -> None:
-    """Set the CPU threads of torch in this process: ``asked``, or at most ``most`` (default: usable cores).
+    """Set the CPU threads of torch in the process: ``asked``, or at most ``most`` (default: usable cores).
 
     Without ``asked``, never more threads than torch's own default, which follows OMP_NUM_THREADS. torch
     respects the CPU affinity but not a cgroup quota, so the default alone can be too high.
@@ -79,14 +81,12 @@ def set_threads(asked: int | None, most: int | None = None) -> None:
 def start_executor(
     config: EngineConfig, *, progress: bool = True, supervised: SupervisedRanks | None = None
 ) -> GroupExecutor:
-    """Start the group of one replica and return the group, ready for its first step.
+    """Start the group of one replica and return the group, ready for the first step.
 
-    Starts the workers on this host, loads this rank's share of the model and forms an epoch. Blocks
-    meanwhile.
+    Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile.
 
-    ``supervised``: the workers, if the server owns the workers. Workers that outlived an earlier head have
-    their weights already. Raises ConfigError for a configuration that cannot be served, and GroupLost when a
-    rank does not start.
+    ``supervised``: the workers, if the server owns the workers. Workers of an earlier head have weights
+    already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not start.
     """
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
@@ -142,15 +142,15 @@ def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecut
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Create a folder for this head's sockets and return its path. If the head is killed, the starter of the
+    """Create a folder for the head's sockets and return the path. If the head is killed, the starter of the
     head removes the folder.
     """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
 def mesh_host(config: EngineConfig) -> str | None:
-    """Return the address on which a rank of this replica listens for collectives, or None if all ranks of the
-    expert-parallel group are on this host.
+    """Return the address on which a rank of the replica listens for collectives, or None if all ranks of the
+    expert-parallel group are on one host.
     """
     if not domain_spans(config.parallel, config.replica):
         return None
@@ -171,7 +171,7 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head, so its address is known in advance
+    if not uses_board(parallel):  # the only head, so the address is known in advance
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
     channel = ZmqHead(tcp(host, "*"), keys)
     heartbeats = ZmqHead(tcp(host, "*"), keys)
@@ -201,7 +201,7 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """Return the expert-parallel group of this replica, its meeting and its leases. All None without other
+    """Return the expert-parallel group of the replica, with meeting and leases. All None without other
     replicas. Raises ConfigError.
     """
     replica = config.replica

@@ -33,10 +33,11 @@ class StepPixels:
         self._by_name = True
 
     def framed(self, plan: StepPlan, members: Iterable[_Member]) -> StepPlan:
-        """Return ``plan`` for its frame: with names if all ranks are local, else with pixels."""
+        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels."""
         ops = [op for op in plan.ops if isinstance(op, Encode) and op.shared is not None]
         if not ops:
             return plan
+        # Names are useful only where every rank can open the memory. Ranks on other hosts need the pixels.
         by_name = self._by_name and all(member.local for member in members)
         if by_name:
             self._held.append((plan.step, [op.pixels for op in ops]))

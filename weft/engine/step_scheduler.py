@@ -1,4 +1,4 @@
-"""The scheduler interface that an engine uses, and the choice of the scheduler by role."""
+"""The scheduler interface of an engine, and the choice of the scheduler by role."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REMEMBERED_BYTES = 64 << 20
 
 
 class StepScheduler(RoomScheduler, Protocol):
-    """The methods of ``weft.scheduler.Scheduler`` that an engine and its sources call. See there."""
+    """The methods of ``weft.scheduler.Scheduler`` for an engine and the engine's sources. See there."""
 
     @property
     def embeddings(self) -> RoomScheduler | None: ...

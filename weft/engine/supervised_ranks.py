@@ -6,9 +6,9 @@ The server's process runs the supervisor (``weft.engine.rank_supervisor``). Mess
      │ StartRank(rank) ───────► │   starts the process, unless the process runs
      │ ◄─────── RankRuns(rank)  │   process id, and whether the process ran before
      │ EndRank(rank) ─────────► │   kills the process
-     │ ◄────── RankEnded(rank)  │   also sent without a request, when a process ended on its own
+     │ ◄────── RankEnded(rank)  │   also sent without a request, when a process ended by itself
 
-Each head has its own pipe, so a head never reads messages for an earlier head.
+Each head has a separate pipe, so a head never reads messages for an earlier head.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankRuns(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor to head: a process has ended, on its own or after EndRank."""
+    """Supervisor to head: a process has ended, with or without EndRank."""
 
     rank: int
     pid: int
@@ -91,7 +91,7 @@ class SupervisedRanks:
             return answer.before
 
     def keeps(self, rank: int) -> bool:
-        """Return True if the process of ``rank`` is on this host."""
+        """Return True if the process of ``rank`` is on the local host."""
         return rank in self._pids
 
     def pid(self, rank: int) -> int:

@@ -1,8 +1,7 @@
-"""Heartbeats between a head and its ranks, sent and answered by dedicated threads.
+"""Heartbeats between a head and the ranks of a group, sent and answered by dedicated threads.
 
-A heartbeat proves that a process runs, not that the process makes progress. Progress is checked where a step
-waits for outcomes. Heartbeats have connections of their own, so a large step frame does not delay a
-heartbeat.
+A heartbeat proves a running process, not progress. Progress is checked where a step waits for outcomes.
+Heartbeats have connections of their own, so a large step frame does not delay a heartbeat.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Thread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and wait up to 5 seconds for its end."""
+        """Stop the thread and wait up to 5 seconds for the end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -68,7 +67,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. The callbacks run in this thread."""
+    """The head's side: answers heartbeats. The callbacks run in the watch's thread."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class HeadWatch(_Thread):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
-        except EngineDead:  # the rank is gone, and its silence will be noticed
+        except EngineDead:  # the rank is gone, and the silence will be noticed
             pass
         return True
 
@@ -119,8 +118,8 @@ class RankWatch(_Thread):
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
-        """``ended(epoch)`` reports that this epoch and all earlier ones are over. ``orphaned`` is called
-        repeatedly while the head is silent or another head answers in its place.
+        """``ended(epoch)`` reports the end of the epoch and of all earlier epochs. ``orphaned`` is called
+        repeatedly while the head is silent or another head answers.
         """
         super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
@@ -150,7 +149,7 @@ class RankWatch(_Thread):
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
             return True
-        # Another incarnation answers at the old address: the head of this rank is gone.
+        # Another incarnation answers at the old address: the rank's own head is gone.
         if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         elif isinstance(heartbeat, RankHeartbeat):

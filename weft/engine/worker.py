@@ -4,12 +4,12 @@
                           └── StepFrame: same step number, same digest, or the rank stops
               LateMasks: of the step before, if that is constrained; nothing else may follow it
 
-A worker decides nothing. The worker reports every failure to the head. Then the worker keeps its weights and
-waits for the next epoch, in which all slots are empty. After the loss of its head, a worker can join another
+A worker decides nothing. The worker reports every failure to the head. Then the worker keeps the weights and
+waits for the next epoch, in which all slots are empty. After the loss of the head, a worker can join another
 head.
 
 Transfers to and from other groups outlast epochs: the head starts and stops each transfer. Reports go only to
-the head that named the transfer. A rank that joins another head stops all transfers.
+the head that named the transfer. A rank stops all transfers before joining another head.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BUSY = 0.0005
 
 
 class GivenUp(EngineDead):
-    """Raised when the head has refused or dropped this rank, or when this process cannot serve any head."""
+    """Raised when the head has refused or dropped the rank, or when the process cannot serve any head."""
 
 
 class Worker:
@@ -70,14 +70,14 @@ class Worker:
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: StepHandle | None = None
-        """Newest step in flight, if its masks have not arrived; else None."""
+        """Newest step in flight while awaiting masks; else None."""
         self._store: Any = None
         self.epoch = -1
         """Current epoch, or the last epoch; -1 before the first."""
         self._running = False
         self._next: int | None = None
         self.step = -1
-        """Last step that ended on this rank; -1 before the first."""
+        """Last step ended on the rank; -1 before the first."""
         self.stopped = False
         """True after a Shutdown from the head."""
         self._orphan = False
@@ -95,7 +95,7 @@ class Worker:
         """Work until the head sends Shutdown (``stopped``) or is gone. After the loss of the head, ``join``
         may follow.
 
-        Raises EngineDead when the head refuses this rank.
+        Raises EngineDead when the head refuses the rank.
         """
         embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
         ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
@@ -105,7 +105,7 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Work for another head, which has welcomed this rank.
+        """Work for another head, which has welcomed the rank.
 
         First stop all transfers: no transfer of the old head may touch the caches when the new head reads
         Loaded. Raises EngineDead when a transfer does not end. The caller must then end the process.
@@ -146,8 +146,8 @@ class Worker:
         return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
 
     def ended(self, epoch: int) -> bool:
-        """Abort collectives of an ended epoch, which cannot complete. Return True if this rank is still in
-        that epoch.
+        """Abort collectives of an ended epoch, which cannot complete. Return True if the rank is still in the
+        epoch.
         """
         late = self._running and epoch >= self.epoch
         if late:
@@ -159,9 +159,10 @@ class Worker:
         self._orphan = True
         self._mesh.abort()
 
-    # ---- frames. Frames that do not concern slots come first: they need no lookup.
+    # ---- frames. Frames without a slot come first: no lookup is needed.
 
     def _take(self, frame: f.ToRank) -> None:
+        # RankWelcome and RankHeartbeat have no branch: the join and the heartbeat thread handle these frames.
         if isinstance(frame, f.Shutdown):
             self.stopped = True
         elif isinstance(frame, f.Refused):
@@ -199,7 +200,7 @@ class Worker:
         return some
 
     def _fits(self, frame: f.Pools) -> None:
-        """Check that the pools of this rank are large enough for the head. Surplus blocks stay unused.
+        """Check the pools of the rank against the head's sizes. Surplus blocks stay unused.
 
         Raises GivenUp otherwise.
         """
@@ -227,7 +228,7 @@ class Worker:
     def _step(self, frame: f.StepFrame) -> None:
         if not self._current(frame.epoch):
             return
-        # Every check below finds a frame that was lost, repeated or reordered, or a slot table that differs.
+        # Every check below finds a lost, repeated or reordered frame, or a difference of slot tables.
         if self._unsampled is not None:
             raise EngineDead(f"step {frame.step} came where the masks of step {frame.step - 1} were due")
         if self._next is not None and frame.step != self._next:
@@ -266,7 +267,7 @@ class Worker:
 
     def _current(self, epoch: int) -> bool:
         """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the head has
-        ended, or will end, their epoch.
+        ended, or will end, the epoch.
         """
         return self._running and epoch == self.epoch
 
@@ -294,7 +295,7 @@ class Worker:
         self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
 
     def _leave(self) -> None:
-        """Leave the epoch: abort communicators, wait for the steps in flight and drop their results."""
+        """Leave the epoch: abort communicators, wait for the steps in flight and drop the results."""
         self._running = False
         self._unsampled = None
         self._mesh.abort()

@@ -20,9 +20,9 @@ class WorkerRooms:
     def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
         self._rank, self._cache = rank, cache
         self._named: set[RoomKey] = set()
-        """Transfers that this head has started and not stopped."""
+        """Transfers started and not stopped by the current head."""
         self._stopping: set[RoomKey] = set()
-        """Transfers that this head has stopped and that have not reported their end."""
+        """Transfers stopped by the current head, without a report of the end."""
 
     def joined(self, transfer: Transfer | None) -> None:
         """Forget and stop all transfers of the previous head."""
@@ -32,7 +32,7 @@ class WorkerRooms:
             transfer.stop_all()
 
     def take(self, frame: f.RoomToRank, transfer: Transfer | None) -> None:
-        """Execute ``frame``. Raises EngineDead if this rank has no transfers."""
+        """Execute ``frame``. Raises EngineDead if the rank has no transfers."""
         if transfer is None:
             raise EngineDead("a transfer between groups came to a rank that takes part in none")
         if isinstance(frame, f.StopRoom):

@@ -1,4 +1,4 @@
-"""Queues of token events between the links and the handler that answers a client request.
+"""Queues of token events between the links and the handler of a client request.
 
 Unread events are merged per sequence. So the context length bounds the number of events, and a slow client
 never delays another client.
@@ -30,7 +30,7 @@ class Flow:
 
     def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
         self.open: dict[int, None] = dict.fromkeys(sequences)
-        """Sequences that a head may still work on, in order. The links remove ended sequences."""
+        """Sequences possibly still running on a head, in order. The links remove ended sequences."""
         self._waiting: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._error: WeftError | None = None
@@ -113,6 +113,7 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
         return run[0]
     last = run[-1]
     return msgspec.structs.replace(
+        # All other fields come from the last event, which has the end, if there is one.
         last,
         token_ids=tuple(token for event in run for token in event.token_ids),
         logprobs=_join_columns([event.logprobs for event in run]),

@@ -4,11 +4,11 @@
                                                        │ 1 s: Unreachable
                                                        ▼ the process ended, or patience is over: Lost
 
-Messages leave through one queue, in order, so a Finish cannot overtake its Submit. The link reports events of
-``weft.routing.events`` to its owner and decides nothing.
+Messages leave through one queue, in order, so a Finish cannot overtake a Submit. The link reports events of
+``weft.routing.events`` to the owner and decides nothing.
 
-A broken connection loses messages of both directions, and nobody knows which. So each connection has a socket
-of its own: no message queued for the old connection reaches the head before the new Hello.
+A broken connection loses messages of both directions, and nobody knows which. So each connection has a
+separate socket: no message queued for the old connection reaches the head before the new Hello.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = get_logger(__name__)
 POLL = 0.2
 """Seconds between two checks of processes."""
 STATUS_S = 1.0
-"""Seconds for a process to end after its connection broke. An exit status explains more than a broken
+"""Seconds for a process to end after the connection broke. An exit status explains more than a broken
 connection.
 """
 CONNECT_MS = 1000
@@ -47,13 +47,13 @@ HIGH_WATER = 10_000
 SENT_AT_ONCE = 256 << 10
 """Bytes sent before other tasks of the event loop run."""
 MESSAGE_COST = 4 << 10
-"""Bytes that take as long to send as the fixed cost of a message."""
+"""Fixed cost of a message, as a number of bytes with the same sending time."""
 FLUSH_S = 1.0
 """Maximum seconds to send queued messages when the link is closed."""
 
 
 class Process(Protocol):
-    """The part of ``subprocess.Popen`` that a link needs."""
+    """The interface of ``subprocess.Popen`` for a link."""
 
     def poll(self) -> int | None: ...
 
@@ -65,7 +65,7 @@ returns None before.
 
 
 class Address(NamedTuple):
-    """The location of a head: its socket address, its process and, on another host, its keys."""
+    """The location of a head: socket address, process and, on another host, keys."""
 
     endpoint: Endpoint
     process: Process
@@ -117,11 +117,11 @@ class Link:
         self._heard = 0.0
         """Time of the last message, or of the last handshake."""
         self._until = 0.0
-        """A broken connection is retried at least until this time. All times are those of the event loop."""
+        """Time until which a broken connection is retried at least. All times are times of the event loop."""
         self._unreachable = False
         """True after ``Unreachable`` was reported, until the next handshake."""
         self._by_name = False
-        """True if the head can open shared memory of this process."""
+        """True if the head can open shared memory of the local process."""
         self._over = False
         """True after the loss of the process was reported, or after ``close``."""
         self._socket: zmq.asyncio.Socket | None = None
@@ -139,7 +139,7 @@ class Link:
         self._out.set()
 
     def look(self, now: float) -> None:
-        """Report the process as lost if the process has ended or its connection has been broken for too long.
+        """Report the process as lost if the process has ended or the connection has been broken for too long.
         """
         if self._over:
             return
@@ -155,7 +155,7 @@ class Link:
             self._report(e.Unreachable(self.instance, self.number))
 
     def excuse(self, now: float) -> None:
-        """Extend the patience with a broken connection, because this process itself was stalled meanwhile."""
+        """Extend the patience with a broken connection, because the local process was stalled meanwhile."""
         self._until = now + self._timeout
 
     async def close(self, flush: bool) -> None:
@@ -209,7 +209,7 @@ class Link:
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """Return a socket that connects to ``place``, and its monitor socket."""
+        """Return a socket connecting to ``place``, and the monitor socket."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
@@ -219,7 +219,7 @@ class Link:
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._timeout * 800), 1))
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        # Only from the second connection on: a loading head answers its first handshake late.
+        # Only from the second connection on: a loading head answers the first handshake late.
         if self._linked:
             socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:

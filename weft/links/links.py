@@ -1,4 +1,4 @@
-"""The links of one API server to its heads: executes the decisions of ``weft.routing.fleet``.
+"""The links of one API server to the heads: executes the decisions of ``weft.routing.fleet``.
 
     submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ head 0
       ▲         │ ▲              Link 1 ──zmq──→ head 1
@@ -40,13 +40,14 @@ from weft.types import messages as m
 log = get_logger(__name__)
 
 OUTBOX_LIMIT = 20_000
-"""Maximum queued messages per head. Requests beyond this limit are rejected."""
+"""Maximum queued messages per head. Requests beyond the limit are rejected."""
 STALL_S = 1.0
-"""Seconds of delay of a tick beyond which this process counts as stalled."""
+"""Maximum seconds of delay of a tick. Beyond the limit the local process counts as stalled."""
 
 
 class Links:
-    """The links of one API server, used from its event loop. The owner of the processes names the instances.
+    """The links of one API server, used from the server's event loop. The owner of the processes names the
+    instances.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Links:
         self._context = zmq.asyncio.Context()
         self._ticking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        """Tasks that close links."""
+        """Tasks closing old links."""
         self._ready = asyncio.Event()
         self._past_bad_frames = 0
         self.welcome: m.Welcome | None = None
@@ -121,7 +122,7 @@ class Links:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         answered = {one.name for one in self.instances if one.welcome is not None}
-        # A head that has not answered is still loading. The owner ends its process.
+        # A head without an answer is still loading. The owner ends the process.
         await asyncio.gather(*(link.close(flush=name in answered) for name, link in self._links.items()))
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._context.destroy()  # sockets still linger
@@ -133,7 +134,7 @@ class Links:
 
     @property
     def _computing(self) -> list[Instance]:
-        """Instances that produce tokens, which excludes encode groups."""
+        """Token-producing instances, without encode groups."""
         return [one for one in self.instances if one.role != "encode"]
 
     @property
@@ -201,13 +202,15 @@ class Links:
         hashes: Mapping[int, PromptHashes] | None = None,
         trace: SpanContext | None = None,
     ) -> Flow:
-        """Send the sequences of one request and return their flow. Sequences of one prompt go to one head.
+        """Send the sequences of one request and return the new flow. Sequences of one prompt go to one head.
 
         ``hashes``: the result of ``hash_prompts``. ``trace``: the span of the request. Raises WeftError; then
         no sequence was sent.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
+        # Checked before anything is opened: a rejected request leaves no trace. One head with space is
+        # enough.
         waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
@@ -238,8 +241,8 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Send one of ``submits`` to each live head that produces tokens and return their flow. The sequences
-        stay on their heads. Raises WeftError.
+        """Send one of ``submits`` to each live token-producing head and return the new flow. The sequences
+        never move to other heads. Raises WeftError.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
@@ -257,12 +260,12 @@ class Links:
         self._feed(e.Opened((submit,), hashes))
 
     def finish(self, flow: Flow, sequence: int) -> None:
-        """End one sequence of a flow, if open: its head is notified, and later events are dropped."""
+        """End one sequence of a flow, if open: the head is notified, and later events are dropped."""
         if sequence in flow.open:
             self._close([sequence], flow)
 
     def release(self, flow: Flow) -> None:
-        """End the open sequences of the flow. Idempotent; every handler calls ``release`` at its end."""
+        """End the open sequences of the flow. Idempotent; every handler calls ``release`` at the end."""
         self._close(list(flow.open), flow)
 
     def fail_all(self, error: WeftError) -> None:
@@ -271,14 +274,14 @@ class Links:
             flow.fail(error)
 
     def pause(self, flow: Flow) -> None:
-        """Take the open sequences of the flow from their heads until ``resume``. Idempotent.
+        """Stop the open sequences of the flow on the heads until ``resume``. Idempotent.
 
         Events received before the pause are retained. Tokens sent later are computed again after ``resume``.
         """
         self._feed(e.Paused(tuple(flow.open)))
 
     def resume(self, flow: Flow) -> None:
-        """Continue the sequences that ``pause`` stopped. Idempotent."""
+        """Continue the sequences stopped by ``pause``. Idempotent."""
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
@@ -306,7 +309,7 @@ class Links:
         return len(able)
 
     def revive(self, group: str) -> list[str]:
-        """Start the retired heads of a group again. Return their names. See ``Owner.revive``."""
+        """Start the retired heads of a group again. Return the names. See ``Owner.revive``."""
         return self._owner.revive(group)
 
     def _lives(self, name: str) -> bool:
@@ -331,10 +334,12 @@ class Links:
     # -- the fleet ----------------------------------------------------------------------------------
 
     def _feed(self, event: e.Event) -> None:
-        """Pass an event to the fleet and execute its actions, then all events caused by the actions."""
+        """Pass an event to the fleet and execute the resulting actions, then handle all events caused by the
+        actions.
+        """
         self._pending.append(event)
-        # Reentrant: an action may call `_feed`. The outer call then handles the event, so events keep their
-        # order.
+        # Reentrant: an action may call `_feed`. The outer call then handles the event, so the order of events
+        # is kept.
         if self._feeding:
             return
         self._feeding = True
@@ -361,7 +366,7 @@ class Links:
                 for event in events:
                     self._deliver(event)
             case e.Send(instance, number, message):
-                # A late action of the fleet may name a link that was replaced meanwhile: the number tells.
+                # A late action of the fleet may name a replaced link: the number tells.
                 if (link := self._links[instance]).number == number:
                     if self._placements is not None:
                         version = self._fleet.table.instances[instance].version

@@ -13,7 +13,7 @@ class Owner(Protocol):
     """The owner of the instances' processes. See ``weft.cluster``. No method blocks."""
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Return for each instance the address of its current process, or an error if no process will be
+        """Return for each instance the address of the current process, or an error if no process will be
         started again. Polled.
         """
 
@@ -21,7 +21,7 @@ class Owner(Protocol):
         """Report the loss of a process. ``present`` shows the owner's reaction."""
 
     def drain(self) -> None:
-        """Report that this API server finishes its requests and then ends."""
+        """Report that the API server finishes all requests and then ends."""
 
     def revive(self, name: str) -> list[str]:
         """Start retired processes again, with a new restart budget. ``name``: a group, or one head. Return

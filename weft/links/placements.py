@@ -14,7 +14,7 @@ from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
 SINCE = 3
-"""Protocol version from which a Submit carries its span."""
+"""First protocol version with a span in Submit."""
 
 
 class Placements:
@@ -23,7 +23,7 @@ class Placements:
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
         self._writer, self._now = writer, now
         self._parents: dict[int, SpanContext] = {}
-        """Traced open sequence -> span of its request."""
+        """Traced open sequence -> span of the request."""
         self._open: dict[tuple[int, str], tuple[Span, int]] = {}
         """(sequence, instance) -> (open span, attempt)."""
 
@@ -32,8 +32,8 @@ class Placements:
         self._parents[sequence] = parent
 
     def sent(self, instance: str, version: int, message: m.ToHead) -> m.ToHead:
-        """Open or close spans for a message to be sent. Return the message to send in its place, with the
-        span's context.
+        """Open or close spans for a message to be sent. Return the message to send instead, with the span's
+        context.
         """
         if isinstance(message, m.Finish):
             self._end(message.sequence, instance, "left")
@@ -65,7 +65,7 @@ class Placements:
         instance = received.instance
         for event in received.message.events:
             found = self._open.get((event.sequence, instance))
-            # Events of an earlier attempt belong to a span that is closed already.
+            # Events of an earlier attempt belong to a closed span.
             if found is None or found[1] != event.attempt:
                 continue
             if event.token_ids and not found[0].events:
@@ -75,12 +75,12 @@ class Placements:
                 self._end(event.sequence, instance, event.finish, error)
 
     def lost(self, instance: str) -> None:
-        """Close the spans of an instance after the loss of its process."""
+        """Close the spans of an instance after the loss of the process."""
         for sequence, name in [key for key in self._open if key[1] == instance]:
             self._end(sequence, name, "lost", "the instance was lost")
 
     def closed(self, sequence: int) -> None:
-        """Close the spans of a sequence that has ended for its client."""
+        """Close the spans of a sequence, which has ended for the client."""
         if self._parents.pop(sequence, None) is not None:
             for key in [key for key in self._open if key[0] == sequence]:
                 self._end(*key, "left")

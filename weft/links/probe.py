@@ -14,7 +14,7 @@ from weft.types import messages as m
 
 LINGER_MS = 500
 GREET_S = 2.0
-"""Seconds between two Hellos to a head that has answered. A new connection needs a new Hello."""
+"""Seconds between two Hellos to a running head. A new connection needs a new Hello."""
 
 
 class HeadProbe:
@@ -29,8 +29,8 @@ class HeadProbe:
         self.answers = False
         """True if the head has loaded its model and has answered."""
         self.idle: bool | None = None
-        """True if the head has no sequence and no open transfer, according to the last heartbeat that the
-        last ``look`` found. None if ``look`` found no heartbeat.
+        """True if the head has no sequence and no open transfer, according to the last heartbeat found by the
+        last ``look``. None if ``look`` found no heartbeat.
         """
         self._ends = False
         self._greeted = 0.0
@@ -51,7 +51,7 @@ class HeadProbe:
                     self._take(m.decode_to_front(frame))
 
     def quit(self) -> None:
-        """Make the head finish its step and end."""
+        """Make the head finish the step and end."""
         self._ends = True
         self._send(m.Shutdown())
 

@@ -1,4 +1,4 @@
-"""Stops heads from a process that has no links to the heads."""
+"""Stops heads from a process without links to the heads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINGER_MS = 1000
 
 
 def shut_down(addresses: Iterable[Address]) -> None:
-    """Send each head a shutdown: the head finishes its step and ends. Return after sending, without waiting
+    """Send each head a shutdown: the head finishes the step and ends. Return after sending, without waiting
     for the heads.
     """
     context = zmq.Context()

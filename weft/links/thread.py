@@ -1,4 +1,4 @@
-"""``Links`` in a thread of their own, for callers without an event loop. ``step`` returns the events."""
+"""``Links`` in a dedicated thread, for callers without an event loop. ``step`` returns the events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 CALL_S = 60.0
-"""Maximum seconds for calls that do not wait for heads."""
+"""Maximum seconds for calls without a wait for heads."""
 
 
 class LinksThread:
@@ -30,7 +30,7 @@ class LinksThread:
     def __init__(self, make: Callable[[], Links]) -> None:
         """Start the thread and block until all heads have loaded. Raises WeftError.
 
-        ``make`` creates the links and is called in the thread, on its event loop.
+        ``make`` creates the links and is called on the thread's event loop.
         """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-links", daemon=True)
@@ -64,7 +64,7 @@ class LinksThread:
     def submit(self, submit: m.Submit) -> None:
         """Send a sequence to a head. Errors of the sequence arrive later, as an event. Raises WeftError."""
         links = self.links
-        # On the loop, so that an interrupt here cannot leave an unknown sequence.
+        # On the loop: an interrupt here cannot leave an unknown sequence.
         self._call(_later(lambda: self._open(links, submit)))
 
     def _open(self, links: Links, submit: m.Submit) -> None:
@@ -89,7 +89,7 @@ class LinksThread:
             pass
         if self.links.failure is not None:
             raise EngineDead(self.links.failure.message)
-        # Events of sequences finished here may still arrive. Drop these events.
+        # Drop late events of sequences already finished here.
         fresh = [event for event in events if event.sequence in self._flows]
         for event in fresh:
             if event.finish is not None:
@@ -114,7 +114,7 @@ class LinksThread:
         self._loop.close()
 
     def _stop(self) -> None:
-        """Stop the event loop, after cancelling tasks so that their waiting callers return."""
+        """Stop the event loop, after cancelling tasks to release waiting callers."""
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.call_soon(self._loop.stop)

@@ -1,7 +1,7 @@
-"""Pixels of a Submit on the wire: raw frames after the message, so that megabytes are not copied for packing.
+"""Pixels of a Submit on the wire: raw frames after the message, to avoid copies of megabytes.
 
 There is one frame for each image of ``Submit.media``, in order, or no frame at all. For a head on the same
-host, an image may be sent as the name of shared memory. Then its frame is empty.
+host, an image may be sent as the name of shared memory. Then the frame of the image is empty.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ATTACHED = 1 << 30
 
 def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
     """Return the frames of the message; attached frames are not copied. ``by_name``: True if the head can
-    open shared memory of this process. Raises InvalidRequest over a size limit.
+    open shared memory of the local process. Raises InvalidRequest over a size limit.
     """
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)
@@ -39,7 +39,7 @@ def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
 def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
     """Return the message of an API server. ``attached``: the frames after the first frame, possibly views.
 
-    Items with ``shared`` have no pixels yet. Raises msgspec.DecodeError (or its ValidationError) or
+    Items with ``shared`` have no pixels yet. Raises msgspec.DecodeError (or the subclass ValidationError) or
     ValueError.
     """
     message = decode_to_head(frame)
@@ -48,7 +48,7 @@ def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
     if not isinstance(message, Submit) or len(attached) != len(message.media):
         raise ValueError("frames that belong to no image")
     pairs = list(zip(message.media, attached, strict=True))
-    # An image has its pixels in one place: inline, in a frame, or in shared memory (with an empty frame).
+    # The pixels of an image are in one place: inline, in a frame, or in shared memory (with an empty frame).
     twice = any(item.pixels or (item.shared is not None and len(pixels)) for item, pixels in pairs)
     if twice or sum(map(len, attached)) > MAX_ATTACHED:
         raise ValueError("pixels twice, or over the size limit")

@@ -11,7 +11,7 @@
     over                the API server         the server ends with this exit status
     gone/HOST           the host               the host has read ``over``
 
-An incarnation is a number that the API server gives each start of a head, unique over all starts of all
+An incarnation is a number for each start of a head, given by the API server and unique over all starts of all
 servers. Entries of an older incarnation are ignored.
 """
 
@@ -27,7 +27,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Client to store, at every poll: the client's own entries, and the version of the client's table."""
 
     number: int
-    """Number of this poll; repeated in the answer."""
+    """Number of the poll; repeated in the answer."""
     board: int
     version: int
     """``board`` and ``version`` of the last received table. The store does not send an unchanged table again.
@@ -43,7 +43,7 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Random id of the store's process."""
     version: int
     entries: dict[str, bytes]
-    """All entries; empty if the client has this version already."""
+    """All entries; empty if the client has the version already."""
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

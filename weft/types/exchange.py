@@ -5,17 +5,17 @@ from __future__ import annotations
 import msgspec
 
 FORMS = ("reduce", "low-latency", "gather", "throughput")
-"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in this tuple wins.
+"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in the tuple wins.
 """
 
 
 PADS = (1, 2, 4, *range(8, 65, 8))
-"""Sizes that replicas agree on in place of the exact maximum of tokens, up to the largest size."""
+"""Agreed sizes of replicas, in place of the exact maximum of tokens, up to the largest size."""
 
 
 def padded(tokens: int) -> int:
-    """Return the smallest of ``PADS`` that is at least ``tokens``, or ``tokens`` above the largest. Few
-    different sizes occur, so steps can be captured.
+    """Return the smallest of ``PADS`` not below ``tokens``, or ``tokens`` above the largest. Few different
+    sizes occur, so steps can be captured.
     """
     return next((pad for pad in PADS if pad >= tokens), tokens)
 

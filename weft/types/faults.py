@@ -32,6 +32,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     deed: Deed
     after: int = 0
     mark: str
-    """A file created when the fault happens, so that no later process of the rank repeats the fault."""
+    """A file created when the fault happens, to prevent a repeat in a later process of the rank."""
     needs: str = ""
-    """The mark of another fault that must have happened before."""
+    """The mark of another fault. The other fault must happen first."""

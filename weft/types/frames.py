@@ -1,4 +1,4 @@
-"""The protocol between a head and the ranks of its group: typed frames, msgpack on the wire, one tag each.
+"""The protocol between a head and the ranks of a group: typed frames, msgpack on the wire, one tag each.
 
     rank                       head
      │ RankHello ─────────────► │   version and settings; compared before anything is loaded
@@ -15,8 +15,8 @@
      │ ◄─ Abort | Shutdown      │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
-A sequence is named only by its slot. Frames without a slot have tags of their own, so no special slot value
-is needed. Encoding and decoding are pure. numpy columns travel as little-endian int32 bytes. Never pickle.
+A sequence is named only by a slot. Frames without a slot have separate tags, so no special slot value is
+needed. Encoding and decoding are pure. numpy columns travel as little-endian int32 bytes. Never pickle.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
 VERSION = 9
-"""Version of these frames. A rank with another version is rejected with an error that names both versions."""
+"""Version of the frame protocol. A rank with another version is rejected with an error naming both versions.
+"""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
-"""The data that a transfer moves: KV caches of sequences, or embeddings of images. A rank has separate
-transfers for each.
+"""The data of a transfer: KV caches of sequences, or embeddings of images. A rank has separate transfers for
+each.
 """
 
 
@@ -62,18 +63,18 @@ class RankHello(_Frame, frozen=True, kw_only=True):
     rank: int
     pid: int
     epoch: int
-    """The last epoch of this process, under any head; -1 for none."""
+    """The last epoch of the process, under any head; -1 for none."""
     settings: dict[str, str]
-    """Name and value of every setting that affects wire, shapes or collectives."""
+    """Name and value of every setting with an effect on wire, shapes or collectives."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the rank belongs to the group. The rank then loads its weights, unless loaded already."""
+    """Head to rank: the rank belongs to the group. The rank then loads the weights, unless already loaded."""
 
     heartbeats: str
     """Address of the connection for ``RankHeartbeat``; empty if there is none."""
     incarnation: str
-    """Random id of the head's process. A rank distinguishes a head from its replacement by this id."""
+    """Random id of the head's process. A rank distinguishes a head from a replacement by the id."""
 
 
 class Refused(_Frame, frozen=True, kw_only=True):
@@ -87,11 +88,12 @@ class Loaded(_Frame, frozen=True, kw_only=True):
 
     rank: int
     blocks: tuple[int, ...]
-    """For each pool, the blocks that fit on this rank: as configured, or as measured on the device."""
+    """For each pool, the number of blocks for the rank's memory: as configured, or as measured on the device.
+    """
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
-    """Head to rank: allocate pools of these sizes, equal on all ranks."""
+    """Head to rank: allocate pools of the given sizes, equal on all ranks."""
 
     blocks: tuple[int, ...]
 
@@ -128,7 +130,7 @@ class StepFrame(_Frame, frozen=True, kw_only=True):
     epoch: int
     plan: StepPlan
     digest: int
-    """Digest of the slot table after this plan (``weft.kv.digest``)."""
+    """Digest of the slot table after the plan (``weft.kv.digest``)."""
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
@@ -154,7 +156,7 @@ class Outcome(_Frame, frozen=True, kw_only=True):
 
 
 class Failed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: a step, or the formation of an epoch, failed on the rank. The rank has ended its
+    """Rank to head: a step, or the formation of an epoch, failed on the rank. The rank has ended all
     communicators and waits for the next epoch.
     """
 
@@ -163,7 +165,7 @@ class Failed(_Frame, frozen=True, kw_only=True):
     step: int
     error: ErrorInfo
     comm: bool = False
-    """True if a collective failed, so that another rank may be at fault."""
+    """True if a collective failed. Then another rank may be at fault."""
 
 
 class PushRoom(_Frame, frozen=True, kw_only=True):
@@ -172,7 +174,7 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
     offer: Admitted
     bound: Bound
     blocks: tuple[Blocks, ...]
-    """Blocks of the sequence in this group's caches, as known from earlier plans."""
+    """Blocks of the sequence in the group's caches, as known from earlier plans."""
     num_cached: int
     cache: Cache = "kv"
 
@@ -186,7 +188,7 @@ class ExpectRoom(_Frame, frozen=True, kw_only=True):
 
 
 class StopRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: forget a transfer and stop all access to its memory. Answered with RoomStopped."""
+    """Head to rank: forget a transfer and stop all access to the memory. Answered with RoomStopped."""
 
     key: RoomKey
     cache: Cache = "kv"
@@ -221,18 +223,16 @@ class Shutdown(_Frame, frozen=True, kw_only=True):
 
 
 class RankHeartbeat(_Frame, frozen=True, kw_only=True):
-    """Both ways, several times per second, from a dedicated thread: proves that the process runs."""
+    """Both ways, several times per second, from a dedicated thread: proof of a running process."""
 
     rank: int
     epoch: int
     step: int
-    """The last step that ended in the sender."""
+    """The last step ended in the sender."""
     incarnation: str
     """Incarnation of the head: the sender if the sender is a head, else the head of the rank."""
     aborted: int = -1
-    """Set by a head: the last epoch that has ended. A rank that waits in a collective of the epoch stops
-    waiting.
-    """
+    """Set by a head: the last ended epoch. A rank waiting in a collective of the epoch stops waiting."""
 
 
 RoomToRank = PushRoom | ExpectRoom | StopRoom
@@ -285,7 +285,7 @@ M = TypeVar("M")
 
 
 def encode(frame: ToRank | ToHead) -> bytes:
-    """Return the frame as bytes. Raises FrameError over the limit of its type."""
+    """Return the frame as bytes. Raises FrameError over the limit of the type."""
     data = _encoder.encode(frame)
     _check_size(type(frame), len(data))
     return data
@@ -297,7 +297,7 @@ def encode_part(part: Any) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Parse a frame of a head. Raises FrameError for anything except a valid frame of this version."""
+    """Parse a frame of a head. Raises FrameError for anything except a valid frame of the current version."""
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:
@@ -314,7 +314,7 @@ def decode_to_head(data: bytes) -> ToHead:
     try:
         frame = _decode(_to_head, data)
     except FrameError:
-        # A hello of another version may have unknown fields. Its version explains the error better.
+        # A hello of another version may have unknown fields. The version explains the error better.
         theirs = _version_of_hello(data)
         if theirs is not None and theirs != VERSION:
             raise VersionMismatch(_unequal("the rank", theirs, "this head")) from None
@@ -351,7 +351,7 @@ def _check_segment(segment: Segment) -> None:
 
 
 def _version_of_hello(data: bytes) -> int | None:
-    """Return the version of a RankHello that does not decode, or None."""
+    """Return the version of an undecodable RankHello, or None."""
     try:
         found = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, ValueError):

@@ -1,4 +1,4 @@
-"""Grammars as data: the constraint on the output of a sequence, from its first token to its last.
+"""Grammars as data: the constraint on the output of a sequence, from the first token to the last.
 
 An API server builds one ``Grammar`` for the whole output, reasoning included, and sends the grammar with a
 Submit. A head compiles the grammar (``weft.grammar``) and masks every sampled token. A grammar names text,
@@ -42,9 +42,9 @@ class FreeText(_Part, frozen=True, kw_only=True):
 
 
 class JsonSchema(_Part, frozen=True, kw_only=True):
-    """A JSON value that is valid under ``schema``, without surrounding white space.
+    """A JSON value valid under ``schema``, without surrounding white space.
 
-    ``schema`` is JSON text, an object or true. Keywords that the backend cannot enforce are rejected, never
+    ``schema`` is JSON text, an object or true. Keywords beyond the backend's abilities are rejected, never
     ignored.
     """
 
@@ -60,7 +60,7 @@ class Regex(_Part, frozen=True):
 
 
 class ContextFree(_Part, frozen=True):
-    """Text of a context-free grammar in Lark's notation (or GBNF), from its rule ``start`` (``root``)."""
+    """Text of a context-free grammar in Lark's notation (or GBNF), from the rule ``start`` (``root``)."""
 
     source: str
 

@@ -9,7 +9,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """``data`` replicas of ``tensor`` ranks each. Rank r is place ``r % tensor`` of replica ``r // tensor``.
 
     With ``expert``, all ranks share the experts of every routed layer and form one expert-parallel group.
-    Without ``expert``, each replica has all experts, split over its ranks, and is a group of its own.
+    Without ``expert``, each replica has all experts, split over the replica's ranks, and forms a separate
+    group.
     """
 
     tensor: int = 1
@@ -29,7 +30,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return rank // self.tensor
 
     def place(self, rank: int) -> int:
-        """Return the number of ``rank`` in its replica; 0 is the head's rank."""
+        """Return the number of ``rank`` within the replica; 0 is the head's rank."""
         return rank % self.tensor
 
 

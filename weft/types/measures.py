@@ -11,7 +11,7 @@ BYTES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**24, 2.0**26, 2.0**28, 2.0**30,
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Counts of numbers between bounds, and their sum. Empty before the first number."""
+    """Counts of numbers between bounds, and the sum. Empty before the first number."""
 
     counts: tuple[int, ...] = ()
     """One count for each bound (numbers up to the bound and above the bound before), and one for larger

@@ -20,10 +20,10 @@ from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
 VERSION = 9
-"""The newest protocol version of this release."""
+"""The newest protocol version of the release."""
 OLDEST = 1
-"""The oldest protocol version that this release understands. Fields added later have defaults, and are left
-out for a peer with an older version:
+"""The oldest protocol version understood by the release. Fields added later have defaults, and are left out
+for a peer with an older version:
 
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
@@ -57,7 +57,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     """[oldest, newest]. Both ends use the newest common version."""
     front: str
     quiet: bool = False
-    """Send heartbeats only while this API server has sequences on the head, and one heartbeat as answer to
+    """Send heartbeats only while the API server has sequences on the head, and one heartbeat as answer to
     this message.
     """
 
@@ -86,8 +86,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     tower: bool = False
     """True if the head encodes images."""
     embeddings: str = ""
-    """Address for messages of embedding transfers; "" for a head that neither sends nor receives embeddings.
-    """
+    """Address for messages of embedding transfers; "" for a head without embedding transfers."""
     tower_fingerprint: str = ""
     """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between heads with equal
     fingerprints.
@@ -102,7 +101,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """API server to head: start or continue one sequence.
 
     Sequences of one prompt share ``request`` and are numbered by ``choice``. The first sequence to arrive is
-    prefilled. The other sequences wait for the prompt and share its blocks.
+    prefilled. The other sequences wait for the prompt and share the prompt's blocks.
     """
 
     sequence: int
@@ -112,7 +111,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     prompt_ids: bytes
     """int32 [prompt], little-endian."""
     emitted_ids: bytes = b""
-    """int32 output tokens that the client has already. Penalties, limits and stops count these tokens as
+    """int32 output tokens already sent to the client. Penalties, limits and stops count such tokens as
     output.
     """
     params: TokenParams
@@ -146,7 +145,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     media: tuple[MediaItem, ...] = ()
     """Images of the prompt, ordered by position, without overlap."""
     session: str = ""
-    """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and its cached
+    """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and cached
     blocks are retained for a while.
     """
 
@@ -160,11 +159,11 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """API server to head: no new sequences will come. The head ends after its last sequence."""
+    """API server to head: no new sequences will come. The head ends after the last sequence."""
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """API server to head: the API server leaves, and its sequences end. The head keeps serving other API
+    """API server to head: the API server leaves, and all its sequences end. The head keeps serving other API
     servers.
     """
 
@@ -252,7 +251,7 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
 
 
 class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Head to API server: new tokens of one sequence, its end, or both. The last event has ``finish``."""
+    """Head to API server: new tokens of one sequence, the end, or both. The last event has ``finish``."""
 
     sequence: int
     token_ids: tuple[int, ...] = ()
@@ -266,9 +265,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     rejected: int = 0
     """Number of drafts verified in the same step and rejected."""
     finish: str | None = None
-    """"stop", "length", "abort" or "error". Two more values end the sequence on this head but not the
-    client's stream: "moved" (another head has received the sequence and continues) and "evicted" (returned to
-    the router; any head may continue).
+    """"stop", "length", "abort" or "error". Two more values end the sequence on the head but not the client's
+    stream: "moved" (another head has received the sequence and continues) and "evicted" (returned to the
+    router; any head may continue).
     """
     stop_id: int | None = None
     error: ErrorInfo | None = None
@@ -301,9 +300,9 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     fetching: int = 0
     """Gauge: sequences receiving KV."""
     rooms: int = 0
-    """Gauge: transfers that have not ended, on either side."""
+    """Gauge: open transfers, on either side."""
     blocks_on_hold: int = 0
-    """Gauge: blocks that a transfer may still access."""
+    """Gauge: blocks pinned by transfers."""
     done: int = 0
     failed: int = 0
     corrupt: int = 0
@@ -350,7 +349,7 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     drafts_accepted: tuple[int, ...] = ()
     """Drafts accepted, by position in the draft."""
     prefill_rows: int = 0
-    """Rows of prompts in all steps. A prompt has a row in each step that computes a chunk of the prompt."""
+    """Rows of prompts in all steps. A prompt has a row in each step with a chunk of the prompt."""
     prefill_tokens: int = 0
     """Tokens of prefill rows in all steps."""
     decode_rows: int = 0
@@ -362,12 +361,12 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     grammars_compiled: int = 0
     """Grammars compiled or found compiled, counted per sequence."""
     grammar_errors: int = 0
-    """Sequences ended by an error of their grammar."""
+    """Sequences ended by a grammar error."""
     row_errors: int = 0
     recoveries: int = 0
-    """Number of recoveries: ranks were lost and their group was formed again."""
+    """Number of recoveries: ranks were lost and the group was formed again."""
     requeued: int = 0
-    """Sequences that were running at a loss of ranks and were computed again."""
+    """Sequences running at a loss of ranks, and computed again."""
     free_blocks: tuple[int, ...] = ()
     """Gauge: free blocks of each KV cache group."""
     free_slots: int = 0
@@ -381,7 +380,7 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Part of ``communication_seconds`` during which the rank also computed."""
     transfers: TransferStats | None = None
     embedding_transfers: TransferStats | None = None
-    """Transfers of image embeddings; None for a head that neither sends nor receives embeddings."""
+    """Transfers of image embeddings; None for a head without embedding transfers."""
     images_encoded: int = 0
     image_hits: int = 0
     """Images of prompts with an embedding found in the embedding cache."""
@@ -459,14 +458,17 @@ def encode(message: ToHead | ToFront) -> bytes:
 
 
 def decode_to_head(frame: bytes) -> ToHead:
-    """Parse a frame from an API server. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    """Parse a frame from an API server. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
+    """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_head.decode(frame)
 
 
 def decode_to_front(frame: bytes) -> ToFront:
-    """Parse a frame from a head. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    """Parse a frame from a head. Raises msgspec.DecodeError (or the subclass ValidationError) or ValueError.
+    """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_front.decode(frame)

@@ -1,11 +1,11 @@
-"""A step as data: the plan that the scheduler gives to the runner, and the result of the runner.
+"""A step as data: the scheduler's plan for the runner, and the runner's result.
 
 One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``. Either part
 may be empty, and no code tests for an empty part. Plans and results are immutable: the columns are read-only
 numpy arrays.
 
 Lengths are named by where the tokens are. With ``c = num_computed`` of a slot before the step, a row of
-``count`` tokens computes positions ``c .. c + count - 1``, and reads their ids from ``history[slot]``:
+``count`` tokens computes positions ``c .. c + count - 1``, and reads the ids from ``history[slot]``:
 
     history   | prompt + emitted ids known to the scheduler    | ids that exist on the device only |
     prefill     [start ........ start + count)
@@ -62,7 +62,7 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
     token_ids: np.ndarray
     """int32 [prompt + emitted]."""
     pooling: str = ""
-    """"last" or "mean" for a sequence that ends with an embedding and no token; else ""."""
+    """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
     spans: np.ndarray = EMPTY
     """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
     included, row by row as ``weft.types.media.spans_of`` returns the spans.
@@ -70,7 +70,7 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
-    """Take ``slot`` from its ``gen``-th sequence and empty the block tables."""
+    """Take ``slot`` from the ``gen``-th sequence and empty the block tables."""
 
     slot: int
     gen: int
@@ -112,8 +112,8 @@ class SaveState(_Op, frozen=True, kw_only=True):
     """Copy the slot's recurrent state of KV cache group ``kind`` into ``block``, as a snapshot.
 
     The snapshot is the state ``back`` positions before the slot's last position. 0 is the live state. Larger
-    values are valid only after a decode row, which leaves the state after each of its tokens. The scheduler
-    knows the exact length.
+    values are valid only after a decode row, which leaves the state after each token. The scheduler knows the
+    exact length.
     """
 
     slot: int
@@ -133,7 +133,7 @@ class LoadState(_Op, frozen=True, kw_only=True):
 
 
 class Export(_Op, frozen=True, kw_only=True):
-    """Release positions ``start`` .. end - 1 of the slot, which this plan computes, to the transfer ``key``.
+    """Release positions ``start`` .. end - 1 of the slot, computed by the plan, to the transfer ``key``.
 
     With ``states``, also release the state after ``end`` positions. An earlier ``SaveState`` of the same plan
     has copied the state to ``blocks``, and the plan has no row of the slot.
@@ -170,10 +170,10 @@ class Encode(_Op, frozen=True, kw_only=True):
 
 
 class BindMedia(_Op, frozen=True, kw_only=True):
-    """Read positions ``start`` .. ``start + count - 1`` of the slot from the rows of ``blocks``, in this
+    """Read positions ``start`` .. ``start + count - 1`` of the slot from the rows of ``blocks``, within the
     plan.
 
-    A prefill row of the plan computes some of these positions. Every plan repeats the bindings of its rows.
+    A prefill row of the plan computes some of the positions. Every plan repeats the bindings of all rows.
     """
 
     slot: int
@@ -194,7 +194,7 @@ class SendMedia(_Op, frozen=True, kw_only=True):
 
 
 class GatherMedia(_Op, frozen=True, kw_only=True):
-    """Exchange the rows of a received embedding between ranks: each rank has received its share of ``count``
+    """Exchange the rows of a received embedding between ranks: each rank has received a share of ``count``
     rows.
 
     Runs before the plan's rows, at the same point of the collectives on every rank.
@@ -258,7 +258,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     other ``logits`` positions give prompt logprobs.
     """
     next_k: np.ndarray = EMPTY
-    """Number of drafts to propose after this step."""
+    """Number of drafts to propose after the step."""
 
     @property
     def rows(self) -> int:
@@ -324,7 +324,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill: Segment = EMPTY_SEGMENT
     decode: Segment = EMPTY_SEGMENT
     constrained: bool = False
-    """True if ``TokenMasks`` follow for this step, before sampling."""
+    """True if ``TokenMasks`` follow for the step, before sampling."""
     agreed: Agreement | None = None
     micro_batches: int = 1
     """Number of micro-batches: 2 hides the communication of one behind the compute of the other. The head
@@ -350,9 +350,8 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``sample``.
 
     An entry is one sampled position, numbered as the tokens of ``StepResult``. A row has ``sample`` entries.
-    So a row that verifies k drafts needs 1 + k masks, each under the assumption that all earlier drafts are
-    right. The drafts are known from the result of the step that proposed the drafts. Entries without a mask
-    may sample any token.
+    So a row that verifies k drafts needs 1 + k masks, each under the assumption of correct earlier drafts.
+    The drafts are known from the result of the proposing step. Entries without a mask may sample any token.
 
     Masks depend on all earlier tokens. So the masks of a step are made while the step computes, in this
     order:
@@ -402,7 +401,7 @@ class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
     """Embeddings of the prompts completed by a step."""
 
     rows: np.ndarray
-    """int32 [n], ascending: rows of the plan. These rows have no logits and no row in the result."""
+    """int32 [n], ascending: rows of the plan. Such rows have no logits and no row in the result."""
     values: np.ndarray
     """float32 [n, hidden], not normalized."""
 
@@ -421,7 +420,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """int32 [rows]: drafts accepted. The first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
     """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The head retains
-    the drafts of a constrained sequence until the verifying step commits, because its masks depend on the
+    the drafts of a constrained sequence until the verifying step commits, because the masks depend on the
     drafts.
     """
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()

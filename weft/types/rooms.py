@@ -1,14 +1,14 @@
 """Transfers as data. A transfer moves the cache of one sequence from a prefill group to a decode group.
 
-    front ──► receiver    Submit with a room: awaits, holds nothing
-    front ──► sender      Submit with a room: queued
+    API server ──► receiver  Submit with a transfer: blocked, without blocks
+    API server ──► sender    Submit with a transfer: queued
     sender  ── Admitted ──►  receiver        the prompt's lengths, hashes and cache layout
     sender  ◄── Bound | Later | Refused ──   blocks are reserved: where the sender's ranks push to
     ranks of the sender ═══ bytes, layer by layer ═══► ranks of the receiver       (``weft.transports``)
     sender  ── Metadata ──►  receiver        first tokens, logprobs, drafts
-    sender  ◄── Landed ──    receiver        every rank has every byte, and their digests are right
-    either  ── Fence ──►     the other       the room failed, or is not needed: stop touching its memory
-    the other ── Fenced ──►                  nothing here will touch it
+    sender  ◄── Landed ──    receiver        every rank has every byte, with right digests
+    either  ── Fence ──►     the other       the transfer failed or is not needed: stop all access
+    the other ── Fenced ──►                  no process here accesses the memory
 
 Messages are frozen structs, one tag each, msgpack on the wire. Unknown fields and tags are rejected, as are
 messages over the size limit of their type. Lost, repeated and late messages are legal: see ``weft.transfer``.
@@ -45,34 +45,33 @@ class RoomMessageError(WeftError):
 
 
 class RoomKey(NamedTuple):
-    """The key of one transfer. The API server creates the key. A retry is a new attempt, with memory of its
-    own.
+    """The key of one transfer. The API server creates the key. A retry is a new attempt, with separate
+    memory.
     """
 
     room: U64
     attempt: U32
     incarnation: U64
-    """Number of the sending group's process, from its Welcome. A restarted sender has no part in older
+    """Number of the sending group's process, from the Welcome. A restarted sender has no part in older
     transfers.
     """
 
 
 class Peer(NamedTuple):
-    """A process at the other end of a transfer: its name and the number of its start."""
+    """A process at the other end of a transfer: name and number of the start."""
 
     name: str
     incarnation: int
 
 
 class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The transfer parameters of a sequence, as part of its Submit."""
+    """The transfer parameters of a sequence, as part of a Submit."""
 
     key: RoomKey
     sends: bool
-    """True if this head prefills the sequence and sends the cache. False if this head receives and decodes.
-    """
+    """True if the head prefills the sequence and sends the cache. False if the head receives and decodes."""
     peer: Peer
-    """The head at the other end, named by the address for transfer messages in its Welcome."""
+    """The head at the other end, named by the address for transfer messages in the Welcome."""
     seconds: float
     """Maximum seconds of the transfer, counted from the first offer. Before the offer the sequence is in the
     sender's queue.
@@ -80,7 +79,7 @@ class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
 
 class Outcome(IntEnum):
-    """The result of a transfer on one rank. The outcome of a group is the minimum over its ranks."""
+    """The result of a transfer on one rank. The outcome of a group is the minimum over all ranks."""
 
     failed = 0
     pending = 1
@@ -99,7 +98,7 @@ class State(IntEnum):
     active = 2
     failing = 3
     done = 4
-    """The receiver has all bytes; the sender may reuse its memory."""
+    """The receiver has all bytes; the sender may reuse the memory."""
     fenced = 5
     """Failed, and no process can access the memory any more, so the memory may be reused."""
 
@@ -182,7 +181,7 @@ class Bound(_Message, frozen=True, kw_only=True):
     """Receiver to sender: blocks are reserved. The sender pushes positions ``start`` .. num_prompt - 1."""
 
     start: Count
-    """Number of positions that the receiver already has in its cache."""
+    """Number of positions already in the receiver's cache."""
     dims: GroupDims
     blocks: tuple[Blocks, ...]
     """One entry per KV cache group."""
@@ -197,7 +196,7 @@ class Later(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """Receiver to sender: this pair can never work; the API server must pair again. Nothing was bound."""
+    """Receiver to sender: the pair can never work; the API server must pair again. Nothing was bound."""
 
     error: ErrorInfo
 
@@ -214,15 +213,15 @@ class FirstToken(_Part, frozen=True):
 
 
 class Metadata(_Message, frozen=True, kw_only=True):
-    """Sender to receiver: everything is computed, with this result."""
+    """Sender to receiver: everything is computed, with the result."""
 
     first: tuple[FirstToken, ...]
     digest: U64 = 0
-    """Digest of this message with a digest of 0."""
+    """Digest of the message with a digest of 0."""
 
 
 class Landed(_Message, frozen=True, kw_only=True):
-    """Receiver to sender: bytes and metadata are received and right. The sender may reuse its memory."""
+    """Receiver to sender: bytes and metadata are received and right. The sender may reuse the memory."""
 
 
 class Fence(_Message, frozen=True, kw_only=True):
@@ -232,7 +231,7 @@ class Fence(_Message, frozen=True, kw_only=True):
 
 
 class Fenced(_Message, frozen=True, kw_only=True):
-    """Either side: no process on this side accesses memory of the transfer any more."""
+    """Either side: no process on the answering side accesses memory of the transfer any more."""
 
 
 RoomMessage = Admitted | Bound | Later | Refused | Metadata | Landed | Fence | Fenced
@@ -274,7 +273,7 @@ class RoomLanded(msgspec.Struct, frozen=True):
 
 
 class RoomFailed(msgspec.Struct, frozen=True):
-    """The transfer has failed. Its memory stays pinned until ``RoomFreed``."""
+    """The transfer has failed. The memory stays pinned until ``RoomFreed``."""
 
     key: RoomKey
     error: ErrorInfo
@@ -317,7 +316,7 @@ class CancelRoom(msgspec.Struct, frozen=True):
 
     key: RoomKey
     error: ErrorInfo | None = None
-    """None if nothing failed: the sequence ended at its first token."""
+    """None if nothing failed: the sequence ended at the first token."""
 
 
 class ReserveRoom(msgspec.Struct, frozen=True):
@@ -352,14 +351,15 @@ _M = TypeVar("_M", bound=RoomMessage)
 
 
 def encode(message: RoomMessage) -> bytes:
-    """Return the message as bytes. Raises RoomMessageError over the limit of its type."""
+    """Return the message as bytes. Raises RoomMessageError over the limit of the type."""
     data = _encoder.encode(message)
     _check_size(type(message), len(data))
     return data
 
 
 def decode(data: bytes) -> RoomMessage:
-    """Parse a message of a peer. Raises RoomMessageError for anything except a valid message of this version.
+    """Parse a message of a peer. Raises RoomMessageError for anything except a valid message of the current
+    version.
     """
     if len(data) > MAX_MESSAGE:
         raise RoomMessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")

@@ -34,8 +34,8 @@ REPETITION_PENALTY_RANGE = (0.01, 100.0)
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sampling settings of one request.
 
-    Raises InvalidRequest, naming the parameter, when a value is out of its range. Checks that depend on the
-    model (vocabulary, context length) are made when the request is submitted.
+    Raises InvalidRequest, naming the parameter, when a value is out of range. Checks against the model
+    (vocabulary, context length) are made when the request is submitted.
     """
 
     n: int = 1
@@ -45,20 +45,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 or -1 disables the limit."""
     top_p: float = 1.0
-    """Sample among the shortest prefix of tokens, by probability, that reaches this mass; 0 leaves the
+    """Sample among the shortest prefix of tokens, by probability, with at least the given mass; 0 leaves the
     likeliest token.
     """
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest token's probability."""
+    """Drop tokens less likely than the given share of the likeliest token's probability."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     """Divides the logits of tokens seen before: within ``REPETITION_PENALTY_RANGE``."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """If set, only these tokens can be sampled."""
+    """If set, only the listed tokens can be sampled."""
     bad_words: tuple[str, ...] = ()
-    """Texts whose tokenization is never completed."""
+    """Texts with a tokenization never completed."""
     max_tokens: int | None = None
     """None generates until the context is full."""
     min_tokens: int = 0
@@ -109,13 +109,13 @@ class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     bad: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not be completed."""
+    """Forbidden token sequences: never completed."""
     max_tokens: int = 1
     """Maximum output tokens, emitted tokens included; at least 1."""
     min_tokens: int = 0
     """``stop_ids`` cannot be sampled while the output has fewer tokens."""
     stop_ids: tuple[int, ...] = ()
-    """Sorted ids that end the sequence: end-of-turn ids (unless ignore_eos) and the ids of the request."""
+    """Sorted ids ending the sequence: end-of-turn ids (unless ignore_eos) and the ids of the request."""
     logprobs: int = -1
     """-1 for none, else the number of top alternatives with the sampled token."""
     prompt_logprobs: int = -1
@@ -161,7 +161,7 @@ def _check_ranges(p: SamplingParams) -> None:
 
 
 def _check_lists(p: SamplingParams) -> None:
-    # msgspec does not check the types of a struct that Python code constructs, so check types here, too.
+    # msgspec checks no types when Python code constructs a struct, so check types here.
     for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_ID_LIST)):
         texts = getattr(p, name)
         if not isinstance(texts, tuple) or len(texts) > most:
