@@ -31,7 +31,8 @@ class Sum(NamedTuple):
 
 
 class Tally:
-    """Decides which events are logged at once, and counts the other events. Times are seconds of one clock.
+    """Decides which events are logged at once, and counts the other events. Times are seconds of one
+    clock.
     """
 
     def __init__(self, window: float = WINDOW_S) -> None:

@@ -68,8 +68,8 @@ def spin_turns(cpuinfo: Path) -> int:
 def prepare_nccl(one_host: bool) -> None:
     """Set NCCL's environment variables, unless already set by the user. Call before the first communicator.
 
-    torch's watchdog would end a process after a failed or hung collective. In Weft the head decides about a
-    rank, so the watchdog only logs. On one host NCCL's sockets listen on loopback.
+    torch's watchdog would end a process after a failed or hung collective. In Weft the engine process decides
+    about a rank, so the watchdog only logs. On one host NCCL's sockets listen on loopback.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

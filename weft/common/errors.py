@@ -178,7 +178,7 @@ class ImageFailed(WeftError):
 
 
 class Unavailable(WeftError):
-    """No healthy head exists, or the server drains. Sent with Retry-After."""
+    """No healthy engine process exists, or the server drains. Sent with Retry-After."""
 
     code = "unavailable"
     blame = "capacity"
@@ -208,7 +208,9 @@ class PixelsLost(Unavailable):
 
 
 class NotGreeted(Unavailable):
-    """The head does not know the connection: the API server must send Hello first. Never sent to a client."""
+    """The engine process does not know the connection: the API server must send Hello first. Never sent to a
+    client.
+    """
 
     code = "not_greeted"
 

@@ -44,7 +44,7 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def head_name(replica: int, replicas: int, rank: int | None = None) -> str:
-    """Return the process name in log lines of a replica's head, or of the worker ``rank``.
+    """Return the process name in log lines of a replica's engine process, or of the worker ``rank``.
 
     ``head`` and ``rank 1``; for one of several replicas ``head 1`` and ``head 1 rank 3``. Ranks are counted
     over all replicas.

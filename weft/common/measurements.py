@@ -37,7 +37,8 @@ class Measurements(Generic[Row]):
     """Name of the subject, for the log."""
     packaged: Path
     parse: Callable[[dict[str, Any]], Row]
-    """Makes a row from JSON data. Raises KeyError, TypeError, AttributeError or ValueError for invalid data.
+    """Makes a row from JSON data. Raises KeyError, TypeError, AttributeError or ValueError for invalid
+    data.
     """
     form: Callable[[Row], dict[str, Any]]
     """Makes JSON data from a row, the inverse of ``parse``."""

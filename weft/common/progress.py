@@ -1,5 +1,5 @@
-"""Progress bars on a terminal. Files and pipes get no bars. The heads of a server report progress as log
-lines instead, also on a terminal shared by several heads.
+"""Progress bars on a terminal. Files and pipes get no bars. The engine processes of a server report progress
+as log lines instead, also on a terminal shared by several engines.
 """
 
 from __future__ import annotations

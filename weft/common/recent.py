@@ -35,7 +35,8 @@ class Recent(Collection[K], Generic[K, V]):
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Set the value, which must not be None. Drops the least recently used entry beyond ``most`` entries.
+        """Set the value, which must not be None. Drops the least recently used entry beyond ``most``
+        entries.
         """
         self._entries[key] = value
         self._entries.move_to_end(key)

@@ -61,7 +61,8 @@ class SharedBytes:
         self.name = SharedName(pid=os.getpid(), fd=self._fd, size=size, mark=mark)
 
     def seal(self) -> memoryview:
-        """Seal the memory and return a read-only view. The view stays valid after ``close``. Raises OSError.
+        """Seal the memory and return a read-only view. The view stays valid after ``close``. Raises
+        OSError.
         """
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_SEAL)
         return _mapped(self._fd, self.name.size)

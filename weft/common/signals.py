@@ -2,7 +2,8 @@
 
 A terminal sends SIGINT and SIGQUIT to all processes of the foreground group, and SIGHUP when the terminal
 closes. Supervisors may send SIGTERM to all processes. Only the API server acts on the signals: the API server
-drains, then ends all heads and workers. Heads and workers ignore the signals from the first instruction on.
+drains, then ends all engine processes and workers. Engine processes and workers ignore the signals from the
+first instruction on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Iterator
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 RESTART = signal.SIGUSR1
-"""Requests a rolling restart of the heads from a server's first process. The other processes ignore the
-signal.
+"""Requests a rolling restart of the engine processes from a server's first process. The other processes
+ignore the signal.
 """
 
 

@@ -35,7 +35,7 @@ MAX_WAITING = 1024
 CLIENT_WAITING = 512
 """Maximum waiting payloads of one client, where clients are distinguished."""
 BYTES_A_SECOND = 1 << 20
-"""Bytes per second of added delay in the order of waiting payloads. Small payloads go first, but none
+"""Bytes of a payload that move the payload back by one second in the queue. Small payloads go first, but none
 starves.
 """
 PIECE = 256 << 10
@@ -60,7 +60,8 @@ class _Waiting(NamedTuple):
 
 
 def most_of_client(most: int) -> int:
-    """Return how many processes of a pool of ``most`` one client may use: all except one, and at least one.
+    """Return how many processes of a pool of ``most`` one client may use: all except one, and at least
+    one.
     """
     return max(most - 1, 1)
 

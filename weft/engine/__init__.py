@@ -1,1 +1,1 @@
-"""The step loop with a scheduler and a runner, and the head process around the step loop."""
+"""The step loop with a scheduler and a runner, and the engine process around the step loop."""

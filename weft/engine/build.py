@@ -32,8 +32,8 @@ from weft.runner.trace import StepTrace
 log = get_logger(__name__)
 
 STEP, ALONE_S = 6.0, 600.0
-"""Time limits of a step. ``STEP`` is a multiple of the rank timeout, for ranks that meet on GPUs: only the
-limit detects a hung collective there. The first steps compile kernels, so ``STEP`` must not be smaller.
+"""Time limits of a step. ``STEP`` is a multiple of the rank timeout, for ranks that meet on GPUs. Only
+``STEP`` detects a hung collective on GPUs. The first steps compile kernels, so ``STEP`` must not be smaller.
 ``ALONE_S`` is in seconds, for all other ranks.
 """
 CONTEXT = 512 << 20
@@ -87,7 +87,8 @@ class LoadedModel:
     poison: bool
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
-        """Allocate all memory for steps, with the pools of ``kv``, and return the runner. May be called once.
+        """Allocate all memory for steps, with the pools of ``kv``, and return the runner. May be called
+        once.
         """
         config = self.config
         mesh = self.mesh

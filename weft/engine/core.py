@@ -123,7 +123,8 @@ class EngineCore:
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, oldest first, each with the start time of its planning."""
         self._stalled = False
-        """True if the last ``step`` returned early because the oldest step was still running on the device.
+        """True if the last ``step`` returned early because the oldest step was still running on the
+        device.
         """
         self._launching = False
         """True while a step is being planned, launched or sampled. An interrupt can leave the value True.

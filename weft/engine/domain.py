@@ -1,7 +1,7 @@
 """The part of one replica in its expert-parallel group: all replicas agree on each step before the launch.
 
 An expert-parallel group is lost and formed as a whole. When a rank of any replica is lost, the communicators
-of all replicas break. Each replica forms a group again, and the heads meet for the next epoch.
+of all replicas break. Each replica forms a group again, and the engine processes meet for the next epoch.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Domain:
         return builder
 
     def connect(self, store: Any, epoch: int, timeout: float, wakeups: Sequence[str] = ()) -> None:
-        """Begin ``epoch`` with the heads of all replicas, asleep. See ``AgreementGroup.connect``. Raises
-        CommLost.
+        """Begin ``epoch`` with the engine processes of all replicas, asleep. See ``AgreementGroup.connect``.
+        Raises CommLost.
         """
         self._group.connect(store, epoch, timeout, wakeups)
 

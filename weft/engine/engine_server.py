@@ -1,4 +1,4 @@
-"""The head process: serves one engine behind a zmq ROUTER, with the messages of ``weft.types.messages``.
+"""The engine process: serves one engine behind a zmq ROUTER, with the messages of ``weft.types.messages``.
 
 One thread does everything. Between steps the thread handles messages of API servers. Heartbeats leave from
 the step loop, so a heartbeat proves progress. An invalid frame is counted and dropped.
@@ -193,12 +193,14 @@ def tell_why(listener: Listener, error: WeftError) -> None:
 
 
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
-    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the head process.
+    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the engine
+    process.
 
-    ``pipe``: descriptor of the pipe to the rank supervisor; None if the head starts the workers. Raises
-    errors of the start and of the engine. API servers that have said hello receive a WeftError of the start.
+    ``pipe``: descriptor of the pipe to the rank supervisor; None if the engine process starts the workers.
+    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
+    start.
     """
-    # The modules below import torch. A head without a model does not need torch.
+    # The modules below import torch. An engine process without a model does not need torch.
     from weft.engine.core import EngineCore
     from weft.engine.start import start_executor
     from weft.engine.supervised_ranks import SupervisedRanks

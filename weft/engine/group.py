@@ -61,7 +61,7 @@ R = TypeVar("R")
 
 
 class GroupExecutor:
-    """The head's side of a group. Used from one thread, which steps."""
+    """The engine's side of a group. Used from one thread, which steps."""
 
     def __init__(
         self,
@@ -92,18 +92,19 @@ class GroupExecutor:
         self._outbox: deque[t.Send | t.Renew] = deque()
         """Frames and leases for the stepping thread to send."""
         self._inbox: deque[tuple[bytes, bytes]] = deque()
-        """Received frames, not handled yet. A frame stays here until handled, because an interrupt may come.
+        """Received frames, not handled yet. A frame stays here until handled, because an interrupt may
+        come.
         """
         self._actions: deque[t.Action] = deque()
         """Decided actions, not executed yet. An action stays here, because an interrupt may come."""
         self._store: Any = None
-        """Rendezvous store of the current epoch, referenced until the next epoch."""
+        """Communicator store of the current epoch, referenced until the next epoch."""
         self.rooms: GroupRooms | None = None
         """KV transfers of the ranks; None in a group without KV transfers."""
         self.embeddings: GroupRooms | None = None
         """Embedding transfers of the ranks; None in a group without embedding transfers."""
         self._results: dict[int, StepResult] = {}
-        """Results of steps ended on the local rank, until ``read`` returns the result."""
+        """Results of steps completed on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
         links.resources.callback(links.mesh.close)
         self._watch: HeadWatch | None = None
@@ -247,7 +248,7 @@ class GroupExecutor:
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
         self._pixels.settled(step - self.membership.lag)
-        # An encode group (with a bell) receives nothing from other groups.
+        # An encode group (with a wake-up socket) receives nothing from other groups.
         if not handle.plan.rows and self.bell is None:
             self.settle()
         return self._results.pop(step)

@@ -1,7 +1,8 @@
-"""The transfers on the ranks of one group: commands from the head to all ranks, and the reports of the ranks.
+"""The transfers on the ranks of one group: commands from the engine process to all ranks, and the reports of
+the ranks.
 
-The head's own rank is reached by calls. Other ranks are reached by frames, in order with the frames of steps.
-Ranks have numbers within the group here, as in ``weft.transfer``: number 0 is the head's rank.
+The engine's own rank is reached by calls. Other ranks are reached by frames, in order with the frames of
+steps. Ranks have numbers within the group here, as in ``weft.transfer``: number 0 is the engine's rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RankWord = ev.RankReport | ev.RankStopped | ev.RankGone
 
 
 class OwnTransfer(Protocol):
-    """The ``RankTransfer`` of the head's rank."""
+    """The ``RankTransfer`` of the engine's rank."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -39,7 +40,7 @@ class OwnTransfer(Protocol):
 
 
 class OwnReports(Protocol):
-    """Reports of the head's own rank about transfers."""
+    """Reports of the engine's own rank about transfers."""
 
     @property
     def descriptor(self) -> int: ...
@@ -48,7 +49,7 @@ class OwnReports(Protocol):
 
 
 class GroupRooms:
-    """The head's side of the transfers on all ranks of a group. Used from the stepping thread, except
+    """The engine's side of the transfers on all ranks of a group. Used from the stepping thread, except
     ``ended``.
     """
 
@@ -62,7 +63,7 @@ class GroupRooms:
         sockets: Sequence[Any] = (),
         cache: f.Cache = "kv",
     ) -> None:
-        """``own`` and ``reports`` belong to the head's rank. ``endpoints()`` returns the endpoints of all
+        """``own`` and ``reports`` belong to the engine's rank. ``endpoints()`` returns the endpoints of all
         ranks in order, None for a rank without a report. ``others``: frame rank -> number within the group.
         ``send(rank, frame)`` must not block. ``sockets``: sockets for frames. ``cache``: the cache type of
         the transfers.
@@ -138,7 +139,7 @@ class GroupRooms:
 
 
 def _of_head(word: ev.RankReport | ev.RankStopped) -> RankWord:
-    """Return the report with rank 0: frames and local transfers number the head's rank differently."""
+    """Return the report with rank 0: frames and local transfers number the engine's rank differently."""
     if isinstance(word, ev.RankReport):
         return ev.RankReport(word.key, 0, word.outcome, word.error)
     return ev.RankStopped(word.key, 0)

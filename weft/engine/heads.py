@@ -1,4 +1,4 @@
-"""Starts and ends the head processes of a server and the workers, which outlive heads."""
+"""Starts and ends the heades of a server and the workers, which outlive engine processes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ LEAVE_S = 3.0
 
 
 class HeadProcesses:
-    """The processes of one group: a head for each replica. A head ends with the starting thread: the main
-    thread, or a thread of ``Spares`` for a head started in advance.
+    """The processes of one group: an engine process for each replica. An engine process ends with the
+    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
 
-    ``weft.cluster`` decides when a head is started again.
+    ``weft.cluster`` decides when an engine process is started again.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: heads listen in a new subfolder of ``folder``. No other user may have access to
-        ``folder``.
+        """``folder``: engine processes listen in a new subfolder of ``folder``. No other user may have access
+        to ``folder``.
 
         Raises ConfigError when other hosts cannot reach the local host.
         """
@@ -53,7 +53,7 @@ class HeadProcesses:
             role=config.transfer.role,
         )
         self.members = dict.fromkeys(self._replicas, member)
-        """Name of each head, in order, with the facts for the owner of the heads."""
+        """Name of each engine process, in order, with the facts for the owner of the engines."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -61,9 +61,9 @@ class HeadProcesses:
         self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Start a head and return the address. Does not wait for the start.
+        """Start an engine process and return the address. Does not wait for the start.
 
-        Every start has a new address, so messages for an earlier head never reach a later head.
+        Every start has a new address, so messages for an earlier engine process never reach a later engine.
         """
         replica = self._replicas[name]
         domain = self.members[name].domain
@@ -77,7 +77,7 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a dead or hung head, before the next head starts. Unknown names are ignored."""
+        """Kill a dead or hung engine process, before the next engine starts. Unknown names are ignored."""
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also ends a stopped (SIGSTOP) process
@@ -85,8 +85,8 @@ class HeadProcesses:
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Wait up to ``seconds`` for all heads, which have received a shutdown, then kill the rest, then the
-        workers. Return the exit statuses of the heads.
+        """Wait up to ``seconds`` for all engine processes, which have received a shutdown, then kill the
+        rest, then the workers. Return the exit statuses of the engine processes.
 
         ``status``: exit status of the server, reported to other hosts.
         """
@@ -105,7 +105,7 @@ class HeadProcesses:
 
 
 class HeadGroups:
-    """The heads of all groups of a server: see ``HeadProcesses``."""
+    """The engine processes of all groups of a server: see ``HeadProcesses``."""
 
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
@@ -116,7 +116,7 @@ class HeadGroups:
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
         self.members: dict[str, Member] = {}
-        """Name of every head, in order, with the facts for the owner of the heads."""
+        """Name of every engine process, in order, with the facts for the owner of the engines."""
         try:
             for config in groups:
                 group = HeadProcesses(config, folder, log_level, start)
@@ -128,16 +128,16 @@ class HeadGroups:
             raise
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Start a head and return the address. Does not wait for the start."""
+        """Start an engine process and return the address. Does not wait for the start."""
         return self._of[name].start(name, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Kill a dead or hung head, before the next head starts."""
+        """Kill a dead or hung engine process, before the next engine starts."""
         self._of[name].kill(name, incarnation)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
         """Call ``HeadProcesses.close`` for all groups, within ``seconds`` in total. Return the exit statuses
-        of the heads.
+        of the engine processes.
         """
         until = time.monotonic() + seconds
         return [
@@ -158,24 +158,24 @@ def group_folder(folder: Path) -> Path:
 
 
 class LocalHeads:
-    """Starts the heads of the local host, and owns the rank supervisor of the workers. Used from the main
-    thread.
+    """Starts the engine processes of the local host, and owns the rank supervisor of the workers. Used from
+    the main thread.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: for the files of the heads. No other user may have access to ``folder``."""
+        """``folder``: for the files of the engine processes. No other user may have access to ``folder``."""
         self._start = start
         self._config = config
         self._folder = folder
         self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
-        """Created when the first head with supervised workers starts."""
+        """Created when the first engine process with supervised workers starts."""
 
     def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
-        """Start a head at ``endpoint`` and return the process. Does not wait for the start. ``incarnation``:
-        see ``EngineConfig``.
+        """Start an engine process at ``endpoint`` and return the process. Does not wait for the start.
+        ``incarnation``: see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -208,10 +208,11 @@ def start_head(
     pipe: Connection | None = None,
     start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
-    """Start a head at ``endpoint``. The head ends with the calling process. Does not wait for the start.
+    """Start an engine process at ``endpoint``. The engine process ends with the calling process. Does not
+    wait for the start.
 
-    ``pipe``: connection to the rank supervisor, owned by the head from now on and closed here. Call from the
-    main thread: the kernel ties a child to the starting thread.
+    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here. Call
+    from the main thread: the kernel ties a child to the starting thread.
     """
     descriptors = () if pipe is None else (pipe.fileno(),)
     environment = gpu_environment(config, head_rank(config))
@@ -224,8 +225,8 @@ def start_head(
 
 
 def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait up to ``seconds`` for a head, which has received a shutdown, then kill the head. Return the exit
-    status.
+    """Wait up to ``seconds`` for an engine process, which has received a shutdown, then kill the engine.
+    Return the exit status.
     """
     try:
         return head.wait(seconds)

@@ -1,4 +1,6 @@
-"""The socket of a head, opened before the imports and the load, so API servers see a running process."""
+"""The socket of an engine process, opened before the imports and the load, so API servers see a running
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ from weft.types.board import Listening, head_key
 SEND_QUEUE = 10_000
 """Maximum unread messages of an API server. Beyond the limit the API server counts as gone."""
 TELL_S = 120.0
-"""Maximum seconds to publish the head's address to an API server on another host."""
+"""Maximum seconds to publish the engine's address to an API server on another host."""
 
 
 class Listener:
-    """The socket of a head. zmq's own thread answers pings, even while the process loads or computes."""
+    """The socket of an engine process. zmq's own thread answers pings, even while the process loads or
+    computes.
+    """
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
         """``endpoint``: an ``ipc://`` path in a folder private to the user, or loopback tcp. With ``keys``

@@ -1,7 +1,8 @@
 """Pixels in shared memory of API servers on the same host, mapped before a sequence is submitted.
 
 A mapping lasts until neither the sequence nor a step refers to the mapping, even if the API server is killed.
-A head with ranks in other processes also keeps a descriptor meanwhile, so ranks can open the memory.
+An engine process with ranks in other processes also keeps a descriptor meanwhile, so ranks can open the
+memory.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from weft.types.messages import Submit
 
 
 class PixelInbox:
-    """Mappings of the pixels published for one head. Call ``close`` when no API server can be welcomed any
-    more.
+    """Mappings of the pixels published for one engine process. Call ``close`` when no API server can be
+    welcomed any more.
     """
 
     def __init__(self, shows: bool) -> None:

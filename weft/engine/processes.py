@@ -1,7 +1,7 @@
 """Starts the processes of a server, and keeps spare processes.
 
 Most of a process start is the import of torch. So a server keeps spare processes, which have imported torch
-and wait for an order. The next restart of a head or worker uses a spare process.
+and wait for an order. The next restart of an engine process or worker uses a spare process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs torch's profiler over the engine of a head for a limited time, for the duration of each operation.
+"""Runs torch's profiler over a running engine for a limited time, to measure each operation.
 
 A profile slows the steps down and takes memory for every operation, so a profile always has an end time.
 """
@@ -16,7 +16,7 @@ log = get_logger(__name__)
 
 
 class Profiler:
-    """Profiles the steps of one head. Used from the stepping thread."""
+    """Profiles the steps of one engine process. Used from the stepping thread."""
 
     def __init__(self, folder: str | None, name: str) -> None:
         """``folder``: output folder; None disables profiling. ``name``: name of the process, used in file

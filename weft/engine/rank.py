@@ -1,7 +1,8 @@
 """The worker process after the welcome: loads a share of the model, then works.
 
-A worker outlives the head. The process keeps the weights and says hello to the next head, for as long as a
-rank may wait for the first welcome. The owner of the process ends the worker when no other head will come.
+A worker outlives the engine process. The process keeps the weights and says hello to the next engine process,
+for as long as a rank may wait for the first welcome. The owner of the process ends the worker when no other
+engine process will come.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _TURN = 0.5
 
 
 def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
-    """Work for the head of ``link``, and for later heads, until shutdown.
+    """Work for the engine process of ``link``, and for later engines, until shutdown.
 
-    ``rejoin(epoch)`` says hello to the next head and returns the link. ``epoch`` is the last epoch of the
-    rank. ``rejoin`` raises EngineDead when no head comes in time. Raises WeftError also when the model cannot
-    be loaded, which is reported to the head, or when a head refuses the rank.
+    ``rejoin(epoch)`` says hello to the next engine process and returns the link. ``epoch`` is the last epoch
+    of the rank. ``rejoin`` raises EngineDead when no engine process comes in time. Raises WeftError also when
+    the model cannot be loaded, which is reported to the engine process, or when an engine refuses the rank.
     """
     timeout = config.parallel.rank_timeout
     take_threads(config)
@@ -82,8 +83,8 @@ def _load(
     faults: Faults,
     liveness: _Liveness,
 ) -> RankRunner | None:
-    """Load the model and return the rank's runner. Blocks until the head reports the pool sizes. Return None
-    after a Shutdown. Errors are reported to the head and raised.
+    """Load the model and return the rank's runner. Blocks until the engine process reports the pool sizes.
+    Return None after a Shutdown. Errors are reported to the engine process and raised.
     """
     try:
         faults.reach("load")
@@ -103,17 +104,18 @@ def _load(
 def ask(
     channel: RankChannel, rank: int, kv: KVConfig, timeout: float, orphan: Callable[[], bool]
 ) -> KVConfig | None:
-    """Report how many blocks fit on the rank and return the configuration with the head's sizes. Return None
-    after a Shutdown.
+    """Report how many blocks fit on the rank and return the configuration with the engine's sizes. Return
+    None after a Shutdown.
 
-    If the head is gone, return ``kv`` unchanged. Raises EngineDead when the head refuses the rank or sends no
-    sizes within ``timeout`` seconds.
+    If the engine process is gone, return ``kv`` unchanged. Raises EngineDead when the engine process refuses
+    the rank or sends no sizes within ``timeout`` seconds.
     """
     channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
         if orphan():
-            return kv  # the next head uses the minimum of all ranks, so the local sizes are never too small
+            # The next engine process uses the minimum of all ranks, so the local sizes are never too small.
+            return kv
         data = channel.receive(min(left, _TURN))
         if data is None:
             continue
@@ -128,10 +130,10 @@ def ask(
 
 
 class _Liveness:
-    """Exchanges heartbeats with the current head, also before there is a worker."""
+    """Exchanges heartbeats with the current engine process, also before there is a worker."""
 
     def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
-        """``head``: incarnation of the first head."""
+        """``head``: incarnation of the first engine process."""
         self._rank = rank
         self._head = head
         self._timeout = rank_timeout
@@ -139,10 +141,10 @@ class _Liveness:
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
         self.orphan = False
-        """True after the loss of the head."""
+        """True after the loss of the engine process."""
 
     def watch(self, link: HeadLink) -> None:
-        """Start to send heartbeats to the head of ``link``."""
+        """Start to send heartbeats to the engine process of ``link``."""
         self.orphan = False
         self._stuck_since = None
         if link.heartbeats is not None:
@@ -150,7 +152,7 @@ class _Liveness:
             self._watch.start()
 
     def adopt(self, worker: Worker) -> None:
-        """Register the worker after the load. The head may be gone by then."""
+        """Register the worker after the load. The engine process may be gone by then."""
         self._worker = worker
         if self.orphan:
             worker.orphaned()

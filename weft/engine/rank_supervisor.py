@@ -1,7 +1,8 @@
-"""Supervises the worker processes of a server's replicas. Workers outlive heads, but not the server.
+"""Supervises the worker processes of a server's replicas. Workers outlive engine processes, but not the
+server.
 
-A head requests starts and kills of ranks (``weft.engine.supervised_ranks``). The next head of the replica
-takes over the running ranks. The kernel ends all ranks with the supervisor's process.
+An engine process requests starts and kills of ranks (``weft.engine.supervised_ranks``). The next engine
+process of the replica takes over the running ranks. The kernel ends all ranks with the supervisor's process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.engine.ranks import RankProcesses, end_of
 log = get_logger(__name__)
 
 _TURN = 0.1
-"""Seconds between two checks of the processes. Also the maximum wait of a head for an answer."""
+"""Seconds between two checks of the processes. Also the maximum wait of an engine process for an answer."""
 
 
 class _Replica:
@@ -30,23 +31,27 @@ class _Replica:
         self.number = number
         self.processes = processes
         self.pipe: Connection | None = None
-        """Pipe to the current head of the replica; None without a head."""
+        """Pipe to the current engine process of the replica; None without an engine process."""
         self._told: dict[int, None] = {}
-        """Process ids of ended processes already reported to the current head."""
+        """Process ids of ended processes already reported to the current engine process."""
 
     def follow(self, pipe: Connection) -> None:
-        """Use the pipe of a new head. Unread requests of the previous head are dropped."""
+        """Use the pipe of a new engine process. Unread requests of the previous engine process are
+        dropped.
+        """
         if self.pipe is not None:
             self.pipe.close()
         self.pipe = pipe
         self._told = {}
 
     def serve(self) -> None:
-        """Read and answer one request. A request, or the end of the head, must be pending in the pipe."""
+        """Read and answer one request. A request, or the end of the engine process, must be pending in the
+        pipe.
+        """
         assert self.pipe is not None
         try:
             request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
-        except (OSError, EOFError):  # the head is gone; another head may follow
+        except (OSError, EOFError):  # the engine process is gone; another engine process may follow
             self.pipe.close()
             self.pipe = None
             return
@@ -59,7 +64,7 @@ class _Replica:
             self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
-        """Send RankEnded to the head for each process ended without a request."""
+        """Send RankEnded to the engine process for each process ended without a request."""
         for rank, status in self.processes.ended():
             pid = self.processes.pid(rank)
             if pid not in self._told:
@@ -70,7 +75,7 @@ class _Replica:
 
     def _tell(self, message: protocol.RankRuns | protocol.RankEnded) -> None:
         if self.pipe is not None:
-            with suppress(OSError):  # `serve` will notice the loss of the head
+            with suppress(OSError):  # `serve` will notice the loss of the engine process
                 self.pipe.send_bytes(protocol.encode(message))
 
 
@@ -87,7 +92,8 @@ class RankSupervisor:
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
-        """Return the head's end of a new pipe. Pass the pipe to the head's process, then close the pipe here.
+        """Return the engine's end of a new pipe. Pass the pipe to the engine's process, then close the pipe
+        here.
         """
         ours, theirs = Pipe()
         with self._lock:
@@ -119,6 +125,6 @@ class RankSupervisor:
                     if replica.pipe in ready:
                         replica.serve()
                     replica.look()
-                # An error concerns one replica: the head gets no answer and ends by time-out.
+                # An error concerns one replica: the engine process gets no answer and ends by time-out.
                 except Exception:
                     log.exception("the ranks of replica %d", replica.number)

@@ -23,10 +23,10 @@ log = get_logger(__name__)
 
 
 class Ranks(Protocol):
-    """The worker processes of one group on the head's host, as seen by the head."""
+    """The worker processes of one group on the engine's host, as seen by the engine process."""
 
     outlive: bool
-    """True if the processes outlive the head and serve the next head."""
+    """True if the processes outlive the engine process and serve the next engine."""
 
     def spawn(self, rank: int) -> bool:
         """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
@@ -37,15 +37,16 @@ class Ranks(Protocol):
         """Return True if the process of ``rank`` is on the local host."""
 
     def dead(self) -> list[tuple[int, str]]:
-        """Return (rank, description of the end) of each ended process. Does not block. Safe from any thread.
+        """Return (rank, description of the end) of each ended process. Does not block. Safe from any
+        thread.
         """
 
     def kill(self, rank: int) -> None:
         """Kill the rank's process at once and forget the process."""
 
     def close(self, seconds: float) -> None:
-        """Release the processes when the head ends. Processes with ``outlive`` False have received a shutdown
-        and get ``seconds`` to end.
+        """Release the processes when the engine process ends. Processes with ``outlive`` False have received
+        a shutdown and get ``seconds`` to end.
         """
 
 
@@ -158,10 +159,11 @@ def threads_each(config: EngineConfig, cores: int) -> int:
 
 
 def rank_address(config: EngineConfig) -> str:
-    """Return the address at which supervised ranks say hello, equal for all successive heads of the replica.
+    """Return the address at which supervised ranks say hello, equal for all successive engine processes of
+    the replica.
 
-    Not for one of several replicas spanning hosts: each successive head has another address, published in the
-    rendezvous store.
+    Not for one of several replicas spanning hosts: each successive engine process has another address,
+    published in the rendezvous store.
     """
     if not replica_spans(config.parallel, config.replica):
         return f"ipc://{config.domain}/ranks{config.replica}"
@@ -170,13 +172,13 @@ def rank_address(config: EngineConfig) -> str:
 
 
 def are_supervised(parallel: ParallelSection, replica: int) -> bool:
-    """Return True if the server's rank supervisor owns the workers on the head's host. Such workers outlive a
-    head.
+    """Return True if the server's rank supervisor owns the workers on the engine's host. Such workers outlive
+    an engine process.
     """
     moves = uses_board(parallel) and replica_spans(parallel, replica)
     return parallel.tensor_parallel_size > 1 and not moves
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:
-    """Return the ranks of a replica. The first rank is the head's."""
+    """Return the ranks of a replica. The first rank is the engine's."""
     return range(replica * tensor, (replica + 1) * tensor)

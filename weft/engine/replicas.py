@@ -1,7 +1,7 @@
 """Several replicas of a model, in one or more groups, as one engine for callers in the local process.
 
-Each replica has a head process. Heads, messages and fleet are the same as in ``weft serve``. HTTP and text
-are absent.
+Each replica has an engine process. Engine processes, messages and fleet are the same as in ``weft serve``.
+HTTP and text are absent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class Replicas:
     """
 
     def __init__(self, groups: Iterable[EngineConfig]) -> None:
-        """Start all heads and block until all heads have loaded. Raises ConfigError or EngineDead.
+        """Start all engine processes and block until all engines have loaded. Raises ConfigError or
+        EngineDead.
 
         ``groups``: one unified group, or the groups of a topology.
         """
@@ -99,7 +100,8 @@ class Replicas:
     def _links(self) -> Links:
         heads = self._heads
         assert heads is not None
-        # With `restarts=0` no head is started again, so no thread other than `_maker` ever starts a head.
+        # With `restarts=0` no engine process is started again, so no thread other than `_maker` ever starts
+        # an engine.
         transfer = self.config.transfer
         enough = functools.partial(serves, fallback=transfer.prefill_fallback)
         owner = HeadOwner(heads.members, heads, restarts=0, serves=enough)
@@ -113,13 +115,13 @@ class Replicas:
 
     @property
     def thread(self) -> LinksThread:
-        """The links to the heads. Read-only."""
+        """The links to the engine processes. Read-only."""
         assert self._thread is not None
         return self._thread
 
     @property
     def heads(self) -> HeadGroups:
-        """The head processes. Read-only."""
+        """The heades. Read-only."""
         assert self._heads is not None
         return self._heads
 
@@ -186,11 +188,11 @@ class Replicas:
         return msgspec.structs.replace(self.thread.welcome, incarnation=incarnation)
 
     def close(self) -> None:
-        """Stop every head, and kill heads that do not end within ``CLOSE_S`` seconds."""
+        """Stop every engine process, and kill engines that do not end within ``CLOSE_S`` seconds."""
         self._end()
 
     def _end(self) -> list[int]:
-        """Stop every head. Return the exit statuses of the heads."""
+        """Stop every engine process. Return the exit statuses of the engine processes."""
         if self._thread is not None:
             self._thread.end()
         statuses = [] if self._heads is None else self._heads.close(CLOSE_S)
@@ -209,8 +211,8 @@ def _capacity(group: EngineConfig) -> int:
 
 
 def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
-    """Return the combined statistics of all heads: sums, element by element for tuples, and the highest fill
-    level.
+    """Return the combined statistics of all engine processes: sums, element by element for tuples, and the
+    highest fill level.
     """
     made = {}
     for name in m.HeadStats.__struct_fields__:
@@ -232,7 +234,7 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
 
 
 def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | None:
-    """Return the sums, or None where no head has transfers."""
+    """Return the sums, or None where no engine process has transfers."""
     if not stats:
         return None
     fields = m.TransferStats.__struct_fields__

@@ -1,4 +1,5 @@
-"""A head's spans of traced sequences: the stages of each sequence on the head, and the transfers.
+"""An engine's spans of traced sequences: the stages of each sequence on the engine process, and the
+transfers.
 
     does all     queue ──admitted──> prefill ──first token──> decode ──> end
     prefills     queue ──admitted──> prefill ──first token──> end          room: send
@@ -8,7 +9,7 @@
 A sequence with images from encode groups starts with ``await images`` until all images are received (rooms:
 receive image).
 
-Used only with --trace-requests. Without tracing a head pays one ``is None`` test per call.
+Used only with --trace-requests. Without tracing an engine process pays one ``is None`` test per call.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Traced:
 
 
 class RequestSpans:
-    """The request spans of one head. Used from the stepping thread."""
+    """The request spans of one engine process. Used from the stepping thread."""
 
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
         self._writer = writer
@@ -167,7 +168,7 @@ class RequestSpans:
             self._next(traced, sequence, "queue", now)
 
     def close(self) -> None:
-        """Write all open spans as failed and close the writer, at the end of the head."""
+        """Write all open spans as failed and close the writer, at the end of the engine process."""
         now = self._now()
         for span in [*(traced.span for traced in self._live.values()), *self._rooms.values()]:
             self._writer.write(span, now, "the head ended")

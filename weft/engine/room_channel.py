@@ -1,10 +1,11 @@
-"""The channel for transfer messages between heads of different groups: bytes with the sender and the sender's
-process.
+"""The channel for transfer messages between engine processes of different groups: bytes with the sender and
+the sender's process.
 
-Each head listens at a separate address, new at every start, and connects to a peer for the first message. The
-address is a Unix socket where all groups are on one host. Otherwise the address is a TCP port, protected by
-the secret of the groups. Messages may be lost: a sender in need of an answer repeats the message. Every
-message names the sending process (``weft.engine.peers``), so the end of the process can be observed.
+Each engine process listens at a separate address, new at every start, and connects to a peer for the first
+message. The address is a Unix socket where all groups are on one host. Otherwise the address is a TCP port,
+protected by the secret of the groups. Messages may be lost: a sender in need of an answer repeats the
+message. Every message names the sending process (``weft.engine.peers``), so the end of the process can be
+observed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Arrived(NamedTuple):
 
 
 class RoomChannel(Protocol):
-    """The end of one head on the channel for transfer messages. Used from one thread."""
+    """The end of one engine process on the channel for transfer messages. Used from one thread."""
 
     address: str
     bad: int
@@ -151,7 +152,8 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        """Return a socket connecting to ``address``, or None if the system refuses a socket or the address.
+        """Return a socket connecting to ``address``, or None if the system refuses a socket or the
+        address.
         """
         socket = None
         try:

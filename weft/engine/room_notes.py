@@ -1,4 +1,4 @@
-"""Notes of a head about open transfers: times of the stages, for counters, the log and traces."""
+"""Notes of an engine process about open transfers: times of the stages, for counters, the log and traces."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class RoomTally:
     def failed(
         self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
     ) -> None:
-        """Log and count a failed transfer. ``address``: of the local head. Cancellations by the client side
-        are not counted.
+        """Log and count a failed transfer. ``address``: of the local engine process. Cancellations by the
+        client side are not counted.
         """
         if notes is not None:
             notes.failed = True

@@ -1,4 +1,6 @@
-"""Creates the transfers of a head, for KV caches and for image embeddings, from a configuration."""
+"""Creates the transfers of an engine process, for KV caches and for image embeddings, from a
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from weft.parallel.secret import read_keys
 def make_rooms(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """Return the KV transfers of a head, or None for a group with another role than ``prefill`` or
+    """Return the KV transfers of an engine process, or None for a group with another role than ``prefill`` or
     ``decode``.
 
     ``incarnation``: the engine's number. Raises EngineDead when the ranks have no transfers.
@@ -37,7 +39,9 @@ def make_rooms(
 def make_embeddings(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """Return the embedding transfers of a head, or None for a group without embedding transfers."""
+    """Return the embedding transfers of an engine process, or None for a group without embedding
+    transfers.
+    """
     does = embeddings_of(config)
     if does is None:
         return None
@@ -52,7 +56,7 @@ def _made(
     incarnation: int,
     clock: Clock,
 ) -> HeadRooms:
-    """Open the channel of a head and return the transfers.
+    """Open the channel of an engine process and return the transfers.
 
     On one host the channel's socket lies in the group's socket folder (``EngineConfig.domain``). Without the
     folder the socket lies in a private folder, removed with the channel.

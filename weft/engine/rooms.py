@@ -1,12 +1,12 @@
-"""The head's side of the transfers of a group: between the scheduler, the ranks and the heads of other
-groups.
+"""The engine's side of the transfers of a group: between the scheduler, the ranks and the engine processes of
+other groups.
 
     scheduler   room_requests() ──►┐        ┌──► ranks       Push, Expect, Stop: frames, in order with steps
-    ranks       reports ──────────►│ rooms  ├──► heads       messages
-    heads       messages ─────────►│        ├──► scheduler   room(event)
+    ranks       reports ──────────►│ rooms  ├──► engines     messages
+    engines     messages ─────────►│        ├──► scheduler   room(event)
     peers       ends of processes ►┘        └──► log, counters
 
-``weft.transfer`` decides; the module executes the decisions on the head's thread and never blocks. A turn
+``weft.transfer`` decides; the module executes the decisions on the engine's thread and never blocks. A turn
 without news costs a few checks of queues.
 
 * Memory of a sender after the end or silence of a peer: see ``weft.engine.peers``.
@@ -94,7 +94,7 @@ class RoomRanks(Protocol):
 
 
 class HeadRooms:
-    """The transfers of one head, as an ``AwaitedSource``. Used from the stepping thread."""
+    """The transfers of one engine process, as an ``AwaitedSource``. Used from the stepping thread."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class HeadRooms:
 
     @property
     def address(self) -> str:
-        """Address of the head for peers."""
+        """Address of the engine process for peers."""
         return self._channel.address
 
     @property
@@ -158,7 +158,7 @@ class HeadRooms:
 
     @property
     def moving(self) -> bool:
-        """True while a transfer may still complete. A draining head waits for the transfers."""
+        """True while a transfer may still complete. A draining engine process waits for the transfers."""
         return any(not record.failed for record in self._records.values())
 
     def stats(self, of_scheduler: TransferStats | None) -> TransferStats:

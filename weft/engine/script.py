@@ -1,7 +1,8 @@
-"""Scripts of a scripted head: a file of entries. Each entry is an output, played to matching prompts.
+"""Scripts of a scripted engine process: a file of entries. Each entry is an output, played to matching
+prompts.
 
-``docs/scripted.md`` documents the form. A file is read once, when a head starts. Every error in the file is a
-ConfigError with the entry and the line.
+``docs/scripted.md`` documents the form. A file is read once, when an engine process starts. Every error in
+the file is a ConfigError with the entry and the line.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Entry:
     contains: tuple[str, ...]
     regex: re.Pattern[str] | None
     request: int | None
-    """Number of the prompt on the head, counted from 1; None matches any prompt."""
+    """Number of the prompt on the engine process, counted from 1; None matches any prompt."""
     times: int | None
     """Maximum prompts answered by the entry; None: unlimited."""
     num_cached: int
@@ -92,7 +93,7 @@ class Entry:
 
     def matches(self, prompt: str, number: int) -> bool:
         """Return True if the prompt matches. ``prompt``: the text with special tokens, unused unless
-        ``reads``. ``number``: the number of the prompt on the head.
+        ``reads``. ``number``: the number of the prompt on the engine process.
         """
         if self.request is not None and self.request != number:
             return False

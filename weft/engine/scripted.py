@@ -1,4 +1,5 @@
-"""A head without a model: plays the outputs of a script (``weft.engine.script``) over the real messages.
+"""An engine process without a model: plays the outputs of a script (``weft.engine.script``) over the real
+messages.
 
 ``ScriptedEngine`` replaces ``EngineCore`` behind the same protocol and the same loop. A step returns the next
 event of each due sequence. Steps are at least ``STEP_S`` apart, to avoid flooding an API server. Sampling
@@ -132,11 +133,11 @@ class ScriptedEngine:
         self._read_tokens = 0
         self._made_tokens = 0
 
-    # -- the engine interface of the head's protocol
+    # -- the interface for `HeadProtocol`
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
         """Start to play an output and return no events. Raises InvalidRequest where no entry matches, and
-        Overloaded as a real head does.
+        Overloaded as a real engine process does.
         """
         kv = self._config.kv
         tokens, num_prompt = check_submit(submit, self._vocab_size, kv.max_model_len)
@@ -152,7 +153,8 @@ class ScriptedEngine:
         else:
             entry = self._entry_of(submit, emitted)
             output, cached = entry.output(submit.choice), min(entry.num_cached, num_prompt - 1)
-        # A continued sequence carries tokens emitted by another head; the script must agree with such tokens.
+        # A continued sequence carries tokens emitted by another engine process; the script must agree with
+        # such tokens.
         ids = self._with_end(output, submit)
         if ids[: len(emitted)] != emitted:
             raise InvalidRequest(
@@ -208,7 +210,7 @@ class ScriptedEngine:
             block_size=kv.block_size,
         )
 
-    # -- the engine interface of the loop
+    # -- the interface for the step loop
 
     def check(self) -> None:
         """Do nothing: there are no ranks."""
@@ -249,7 +251,7 @@ class ScriptedEngine:
     def _entry_of(self, submit: Submit, emitted: tuple[int, ...]) -> Entry:
         """Return the entry for the prompt of ``submit``. Raises InvalidRequest if no entry is left.
 
-        If another head began the sequence, take the first matching entry whose output begins with
+        If another engine process began the sequence, take the first matching entry whose output begins with
         ``emitted``, and do not count the use.
         """
         entry = self._chosen.get(submit.request)
@@ -264,8 +266,8 @@ class ScriptedEngine:
             left = self._left[number]
             if not entry.matches(text, self._prompts):
                 continue
-            # A continued sequence must find the entry that another head played. The entry may be used up
-            # there, not here.
+            # A continued sequence must find the entry that another engine process played. The entry may be
+            # used up there, not here.
             if emitted:
                 ids = self._with_end(entry.output(submit.choice), submit)
                 if ids[: len(emitted)] != emitted:
@@ -303,7 +305,7 @@ def _check_playable(submit: Submit) -> None:
 
 
 def run_scripted(config: EngineConfig, listener: Listener) -> None:
-    """Read the script and play the script at ``listener`` until shutdown. The entry point of the head
+    """Read the script and play the script at ``listener`` until shutdown. The entry point of the engine
     process.
 
     Raises ConfigError for an invalid script.

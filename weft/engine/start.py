@@ -1,4 +1,4 @@
-"""Creates a group with the local process as the head, from a configuration."""
+"""Creates a group from a configuration, with the local process as the engine process."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ log = get_logger(__name__)
 
 CLOSE_S = 5.0
 PORT_S = 30.0
-"""Maximum seconds to wait for the port of ``--rdzv``, which a killed head may still occupy."""
+"""Maximum seconds to wait for the port of ``--rdzv``, which a killed engine process may still occupy."""
 STORE_S = 30.0
-"""Timeout in seconds of each operation on the rendezvous store of the first head. Clients have separate
-timeouts.
+"""Timeout in seconds of each operation on the communicator store of the first engine process. Clients have
+separate timeouts.
 """
 
 
@@ -85,8 +85,9 @@ def start_executor(
 
     Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile.
 
-    ``supervised``: the workers, if the server owns the workers. Workers of an earlier head have weights
-    already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not start.
+    ``supervised``: the workers, if the server owns the workers. Workers of an earlier engine process have
+    weights already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not
+    start.
     """
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
@@ -142,8 +143,8 @@ def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecut
 
 
 def _folder(config: EngineConfig) -> Path:
-    """Create a folder for the head's sockets and return the path. If the head is killed, the starter of the
-    head removes the folder.
+    """Create a folder for the engine's sockets and return the path. If the engine process is killed, the
+    starter of the engine removes the folder.
     """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
@@ -158,20 +159,20 @@ def mesh_host(config: EngineConfig) -> str | None:
 
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
-    """Open the control channels of the head. Return (channel for frames, channel for heartbeats).
+    """Open the control channels of the engine process. Return (channel for frames, channel for heartbeats).
 
     Raises ConfigError or EngineDead when an address cannot be opened or published.
     """
     parallel = config.parallel
     replica = config.replica
-    # Inside a server's folder, the next head will listen at the same address.
+    # Inside a server's folder, the next engine process will listen at the same address.
     if not replica_spans(parallel, replica):
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
         return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head, so the address is known in advance
+    if not uses_board(parallel):  # the only engine process, so the address is known in advance
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
     channel = ZmqHead(tcp(host, "*"), keys)
     heartbeats = ZmqHead(tcp(host, "*"), keys)
@@ -184,7 +185,8 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
-    """Return the prefix of the addresses of rendezvous stores, or "" where the first head hosts the stores.
+    """Return the prefix of the addresses of communicator stores, or "" where the first engine process hosts
+    the stores.
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """

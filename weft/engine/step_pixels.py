@@ -1,4 +1,5 @@
-"""Pixels in step frames: ranks on the head's host receive the names of shared memory in place of the pixels.
+"""Pixels in step frames: ranks on the engine's host receive the names of shared memory in place of the
+pixels.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Member(Protocol):
 
 
 class StepPixels:
-    """Pixels in step frames, on the head's side. Used from the stepping thread."""
+    """Pixels in step frames, on the engine's side. Used from the stepping thread."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[int, list[bytes]]] = deque()

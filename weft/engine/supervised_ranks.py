@@ -1,14 +1,14 @@
-"""A head's side of the rank supervisor, which owns worker processes that outlive their head.
+"""An engine's side of the rank supervisor, which owns worker processes that outlive their engine process.
 
 The server's process runs the supervisor (``weft.engine.rank_supervisor``). Messages of the pipe between them:
 
-    head                     supervisor
+    engine                   supervisor
      │ StartRank(rank) ───────► │   starts the process, unless the process runs
      │ ◄─────── RankRuns(rank)  │   process id, and whether the process ran before
      │ EndRank(rank) ─────────► │   kills the process
      │ ◄────── RankEnded(rank)  │   also sent without a request, when a process ended by itself
 
-Each head has a separate pipe, so a head never reads messages for an earlier head.
+Each engine process has a separate pipe, so an engine never reads messages for an earlier engine.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ MOST_BYTES = 4096
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: start the process of ``rank`` unless the process runs. Answered by RankRuns."""
+    """Engine to supervisor: start the process of ``rank`` unless the process runs. Answered by RankRuns."""
 
     rank: int
 
 
 class EndRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: kill process ``pid`` of ``rank``. Answered by RankEnded."""
+    """Engine to supervisor: kill process ``pid`` of ``rank``. Answered by RankEnded."""
 
     rank: int
     pid: int
 
 
 class RankRuns(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor to head: the process of ``rank`` runs."""
+    """Supervisor to engine: the process of ``rank`` runs."""
 
     rank: int
     pid: int
@@ -53,7 +53,7 @@ class RankRuns(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor to head: a process has ended, with or without EndRank."""
+    """Supervisor to engine: a process has ended, with or without EndRank."""
 
     rank: int
     pid: int
@@ -67,7 +67,7 @@ encode = msgspec.msgpack.encode
 
 
 class SupervisedRanks:
-    """``Ranks`` of a head with workers owned by the server's rank supervisor. Thread-safe."""
+    """``Ranks`` of an engine process with workers owned by the server's rank supervisor. Thread-safe."""
 
     outlive = True
 
@@ -100,8 +100,8 @@ class SupervisedRanks:
 
     def dead(self) -> list[tuple[int, str]]:
         """Return (rank, description of the end) of each ended process. Never blocks. Empty while another
-        thread waits for an answer of the supervisor. A lost supervisor is ignored here, because the head
-        ends, too.
+        thread waits for an answer of the supervisor. A lost supervisor is ignored here, because the engine
+        process ends, too.
         """
         # Another thread waits for the supervisor: check again later.
         if not self._lock.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""Heartbeats between a head and the ranks of a group, sent and answered by dedicated threads.
+"""Heartbeats between an engine process and the ranks of a group, sent and answered by dedicated threads.
 
 A heartbeat proves a running process, not progress. Progress is checked where a step waits for outcomes.
 Heartbeats have connections of their own, so a large step frame does not delay a heartbeat.
@@ -67,7 +67,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. The callbacks run in the watch's thread."""
+    """The engine's side: answers heartbeats. The callbacks run in the watch's thread."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HeadWatch(_Thread):
 
 
 class RankWatch(_Thread):
-    """A rank's side: learns which epoch has ended, and detects the loss of the head."""
+    """A rank's side: learns which epoch has ended, and detects the loss of the engine process."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RankWatch(_Thread):
         orphaned: Callable[[], None],
     ) -> None:
         """``ended(epoch)`` reports the end of the epoch and of all earlier epochs. ``orphaned`` is called
-        repeatedly while the head is silent or another head answers.
+        repeatedly while the engine process is silent or another engine answers.
         """
         super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
@@ -149,7 +149,7 @@ class RankWatch(_Thread):
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
             return True
-        # Another incarnation answers at the old address: the rank's own head is gone.
+        # Another incarnation answers at the old address: the rank's own engine process is gone.
         if isinstance(heartbeat, RankHeartbeat) and heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         elif isinstance(heartbeat, RankHeartbeat):

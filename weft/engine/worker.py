@@ -4,12 +4,13 @@
                           └── StepFrame: same step number, same digest, or the rank stops
               LateMasks: of the step before, if that is constrained; nothing else may follow it
 
-A worker decides nothing. The worker reports every failure to the head. Then the worker keeps the weights and
-waits for the next epoch, in which all slots are empty. After the loss of the head, a worker can join another
-head.
+A worker decides nothing. The worker reports every failure to the engine process. Then the worker keeps the
+weights and waits for the next epoch, in which all slots are empty. After the loss of the engine process, a
+worker can join another engine.
 
-Transfers to and from other groups outlast epochs: the head starts and stops each transfer. Reports go only to
-the head that named the transfer. A rank stops all transfers before joining another head.
+Transfers to and from other groups outlast epochs: the engine process starts and stops each transfer. Reports
+go only to the engine process that named the transfer. A rank stops all transfers before joining another
+engine process.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _BUSY = 0.0005
 
 
 class GivenUp(EngineDead):
-    """Raised when the head has refused or dropped the rank, or when the process cannot serve any head."""
+    """Raised when the engine process has refused or dropped the rank, or when the process cannot serve any
+    engine.
+    """
 
 
 class Worker:
@@ -60,7 +63,7 @@ class Worker:
         rank_timeout: float = 10.0,
         incarnation: str = "",
     ) -> None:
-        """``incarnation``: identifies the head at the other end of ``channel``."""
+        """``incarnation``: identifies the engine process at the other end of ``channel``."""
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -77,12 +80,12 @@ class Worker:
         self._running = False
         self._next: int | None = None
         self.step = -1
-        """Last step ended on the rank; -1 before the first."""
+        """Last step completed on the rank; -1 before the first."""
         self.stopped = False
-        """True after a Shutdown from the head."""
+        """True after a Shutdown from the engine process."""
         self._orphan = False
         self._served = False
-        """True if the current head has begun an epoch."""
+        """True if the current engine process has begun an epoch."""
         self._rooms: dict[f.Cache, WorkerRooms] = {
             cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
         }
@@ -92,10 +95,10 @@ class Worker:
     # ---- the loop
 
     def run(self) -> None:
-        """Work until the head sends Shutdown (``stopped``) or is gone. After the loss of the head, ``join``
-        may follow.
+        """Work until the engine process sends Shutdown (``stopped``) or is gone. After the loss of the engine
+        process, ``join`` may follow.
 
-        Raises EngineDead when the head refuses the rank.
+        Raises EngineDead when the engine process refuses the rank.
         """
         embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
         ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
@@ -105,10 +108,11 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Work for another head, which has welcomed the rank.
+        """Work for another engine process, which has welcomed the rank.
 
-        First stop all transfers: no transfer of the old head may touch the caches when the new head reads
-        Loaded. Raises EngineDead when a transfer does not end. The caller must then end the process.
+        First stop all transfers: no transfer of the old engine process may touch the caches when the new
+        engine reads Loaded. Raises EngineDead when a transfer does not end. The caller must then end the
+        process.
         """
         self._leave()
         self._channel = channel
@@ -155,7 +159,7 @@ class Worker:
         return late
 
     def orphaned(self) -> None:
-        """Stop the loop after the loss of the head."""
+        """Stop the loop after the loss of the engine process."""
         self._orphan = True
         self._mesh.abort()
 
@@ -182,7 +186,7 @@ class Worker:
             self._sample(frame)
 
     def _tell(self) -> bool:
-        """Send the reports of the rank's transfers to the head. Return False if there were none.
+        """Send the reports of the rank's transfers to the engine process. Return False if there were none.
 
         Raises GivenUp when the transfer thread has failed. A new process can transfer again.
         """
@@ -200,7 +204,7 @@ class Worker:
         return some
 
     def _fits(self, frame: f.Pools) -> None:
-        """Check the pools of the rank against the head's sizes. Surplus blocks stay unused.
+        """Check the pools of the rank against the engine's sizes. Surplus blocks stay unused.
 
         Raises GivenUp otherwise.
         """
@@ -266,15 +270,16 @@ class Worker:
         self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
 
     def _current(self, epoch: int) -> bool:
-        """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the head has
-        ended, or will end, the epoch.
+        """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the engine
+        process has ended, or will end, the epoch.
         """
         return self._running and epoch == self.epoch
 
     # ---- failing
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Run ``work()``. Report an error to the head and leave the epoch. GivenUp and PeerGone are raised.
+        """Run ``work()``. Report an error to the engine process and leave the epoch. Raises GivenUp and
+        PeerGone, and any error after a Shutdown or before the first epoch.
         """
         try:
             work()

@@ -1,6 +1,6 @@
-"""The transfers of a worker rank: executes the head's commands and returns the reports of the transfers.
+"""The transfers of a worker rank: executes the engine's commands and returns the reports of the transfers.
 
-Reports go only to the head that named the transfer.
+Reports go only to the engine process that named the transfer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from weft.types.rooms import RoomKey
 
 
 class WorkerRooms:
-    """The transfers of a worker for one cache type. Used from the thread that serves the head."""
+    """The transfers of a worker for one cache type. Used from the thread that serves the engine process."""
 
     def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
         self._rank, self._cache = rank, cache
         self._named: set[RoomKey] = set()
-        """Transfers started and not stopped by the current head."""
+        """Transfers started and not stopped by the current engine process."""
         self._stopping: set[RoomKey] = set()
-        """Transfers stopped by the current head, without a report of the end."""
+        """Transfers stopped by the current engine process, without a report of the end."""
 
     def joined(self, transfer: Transfer | None) -> None:
-        """Forget and stop all transfers of the previous head."""
+        """Forget and stop all transfers of the previous engine process."""
         self._named.clear()
         self._stopping.clear()
         if transfer is not None:
@@ -47,7 +47,9 @@ class WorkerRooms:
             transfer.expect(frame.offer, frame.bound)
 
     def said(self, words: Iterable[RankReport | RankStopped]) -> Iterator[f.RoomToHead]:
-        """Yield the frames for the head. Reports about transfers of an earlier head are dropped."""
+        """Yield the frames for the engine process. Reports about transfers of an earlier engine process are
+        dropped.
+        """
         for word in words:
             if isinstance(word, RankReport):
                 if word.key in self._named:

@@ -8,7 +8,7 @@ Messages leave through one queue, in order, so a Finish cannot overtake a Submit
 ``weft.routing.events`` to the owner and decides nothing.
 
 A broken connection loses messages of both directions, and nobody knows which. So each connection has a
-separate socket: no message queued for the old connection reaches the head before the new Hello.
+separate socket: no message queued for the old connection reaches the engine process before the new Hello.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Process(Protocol):
 
 
 Endpoint: TypeAlias = str | Callable[[], str | None]
-"""Address of a head, or a function where the address is known only after the head has started. The function
-returns None before.
+"""Address of an engine process, or a function where the address is known only after the engine has started.
+The function returns None before.
 """
 
 
 class Address(NamedTuple):
-    """The location of a head: socket address, process and, on another host, keys."""
+    """The location of an engine process: socket address, process and, on another host, keys."""
 
     endpoint: Endpoint
     process: Process
@@ -73,9 +73,10 @@ class Address(NamedTuple):
     incarnation: int = 0
     """Number of the instance's process start. Distinguishes the process from earlier processes."""
     draining: bool = False
-    """True if the head must not receive new sequences."""
+    """True if the engine process must not receive new sequences."""
     domain: str = ""
-    """Expert-parallel group of the head: the heads of one group work together or not at all. "" for no group.
+    """Expert-parallel group of the engine process: the engines of one group work together or not at all. ""
+    for no group.
     """
 
 
@@ -121,7 +122,7 @@ class Link:
         self._unreachable = False
         """True after ``Unreachable`` was reported, until the next handshake."""
         self._by_name = False
-        """True if the head can open shared memory of the local process."""
+        """True if the engine process can open shared memory of the local process."""
         self._over = False
         """True after the loss of the process was reported, or after ``close``."""
         self._socket: zmq.asyncio.Socket | None = None
@@ -139,7 +140,8 @@ class Link:
         self._out.set()
 
     def look(self, now: float) -> None:
-        """Report the process as lost if the process has ended or the connection has been broken for too long.
+        """Report the process as lost if the process has ended or the connection has been broken for too
+        long.
         """
         if self._over:
             return
@@ -147,7 +149,7 @@ class Link:
         if status is not None:
             self._lose(EngineDead(f"the engine's process ended with status {status}"))
         elif not self._linked or self._broken_at is None or now - self._broken_at < STATUS_S:
-            return  # before the first handshake the head is loading; the fleet bounds the load
+            return  # before the first handshake the engine process is loading; the fleet bounds the load
         elif now >= self._until:
             self._lose(EngineDead("the engine's process does not answer"))
         elif not self._unreachable:
@@ -182,7 +184,9 @@ class Link:
             self._socket.close(linger=linger)
 
     async def _connect(self) -> None:
-        """Connect when the head is there, and again whenever the connection breaks. Runs until cancelled."""
+        """Connect when the engine process is there, and again whenever the connection breaks. Runs until
+        cancelled.
+        """
         endpoint = self._address.endpoint
         while (place := endpoint if isinstance(endpoint, str) else endpoint()) is None:
             await asyncio.sleep(POLL)
@@ -204,7 +208,7 @@ class Link:
                 self._tasks.remove(task)
             await asyncio.gather(*work, return_exceptions=True)
             await self._take_rest(socket)
-            # A head in a long step sends nothing but answers pings, so always leave some patience.
+            # An engine process in a long step sends nothing but answers pings, so always leave some patience.
             self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
             self._close_socket(linger=0)
 
@@ -215,11 +219,12 @@ class Link:
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        # zmq's own thread answers pings, even while the head is busy. So no answer means no process.
+        # zmq's own thread answers pings, even while the engine process is busy. So no answer means no
+        # process.
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._timeout * 800), 1))
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        # Only from the second connection on: a loading head answers the first handshake late.
+        # Only from the second connection on: a loading engine process answers the first handshake late.
         if self._linked:
             socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
@@ -255,7 +260,7 @@ class Link:
                     await asyncio.sleep(0)
 
     def _refuse(self, message: m.ToHead, error: WeftError) -> None:
-        """Answer an unsendable Submit with an error event, as a head would."""
+        """Answer an unsendable Submit with an error event, as an engine process would."""
         if isinstance(message, m.Submit):
             end = m.TokenEvent(
                 sequence=message.sequence, attempt=message.attempt, finish="error", error=error.info()

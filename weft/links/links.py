@@ -1,7 +1,7 @@
-"""The links of one API server to the heads: executes the decisions of ``weft.routing.fleet``.
+"""The links of one API server to the engine processes: executes the decisions of ``weft.routing.fleet``.
 
-    submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ head 0
-      ▲         │ ▲              Link 1 ──zmq──→ head 1
+    submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ engine 0
+      ▲         │ ▲              Link 1 ──zmq──→ engine 1
     flow ◄─ Deliver ╰──── Received, Lost, .. ◄──╯
 
 ``Links`` decides nothing. Events go to the fleet, and the fleet's actions are executed at once, on the event
@@ -40,7 +40,7 @@ from weft.types import messages as m
 log = get_logger(__name__)
 
 OUTBOX_LIMIT = 20_000
-"""Maximum queued messages per head. Requests beyond the limit are rejected."""
+"""Maximum queued messages per engine process. Requests beyond the limit are rejected."""
 STALL_S = 1.0
 """Maximum seconds of delay of a tick. Beyond the limit the local process counts as stalled."""
 
@@ -87,16 +87,17 @@ class Links:
         self._ready = asyncio.Event()
         self._past_bad_frames = 0
         self.welcome: m.Welcome | None = None
-        """The common Welcome of all heads; None before ``start`` returns."""
+        """The common Welcome of all engine processes; None before ``start`` returns."""
         self.died = asyncio.Event()
-        """Set when no head is left and none will be started again."""
+        """Set when no engine process is left and none will be started again."""
 
     # -- life ---------------------------------------------------------------------------------------
 
     async def start(self) -> m.Welcome:
-        """Connect to every head and wait until all heads have answered. Return the common Welcome.
+        """Connect to every engine process and wait until all engines have answered. Return the common
+        Welcome.
 
-        Raises WeftError when a head can never answer.
+        Raises WeftError when an engine process can never answer.
         """
         if all(one.state is InstanceState.RETIRED for one in self.instances):
             raise EngineDead("no engine is left")
@@ -110,19 +111,21 @@ class Links:
                 task.cancel()
         if self._fleet.failure is not None:
             raise self._fleet.failure
-        # A prompt must fit on every head, so the smallest context length is the common limit.
+        # A prompt must fit on every engine process, so the smallest context length is the common limit.
         welcomes = [one.welcome for one in self._computing if one.welcome is not None]
         self.welcome = min(welcomes, key=lambda welcome: welcome.max_model_len)
         return self.welcome
 
     async def close(self, shutdown: bool = True) -> None:
-        """Fail all open sequences and close the sockets. With ``shutdown``, first stop every head."""
+        """Fail all open sequences and close the sockets. With ``shutdown``, first stop every engine
+        process.
+        """
         self._feed(e.Closing(shutdown))
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         answered = {one.name for one in self.instances if one.welcome is not None}
-        # A head without an answer is still loading. The owner ends the process.
+        # An engine process without an answer is still loading. The owner ends the process.
         await asyncio.gather(*(link.close(flush=name in answered) for name, link in self._links.items()))
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._context.destroy()  # sockets still linger
@@ -139,21 +142,23 @@ class Links:
 
     @property
     def failure(self) -> WeftError | None:
-        """The reason why no head is left and none will be started again; None while a head is left."""
+        """The reason why no engine process is left and none will be started again; None while an engine
+        process is left.
+        """
         return self._fleet.failure
 
     @property
     def alive(self) -> bool:
-        """True if the live heads can serve requests."""
+        """True if the live engine processes can serve requests."""
         return self._fleet.table.alive
 
     @property
     def whole(self) -> bool:
-        """True if all heads are alive and can serve requests."""
+        """True if all engine processes are alive and can serve requests."""
         return self._fleet.table.whole
 
     def progressing(self, window: float) -> bool:
-        """Return True if heads with progress in the last ``window`` seconds can serve requests."""
+        """Return True if engine processes with progress in the last ``window`` seconds can serve requests."""
         now = self._clock.now()
         return self._fleet.table.serve(one for one in self.instances if one.progressing(window, now))
 
@@ -163,7 +168,7 @@ class Links:
 
     @property
     def bad_frames(self) -> int:
-        """Number of dropped frames from heads."""
+        """Number of dropped frames from engine processes."""
         return self._past_bad_frames + sum(link.bad_frames for link in self._links.values())
 
     @property
@@ -177,12 +182,12 @@ class Links:
 
     @property
     def paired(self) -> int:
-        """Number of sequences sent to a pair of heads, for prefill and decode."""
+        """Number of sequences sent to a pair of engine processes, for prefill and decode."""
         return self._fleet.paired
 
     @property
     def local_prefills(self) -> int:
-        """Number of sequences prefilled on a head with the role ``decode``."""
+        """Number of sequences prefilled on an engine process with the role ``decode``."""
         return self._fleet.local_prefills
 
     @property
@@ -202,15 +207,16 @@ class Links:
         hashes: Mapping[int, PromptHashes] | None = None,
         trace: SpanContext | None = None,
     ) -> Flow:
-        """Send the sequences of one request and return the new flow. Sequences of one prompt go to one head.
+        """Send the sequences of one request and return the new flow. Sequences of one prompt go to one engine
+        process.
 
         ``hashes``: the result of ``hash_prompts``. ``trace``: the span of the request. Raises WeftError; then
         no sequence was sent.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
-        # Checked before anything is opened: a rejected request leaves no trace. One head with space is
-        # enough.
+        # Checked before anything is opened: a rejected request leaves no trace. One engine process with space
+        # is enough.
         waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
@@ -225,7 +231,7 @@ class Links:
         thread.
 
         Computed before ``submit``, because hashing a long prompt takes long. Empty if there is no choice of
-        heads.
+        engine processes.
         """
         roles = Counter(instance.role for instance in self._computing)
         # With a single instance of a role there is no choice.
@@ -241,8 +247,8 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Send one of ``submits`` to each live token-producing head and return the new flow. The sequences
-        never move to other heads. Raises WeftError.
+        """Send one of ``submits`` to each live token-producing engine process and return the new flow. The
+        sequences never move to other engine processes. Raises WeftError.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
@@ -260,7 +266,9 @@ class Links:
         self._feed(e.Opened((submit,), hashes))
 
     def finish(self, flow: Flow, sequence: int) -> None:
-        """End one sequence of a flow, if open: the head is notified, and later events are dropped."""
+        """End one sequence of a flow, if open: the engine process is notified, and later events are
+        dropped.
+        """
         if sequence in flow.open:
             self._close([sequence], flow)
 
@@ -274,7 +282,7 @@ class Links:
             flow.fail(error)
 
     def pause(self, flow: Flow) -> None:
-        """Stop the open sequences of the flow on the heads until ``resume``. Idempotent.
+        """Stop the open sequences of the flow on the engine processes until ``resume``. Idempotent.
 
         Events received before the pause are retained. Tokens sent later are computed again after ``resume``.
         """
@@ -285,12 +293,12 @@ class Links:
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
-        """Request and return the counters of every live head. Raises EngineDead when a head does not answer
-        within ``timeout`` seconds.
+        """Request and return the counters of every live engine process. Raises EngineDead when an engine
+        process does not answer within ``timeout`` seconds.
         """
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
-            # A head answers a Hello with a heartbeat, which carries the counters.
+            # An engine process answers a Hello with a heartbeat, which carries the counters.
             self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))
         try:
             async with asyncio.timeout(timeout):
@@ -301,7 +309,8 @@ class Links:
         return [one.stats for one in self.instances]
 
     def profile(self, seconds: float) -> int:
-        """Start a profile of ``seconds`` on the heads; 0 ends a profile. Return the number of heads notified.
+        """Start a profile of ``seconds`` on the engine processes; 0 ends a profile. Return the number of
+        engine processes notified.
         """
         able = [one.name for one in self.instances if one.alive and one.version >= PROFILES_SINCE]
         for name in able:
@@ -309,7 +318,7 @@ class Links:
         return len(able)
 
     def revive(self, group: str) -> list[str]:
-        """Start the retired heads of a group again. Return the names. See ``Owner.revive``."""
+        """Start the retired engine processes of a group again. Return the names. See ``Owner.revive``."""
         return self._owner.revive(group)
 
     def _lives(self, name: str) -> bool:
@@ -415,7 +424,7 @@ class Links:
                 gone = instance.state in (InstanceState.DOWN, InstanceState.RETIRED)
                 if link is None or gone or not self._fleet.table.complete:
                     self._connect(name, address)
-                else:  # another front lost the process: a Replace follows, then `_follow_owner` again
+                else:  # another API server lost the process: a Replace follows, then `_follow_owner` again
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
             elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))

@@ -24,6 +24,6 @@ class Owner(Protocol):
         """Report that the API server finishes all requests and then ends."""
 
     def revive(self, name: str) -> list[str]:
-        """Start retired processes again, with a new restart budget. ``name``: a group, or one head. Return
-        the names of the instances. Raises NotFound, InvalidRequest or Unavailable.
+        """Start retired processes again, with a new restart budget. ``name``: a group, or one engine process.
+        Return the names of the instances. Raises NotFound, InvalidRequest or Unavailable.
         """

@@ -1,4 +1,5 @@
-"""An owner's connection to a head, besides the links of API servers: shows if the head answers and has work.
+"""An owner's connection to an engine process, besides the links of API servers: shows if the engine answers
+and has work.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from weft.types import messages as m
 
 LINGER_MS = 500
 GREET_S = 2.0
-"""Seconds between two Hellos to a running head. A new connection needs a new Hello."""
+"""Seconds between two Hellos to a running engine process. A new connection needs a new Hello."""
 
 
 class HeadProbe:
@@ -27,10 +28,10 @@ class HeadProbe:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self.answers = False
-        """True if the head has loaded its model and has answered."""
+        """True if the engine process has loaded its model and has answered."""
         self.idle: bool | None = None
-        """True if the head has no sequence and no open transfer, according to the last heartbeat found by the
-        last ``look``. None if ``look`` found no heartbeat.
+        """True if the engine process has no sequence and no open transfer, according to the last heartbeat
+        found by the last ``look``. None if ``look`` found no heartbeat.
         """
         self._ends = False
         self._greeted = 0.0
@@ -51,12 +52,12 @@ class HeadProbe:
                     self._take(m.decode_to_front(frame))
 
     def quit(self) -> None:
-        """Make the head finish the step and end."""
+        """Make the engine process finish the step and end."""
         self._ends = True
         self._send(m.Shutdown())
 
     def close(self) -> None:
-        """Send a goodbye, unless the head ends. Idempotent."""
+        """Send a goodbye, unless the engine process ends. Idempotent."""
         # Nobody receives a goodbye: with a linger time, destroy would block.
         if self._ends or self._address.process.poll() is not None:
             self._context.destroy(0)

@@ -1,4 +1,4 @@
-"""Stops heads from a process without links to the heads."""
+"""Stops engine processes from a process without links to the engines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.links.link import Address
 from weft.types import messages as m
 
 LINGER_MS = 1000
-"""Maximum milliseconds to send the messages. A dead head receives nothing."""
+"""Maximum milliseconds to send the messages. A dead engine process receives nothing."""
 
 
 def shut_down(addresses: Iterable[Address]) -> None:
-    """Send each head a shutdown: the head finishes the step and ends. Return after sending, without waiting
-    for the heads.
+    """Send each engine process a shutdown: the engine finishes the step and ends. Return after sending,
+    without waiting for the engine processes.
     """
     context = zmq.Context()
     try:

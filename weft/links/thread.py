@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 CALL_S = 60.0
-"""Maximum seconds for calls without a wait for heads."""
+"""Maximum seconds for calls without a wait for engine processes."""
 
 
 class LinksThread:
@@ -28,7 +28,7 @@ class LinksThread:
     """
 
     def __init__(self, make: Callable[[], Links]) -> None:
-        """Start the thread and block until all heads have loaded. Raises WeftError.
+        """Start the thread and block until all engine processes have loaded. Raises WeftError.
 
         ``make`` creates the links and is called on the thread's event loop.
         """
@@ -53,7 +53,7 @@ class LinksThread:
 
     @property
     def welcome(self) -> m.Welcome:
-        """The common Welcome of all heads."""
+        """The common Welcome of all engine processes."""
         return self._welcome
 
     @property
@@ -62,7 +62,9 @@ class LinksThread:
         return len(self._flows)
 
     def submit(self, submit: m.Submit) -> None:
-        """Send a sequence to a head. Errors of the sequence arrive later, as an event. Raises WeftError."""
+        """Send a sequence to an engine process. Errors of the sequence arrive later, as an event. Raises
+        WeftError.
+        """
         links = self.links
         # On the loop: an interrupt here cannot leave an unknown sequence.
         self._call(_later(lambda: self._open(links, submit)))
@@ -97,11 +99,11 @@ class LinksThread:
         return fresh
 
     def stats(self, timeout: float) -> list[m.HeadStats]:
-        """Return the statistics of all heads. See ``Links.stats``."""
+        """Return the statistics of all engine processes. See ``Links.stats``."""
         return self._call(self.links.stats(timeout), timeout + CALL_S)
 
     def end(self) -> None:
-        """Stop every head and end the thread. Idempotent."""
+        """Stop every engine process and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         try:

@@ -1,7 +1,7 @@
 """Pixels of a Submit on the wire: raw frames after the message, to avoid copies of megabytes.
 
-There is one frame for each image of ``Submit.media``, in order, or no frame at all. For a head on the same
-host, an image may be sent as the name of shared memory. Then the frame of the image is empty.
+There is one frame for each image of ``Submit.media``, in order, or no frame at all. For an engine process on
+the same host, an image may be sent as the name of shared memory. Then the frame of the image is empty.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MAX_ATTACHED = 1 << 30
 
 
 def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
-    """Return the frames of the message; attached frames are not copied. ``by_name``: True if the head can
-    open shared memory of the local process. Raises InvalidRequest over a size limit.
+    """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
+    process can open shared memory of the local process. Raises InvalidRequest over a size limit.
     """
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)

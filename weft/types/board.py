@@ -1,18 +1,19 @@
-"""The entries of the rendezvous store on host 0, through which hosts and heads of one server find each other.
+"""The entries of the rendezvous store on host 0, through which hosts and engine processes of one server find
+each other.
 
     key                 written by             value
     settings/HOST/MARK  the host, at its start settings that all hosts must share; one entry per process
     answer/HOST/MARK    the API server         empty: the host's process may work; else the reason why not
-    wanted/REPLICA      the API server         the incarnation of the head that should run; 0: none
-    head/REPLICA        the head               Listening: the address for the API server
-    ended/REPLICA       the head's host        HeadEnded: the exit status of the incarnation
-    control/REPLICA     the head               the address for ranks on other hosts
-    lease/REPLICA       the head               see weft/group/meeting.py
+    wanted/REPLICA      the API server         the incarnation of the engine process to run; 0: none
+    head/REPLICA        the engine process     Listening: the address for the API server
+    ended/REPLICA       the engine's host      HeadEnded: the exit status of the incarnation
+    control/REPLICA     the engine process     the address for ranks on other hosts
+    lease/REPLICA       the engine process     see weft/group/meeting.py
     over                the API server         the server ends with this exit status
     gone/HOST           the host               the host has read ``over``
 
-An incarnation is a number for each start of a head, given by the API server and unique over all starts of all
-servers. Entries of an older incarnation are ignored.
+An incarnation is a number for each start of an engine process, given by the API server and unique over all
+starts of all servers. Entries of an older incarnation are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Number of the poll; repeated in the answer."""
     board: int
     version: int
-    """``board`` and ``version`` of the last received table. The store does not send an unchanged table again.
+    """``board`` and ``version`` of the last received table. The store does not send an unchanged table
+    again.
     """
     entries: dict[str, bytes]
 
@@ -47,14 +49,14 @@ class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry ``head/``: the head listens at ``address`` and begins to load."""
+    """Entry ``head/``: the engine process listens at ``address`` and begins to load."""
 
     incarnation: int
     address: str
 
 
 class HeadEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry ``ended/``: the head's process ended with ``status``, negative for a signal."""
+    """Entry ``ended/``: the engine's process ended with ``status``, negative for a signal."""
 
     incarnation: int
     status: int

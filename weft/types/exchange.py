@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 FORMS = ("reduce", "low-latency", "gather", "throughput")
-"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in the tuple wins.
+"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in the tuple
+wins.
 """
 
 

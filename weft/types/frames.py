@@ -1,6 +1,7 @@
-"""The protocol between a head and the ranks of a group: typed frames, msgpack on the wire, one tag each.
+"""The protocol between an engine process and the ranks of a group: typed frames, msgpack on the wire, one tag
+each.
 
-    rank                       head
+    rank                       engine process
      │ RankHello ─────────────► │   version and settings; compared before anything is loaded
      │ ◄───── RankWelcome, or Refused, which names the difference and both values
      │ Loaded ────────────────► │   weights are loaded, and how many blocks fit
@@ -32,7 +33,8 @@ from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
 VERSION = 9
-"""Version of the frame protocol. A rank with another version is rejected with an error naming both versions.
+"""Version of the frame protocol. A rank with another version is rejected with an error naming both
+versions.
 """
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
@@ -54,7 +56,8 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class RankHello(_Frame, frozen=True, kw_only=True):
-    """Rank to head, the first frame. Repeated until the head answers, and sent again to a replacement head.
+    """Rank to engine, the first frame. Repeated until the engine process answers, and sent again to a
+    replacement engine.
     """
 
     version: int
@@ -63,43 +66,48 @@ class RankHello(_Frame, frozen=True, kw_only=True):
     rank: int
     pid: int
     epoch: int
-    """The last epoch of the process, under any head; -1 for none."""
+    """The last epoch of the process, under any engine process; -1 for none."""
     settings: dict[str, str]
     """Name and value of every setting with an effect on wire, shapes or collectives."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the rank belongs to the group. The rank then loads the weights, unless already loaded."""
+    """Engine to rank: the rank belongs to the group. The rank then loads the weights, unless already
+    loaded.
+    """
 
     heartbeats: str
     """Address of the connection for ``RankHeartbeat``; empty if there is none."""
     incarnation: str
-    """Random id of the head's process. A rank distinguishes a head from a replacement by the id."""
+    """Random id of the engine's process. A rank distinguishes an engine process from a replacement by
+    the id.
+    """
 
 
 class Refused(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the rank does not belong to the group. The rank ends."""
+    """Engine to rank: the rank does not belong to the group. The rank ends."""
 
     error: ErrorInfo
 
 
 class Loaded(_Frame, frozen=True, kw_only=True):
-    """Rank to head: weights are loaded."""
+    """Rank to engine: weights are loaded."""
 
     rank: int
     blocks: tuple[int, ...]
-    """For each pool, the number of blocks for the rank's memory: as configured, or as measured on the device.
+    """For each pool, the number of blocks that fit into the rank's memory: as configured, or as measured on
+    the device.
     """
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
-    """Head to rank: allocate pools of the given sizes, equal on all ranks."""
+    """Engine to rank: allocate pools of the given sizes, equal on all ranks."""
 
     blocks: tuple[int, ...]
 
 
 class Ready(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the pools are allocated."""
+    """Rank to engine: the pools are allocated."""
 
     rank: int
     endpoint: Endpoint | None = None
@@ -109,21 +117,21 @@ class Ready(_Frame, frozen=True, kw_only=True):
 
 
 class Form(_Frame, frozen=True, kw_only=True):
-    """Head to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
+    """Engine to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
 
     epoch: int
     store: str
 
 
 class Formed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the communicators are connected and the slots are empty."""
+    """Rank to engine: the communicators are connected and the slots are empty."""
 
     rank: int
     epoch: int
 
 
 class StepFrame(_Frame, frozen=True, kw_only=True):
-    """Head to rank: one whole step. Epochs and steps follow each other without gaps."""
+    """Engine to rank: one whole step. Epochs and steps follow each other without gaps."""
 
     version: int = VERSION
     step: int
@@ -134,7 +142,7 @@ class StepFrame(_Frame, frozen=True, kw_only=True):
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
-    """Head to rank, after the StepFrame of a plan with ``constrained``: the masks of the step.
+    """Engine to rank, after the StepFrame of a plan with ``constrained``: the masks of the step.
 
     The rank computes the logits without the masks, then waits for the masks and samples. No frame of a later
     step comes between the two frames.
@@ -146,7 +154,7 @@ class LateMasks(_Frame, frozen=True, kw_only=True):
 
 
 class Outcome(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the step is done."""
+    """Rank to engine: the step is done."""
 
     rank: int
     epoch: int
@@ -156,7 +164,7 @@ class Outcome(_Frame, frozen=True, kw_only=True):
 
 
 class Failed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: a step, or the formation of an epoch, failed on the rank. The rank has ended all
+    """Rank to engine: a step, or the formation of an epoch, failed on the rank. The rank has ended all
     communicators and waits for the next epoch.
     """
 
@@ -169,7 +177,7 @@ class Failed(_Frame, frozen=True, kw_only=True):
 
 
 class PushRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the receiver of a transfer is bound. See ``weft.transfer.events.Push``."""
+    """Engine to rank: the receiver of a transfer is bound. See ``weft.transfer.events.Push``."""
 
     offer: Admitted
     bound: Bound
@@ -180,7 +188,7 @@ class PushRoom(_Frame, frozen=True, kw_only=True):
 
 
 class ExpectRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: bytes of a transfer will arrive. See ``weft.transfer.events.Expect``."""
+    """Engine to rank: bytes of a transfer will arrive. See ``weft.transfer.events.Expect``."""
 
     offer: Admitted
     bound: Bound
@@ -188,14 +196,14 @@ class ExpectRoom(_Frame, frozen=True, kw_only=True):
 
 
 class StopRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: forget a transfer and stop all access to the memory. Answered with RoomStopped."""
+    """Engine to rank: forget a transfer and stop all access to the memory. Answered with RoomStopped."""
 
     key: RoomKey
     cache: Cache = "kv"
 
 
 class RoomReport(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the state of the rank's part of a transfer."""
+    """Rank to engine: the state of the rank's part of a transfer."""
 
     rank: int
     key: RoomKey
@@ -205,7 +213,7 @@ class RoomReport(_Frame, frozen=True, kw_only=True):
 
 
 class RoomStopped(_Frame, frozen=True, kw_only=True):
-    """Rank to head: StopRoom is complete."""
+    """Rank to engine: StopRoom is complete."""
 
     rank: int
     key: RoomKey
@@ -213,13 +221,13 @@ class RoomStopped(_Frame, frozen=True, kw_only=True):
 
 
 class Abort(_Frame, frozen=True, kw_only=True):
-    """Head to rank: epoch ``epoch`` and all earlier epochs have ended."""
+    """Engine to rank: epoch ``epoch`` and all earlier epochs have ended."""
 
     epoch: int
 
 
 class Shutdown(_Frame, frozen=True, kw_only=True):
-    """Head to rank: free everything and end."""
+    """Engine to rank: free everything and end."""
 
 
 class RankHeartbeat(_Frame, frozen=True, kw_only=True):
@@ -228,11 +236,15 @@ class RankHeartbeat(_Frame, frozen=True, kw_only=True):
     rank: int
     epoch: int
     step: int
-    """The last step ended in the sender."""
+    """The last step completed by the sender."""
     incarnation: str
-    """Incarnation of the head: the sender if the sender is a head, else the head of the rank."""
+    """Incarnation of the engine process: the sender if the sender is an engine, else the engine of the
+    rank.
+    """
     aborted: int = -1
-    """Set by a head: the last ended epoch. A rank waiting in a collective of the epoch stops waiting."""
+    """Set by an engine process: the last ended epoch. A rank waiting in a collective of the epoch stops
+    waiting.
+    """
 
 
 RoomToRank = PushRoom | ExpectRoom | StopRoom
@@ -297,7 +309,9 @@ def encode_part(part: Any) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """Parse a frame of a head. Raises FrameError for anything except a valid frame of the current version."""
+    """Parse a frame of an engine process. Raises FrameError for anything except a valid frame of the current
+    version.
+    """
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:

@@ -1,9 +1,9 @@
 """Grammars as data: the constraint on the output of a sequence, from the first token to the last.
 
 An API server builds one ``Grammar`` for the whole output, reasoning included, and sends the grammar with a
-Submit. A head compiles the grammar (``weft.grammar``) and masks every sampled token. A grammar names text,
-not tokens. Where a ``Text`` spells an added token of the tokenizer (``<tool_call>``), the added token is
-meant.
+Submit. An engine process compiles the grammar (``weft.grammar``) and masks every sampled token. A grammar
+names text, not tokens. Where a ``Text`` spells an added token of the tokenizer (``<tool_call>``), the added
+token is meant.
 
     Sequence(FreeText(ends=("</think>",)), Text("\\n\\n"), JsonSchema(...))     reasoning, then an object
     Triggered(trigger="<tool_call>", parts=(...))                             prose with calls

@@ -30,7 +30,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return rank // self.tensor
 
     def place(self, rank: int) -> int:
-        """Return the number of ``rank`` within the replica; 0 is the head's rank."""
+        """Return the number of ``rank`` within the replica; 0 is the engine's rank."""
         return rank % self.tensor
 
 

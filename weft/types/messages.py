@@ -1,7 +1,9 @@
-"""The protocol between an API server and a head: one typed, tagged message class each, msgpack on the wire.
+"""The protocol between an API server and an engine process: one typed, tagged message class each, msgpack on
+the wire.
 
 Unknown fields, unknown tags and frames over ``MAX_FRAME`` are rejected. Ids are u64 numbers, generated inside
-Weft and never taken from a client. An API server may send anything, so a head validates before acting.
+Weft and never taken from a client. An API server may send anything, so an engine process validates before
+acting.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ for a peer with an older version:
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
-"""Salt of probe sequences. API servers send probe sequences to check if a head produces tokens."""
+"""Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
 
 Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
 Pooling: TypeAlias = Literal["", "last", "mean"]
@@ -51,19 +53,19 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """API server to head, the first message: the name and the protocol versions of the API server."""
+    """API server to engine, the first message: the name and the protocol versions of the API server."""
 
     versions: tuple[int, int]
     """[oldest, newest]. Both ends use the newest common version."""
     front: str
     quiet: bool = False
-    """Send heartbeats only while the API server has sequences on the head, and one heartbeat as answer to
-    this message.
+    """Send heartbeats only while the API server has sequences on the engine process, and one heartbeat as
+    answer to this message.
     """
 
 
 class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Head to API server, the answer to Hello: a description of the engine."""
+    """Engine to API server, the answer to Hello: a description of the engine."""
 
     versions: tuple[int, int]
     vocab_size: int
@@ -78,18 +80,18 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens per block of the prefix cache; 0 if unknown."""
     role: Role = "unified"
     fingerprint: str = ""
-    """Fingerprint of model, weights, dtypes and cache layout. Heads with different fingerprints are never
-    paired. "" for a head without KV transfers.
+    """Fingerprint of model, weights, dtypes and cache layout. Engine processes with different fingerprints
+    are never paired. "" for an engine process without KV transfers.
     """
     rooms: str = ""
-    """Address for messages of KV transfers; "" for a head without KV transfers."""
+    """Address for messages of KV transfers; "" for an engine process without KV transfers."""
     tower: bool = False
-    """True if the head encodes images."""
+    """True if the engine process encodes images."""
     embeddings: str = ""
-    """Address for messages of embedding transfers; "" for a head without embedding transfers."""
+    """Address for messages of embedding transfers; "" for an engine process without embedding transfers."""
     tower_fingerprint: str = ""
-    """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between heads with equal
-    fingerprints.
+    """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between engine processes
+    with equal fingerprints.
     """
     probe: SharedName | None = None
     """Name of a shared memory probe. An API server that can open the probe may publish pixels in shared
@@ -98,7 +100,7 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """API server to head: start or continue one sequence.
+    """API server to engine: start or continue one sequence.
 
     Sequences of one prompt share ``request`` and are numbered by ``choice``. The first sequence to arrive is
     prefilled. The other sequences wait for the prompt and share the prompt's blocks.
@@ -127,14 +129,14 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     attempt: int = 0
     """Number of the attempt at the sequence, from 0. A later attempt ends an earlier attempt."""
     room: RoomTicket | None = None
-    """Transfer parameters, for prefill and decode on different heads. The Submits to both heads are otherwise
-    equal.
+    """Transfer parameters, for prefill and decode on different engine processes. The Submits to both engine
+    processes are otherwise equal.
     """
     trace: str = ""
     """W3C traceparent of the API server's span; "" without tracing."""
     grammar: Grammar | None = None
-    """Constraint on the whole output, ``emitted_ids`` included. The head alone uses the grammar; ranks
-    receive masks.
+    """Constraint on the whole output, ``emitted_ids`` included. The engine process alone uses the grammar;
+    ranks receive masks.
     """
     pooling: Pooling = ""
     """Return an embedding in place of tokens: the final hidden state of the last prompt token, or the mean
@@ -151,7 +153,7 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """API server to head: end a sequence, because of a stop string or because the client went away.
+    """API server to engine: end a sequence, because of a stop string or because the client went away.
     Idempotent.
     """
 
@@ -159,29 +161,31 @@ class Finish(_Message, frozen=True, kw_only=True):
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """API server to head: no new sequences will come. The head ends after the last sequence."""
+    """API server to engine: no new sequences will come. The engine process ends after the last sequence."""
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """API server to head: the API server leaves, and all its sequences end. The head keeps serving other API
-    servers.
+    """API server to engine: the API server leaves, and all its sequences end. The engine process keeps
+    serving other API servers.
     """
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
-    """API server to head: request the contents of the prefix cache, and later all changes. Sent again after a
-    gap.
+    """API server to engine: request the contents of the prefix cache, and later all changes. Sent again after
+    a gap.
     """
 
 
 class Profile(_Message, frozen=True, kw_only=True):
-    """API server to head: profile the steps of the next ``seconds``; 0 ends a profile. There is no answer."""
+    """API server to engine: profile the steps of the next ``seconds``; 0 ends a profile. There is no
+    answer.
+    """
 
     seconds: float
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
-    """Owner of the head to head: stop now."""
+    """Owner to engine: stop now."""
 
 
 class LogprobColumns(_Message, frozen=True, kw_only=True):
@@ -251,7 +255,7 @@ class CacheMiss(_Message, frozen=True, kw_only=True):
 
 
 class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Head to API server: new tokens of one sequence, the end, or both. The last event has ``finish``."""
+    """Engine to API server: new tokens of one sequence, the end, or both. The last event has ``finish``."""
 
     sequence: int
     token_ids: tuple[int, ...] = ()
@@ -265,9 +269,9 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     rejected: int = 0
     """Number of drafts verified in the same step and rejected."""
     finish: str | None = None
-    """"stop", "length", "abort" or "error". Two more values end the sequence on the head but not the client's
-    stream: "moved" (another head has received the sequence and continues) and "evicted" (returned to the
-    router; any head may continue).
+    """"stop", "length", "abort" or "error". Two more values end the sequence on the engine process but not
+    the client's stream: "moved" (another engine has received the sequence and continues) and "evicted"
+    (returned to the router; any engine process may continue).
     """
     stop_id: int | None = None
     error: ErrorInfo | None = None
@@ -275,7 +279,7 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     """Attempt number of the Submit."""
     position: int = -1
     """For a sequence with a transfer: number of output tokens before ``token_ids``, including the Submit's
-    ``emitted_ids``. Both heads report the first token. -1 if not reported.
+    ``emitted_ids``. Both engine processes report the first token. -1 if not reported.
     """
     embedding: bytes = b""
     """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized. Sent with the end
@@ -286,14 +290,14 @@ class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
-    """Head to API server: the new tokens of one step."""
+    """Engine to API server: the new tokens of one step."""
 
     step: int
     events: tuple[TokenEvent, ...]
 
 
 class TransferStats(_Message, frozen=True, kw_only=True):
-    """Transfers of a head with a role. Counters since the start, except where marked as gauges."""
+    """Transfers of an engine process with a role. Counters since the start, except where marked as gauges."""
 
     awaiting: int = 0
     """Gauge: sequences blocked on a transfer."""
@@ -316,7 +320,8 @@ class TransferStats(_Message, frozen=True, kw_only=True):
     took: Measures = Measures()
     """Histogram of ``seconds`` per transfer (bounds: ``measures.SECONDS``)."""
     exposed: Measures = Measures()
-    """On the sender: seconds from the first token until the receiver had everything, not hidden by prefill.
+    """On the sender: seconds from the first token until the receiver had everything, not hidden by
+    prefill.
     """
     sizes: Measures = Measures()
     """Bytes per completed transfer (bounds: ``measures.BYTES``)."""
@@ -375,12 +380,12 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     overlapped_steps: int = 0
     """Steps computed in two micro-batches."""
     communication_seconds: float = 0.0
-    """Seconds in which a collective of the head's rank was running."""
+    """Seconds in which a collective of the engine's rank was running."""
     communication_hidden_seconds: float = 0.0
     """Part of ``communication_seconds`` during which the rank also computed."""
     transfers: TransferStats | None = None
     embedding_transfers: TransferStats | None = None
-    """Transfers of image embeddings; None for a head without embedding transfers."""
+    """Transfers of image embeddings; None for an engine process without embedding transfers."""
     images_encoded: int = 0
     image_hits: int = 0
     """Images of prompts with an embedding found in the embedding cache."""
@@ -388,7 +393,7 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
     embedding_host_bytes: int = 0
     """Gauges: bytes of image embeddings on a rank, on the device (``embedding_bytes``) and in host memory."""
     encode_seconds: float = 0.0
-    """Seconds in which the head's rank encoded images; on a GPU only the launch time."""
+    """Seconds in which the engine's rank encoded images; on a GPU only the launch time."""
     queue_times: Measures = Measures()
     """Seconds from the arrival of a sequence until a step gave the sequence a slot (bounds: ``SECONDS``)."""
     prefill_times: Measures = Measures()
@@ -396,12 +401,14 @@ class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Head to API server, sent by the step loop. A heartbeat proves progress of steps, not only a running
+    """Engine to API server, sent by the step loop. A heartbeat proves progress of steps, not only a running
     process.
     """
 
     idle: bool
-    """True if the head has no work. If False, ``stats.steps`` must have grown within ``--engine-timeout``."""
+    """True if the engine process has no work. If False, ``stats.steps`` must have grown within
+    ``--engine-timeout``.
+    """
     stats: HeadStats
 
 
@@ -410,7 +417,7 @@ PREFIX_KEY = 16
 
 
 class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Head to subscribed API servers: the cached prefixes. The first message has all prefixes, each later
+    """Engine to subscribed API servers: the cached prefixes. The first message has all prefixes, each later
     message the changes since the message before. A gap in ``number`` means a lost change.
 
     A key is the hash of the last block of a prefix (``weft.kv.hashing``). There is a key at each multiple of
@@ -426,8 +433,8 @@ class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HeadFailed(_Message, frozen=True, kw_only=True):
-    """Head to API server: the head failed with ``error`` and ends. The last message; all sequences have
-    ended.
+    """Engine to API server: the engine process failed with ``error`` and ends. The last message; all
+    sequences have ended.
     """
 
     error: ErrorInfo
@@ -467,7 +474,8 @@ def decode_to_head(frame: bytes) -> ToHead:
 
 
 def decode_to_front(frame: bytes) -> ToFront:
-    """Parse a frame from a head. Raises msgspec.DecodeError (or the subclass ValidationError) or ValueError.
+    """Parse a frame from an engine process. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
     """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")

@@ -327,8 +327,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """True if ``TokenMasks`` follow for the step, before sampling."""
     agreed: Agreement | None = None
     micro_batches: int = 1
-    """Number of micro-batches: 2 hides the communication of one behind the compute of the other. The head
-    decides, with its expert-parallel group, and every rank obeys. No result depends on the number.
+    """Number of micro-batches: 2 hides the communication of one behind the compute of the other. The engine
+    process decides, with its expert-parallel group, and every rank obeys. No result depends on the number.
     """
 
     @property
@@ -394,7 +394,7 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     values: np.ndarray
     """float32 [entries, 1 + top] (float64 for a float64 model)."""
     rank: np.ndarray
-    """int32 [entries]: 1 + number of tokens with a higher rank than the position's own token."""
+    """int32 [entries]: 1 + number of tokens ordered before the position's own token."""
 
 
 class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -419,9 +419,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     accepted: np.ndarray
     """int32 [rows]: drafts accepted. The first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
-    """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The head retains
-    the drafts of a constrained sequence until the verifying step commits, because the masks depend on the
-    drafts.
+    """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The engine process
+    retains the drafts of a constrained sequence until the verifying step commits, because the masks depend on
+    the drafts.
     """
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
     """(result row, error). The last token of such a row is invalid; accepted drafts are valid."""

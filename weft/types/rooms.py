@@ -25,8 +25,8 @@ from msgspec import Meta
 from weft.common.errors import ErrorInfo, WeftError
 
 VERSION = 2
-"""Version of these messages. Heads of different versions are never paired: the version is part of the
-fingerprint.
+"""Version of these messages. Engine processes of different versions are never paired: the version is part of
+the fingerprint.
 """
 
 MOST_SECONDS = 600.0
@@ -69,9 +69,11 @@ class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     key: RoomKey
     sends: bool
-    """True if the head prefills the sequence and sends the cache. False if the head receives and decodes."""
+    """True if the engine process prefills the sequence and sends the cache. False if the engine process
+    receives and decodes.
+    """
     peer: Peer
-    """The head at the other end, named by the address for transfer messages in the Welcome."""
+    """The engine process at the other end, named by the address for transfer messages in the Welcome."""
     seconds: float
     """Maximum seconds of the transfer, counted from the first offer. Before the offer the sequence is in the
     sender's queue.
@@ -89,8 +91,8 @@ class Outcome(IntEnum):
 class State(IntEnum):
     """The state of a transfer on one side. Transitions only go to the right:
 
-        new -> bound -> active -> done
-           \\----\\-------\\-----> failing -> fenced
+    new -> bound -> active -> done
+       \\----\\-------\\-----> failing -> fenced
     """
 
     new = 0
@@ -255,7 +257,8 @@ class RoomWanted(msgspec.Struct, frozen=True):
 
 
 class RoomBound(msgspec.Struct, frozen=True):
-    """To a sender's scheduler: the receiver needs positions from ``start`` on. Computed chunks may be pushed.
+    """To a sender's scheduler: the receiver needs positions from ``start`` on. Computed chunks may be
+    pushed.
     """
 
     key: RoomKey
@@ -292,7 +295,8 @@ RoomEvent = RoomWanted | RoomBound | RoomLanded | RoomFailed | RoomFreed
 
 
 class OfferRoom(msgspec.Struct, frozen=True):
-    """From a sender's scheduler: the sequence is admitted, and its ``num_prompt`` known ids will be computed.
+    """From a sender's scheduler: the sequence is admitted, and its ``num_prompt`` known ids will be
+    computed.
     """
 
     key: RoomKey

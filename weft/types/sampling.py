@@ -1,7 +1,8 @@
-"""Sampling parameters: the user's settings, and the reduced form for the head and the runner.
+"""Sampling parameters: the user's settings, and the reduced form for the engine process and the runner.
 
 ``SamplingParams`` is the user's side: strings, defaults, everything optional. ``TokenParams`` is the same
-request reduced to token ids, with every default resolved. ``TokenParams`` travels to a head and to a slot.
+request reduced to token ids, with every default resolved. ``TokenParams`` travels to an engine process and to
+a slot.
 """
 
 from __future__ import annotations
