@@ -22,7 +22,7 @@ _OTHERS = "other events"
 
 
 class Sum(NamedTuple):
-    """The count of events of one kind, not logged at once."""
+    """A count of events of one kind that were not logged at once."""
 
     kind: str
     times: int

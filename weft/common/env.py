@@ -1,4 +1,4 @@
-"""Every environment variable of Weft. Infrastructure only; settings are flags."""
+"""Every environment variable that Weft reads. Infrastructure only; settings are flags."""
 
 from __future__ import annotations
 

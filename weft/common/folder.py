@@ -43,7 +43,7 @@ def open_private(path: Path, mode: Literal["ab"]) -> BinaryIO: ...
 
 
 def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
-    """Open a file without access for other users, like ``open``; text is UTF-8. Raises OSError.
+    """Open a file that only the current user may access, like ``open``; text is UTF-8. Raises OSError.
 
     Mode "ab" keeps existing content. Permissions of other users on an existing file are removed.
     """
@@ -56,7 +56,8 @@ def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
 
 
 def private_folder() -> Path:
-    """Create a folder without access for other users and return the path, short enough for a socket inside.
+    """Create a folder that only the current user can enter and return the path, short enough for a socket
+    inside.
 
     The caller removes the folder. Abandoned folders of the same user in the same parent folder are removed
     here.

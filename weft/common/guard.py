@@ -205,7 +205,7 @@ class _Process:
             except BaseException:
                 self._socket.close()
                 raise
-        with contextlib.suppress(OSError):  # a process dead at once fails the first payload
+        with contextlib.suppress(OSError):  # a process that died at once fails its first payload
             self._socket.sendall(HEADER.pack(len(greeting)) + greeting)
 
     @property

@@ -24,7 +24,7 @@ else:
 
 
 class _Lines:
-    """A file for tqdm: each write becomes a log line."""
+    """A file for tqdm that turns each write into a log line."""
 
     def write(self, text: str) -> None:
         if line := text.strip():

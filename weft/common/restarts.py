@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 MOST_LOSSES = 3
-"""Maximum engines, or groups, lost under one sequence. A sequence open at every death may be the cause."""
+"""Maximum engines, or groups, that one sequence may lose. A sequence open at every death may be the cause."""
 
 
 class RestartBudget:

@@ -2,7 +2,7 @@
 ``/proc`` entry of the owning process.
 
     owner        creates the memory with a fixed size, which nobody can change
-    writer       the owner, or the first process to receive the name, writes the bytes once
+    writer       the owner, or the first process that receives the name, writes the bytes once
     owner        seals the memory: from then on nobody can write
     readers      open the memory by name, map the memory and close the descriptor
 
@@ -26,7 +26,9 @@ import msgspec
 from weft.common.errors import PixelsLost
 
 UNREACHABLE = "pixels_unreachable"
-"""Error code for existing memory without access from the local process: the bytes must be sent instead."""
+"""Error code for memory that exists but cannot be opened by the local process: the bytes must be sent
+instead.
+"""
 _SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python has no name for it
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALED = FIXED | _SEAL_FUTURE_WRITE

@@ -1,4 +1,4 @@
-"""Worker processes for an event loop, for work with a long hold of the GIL or with much memory.
+"""Worker processes for an event loop, for work that holds the GIL for long or needs much memory.
 
 A pool sends each process one payload at a time over a socket pair and receives one answer. Both are framed by
 length. A dead or late process fails only the current payload, and the next payload starts a new process.
@@ -103,7 +103,7 @@ class WorkerPool:
         """Send a payload in pieces to a process and return the answer. The pieces are not copied here.
 
         ``client``: the caller's client. Waiting clients share the processes equally, measured in ``cost``
-        (any unit, the same for all payloads). Client -1 stands for indistinguishable callers.
+        (any unit, the same for all payloads). Client -1 stands for all callers that are not distinguished.
 
         A cancelled caller leaves the process at work, within the deadline. Raises Overloaded when too many
         payloads wait, DeadlineExceeded past the deadline, the subclass CpuSpent past the CPU time given to
@@ -133,7 +133,7 @@ class WorkerPool:
             self._busy[task] = item.client
 
     def _clients(self) -> list[int]:
-        """Return the waiting clients entitled to one more process.
+        """Return the waiting clients that may use one more process.
 
         A running payload is not interrupted. So only the processes reserved from a client keep long payloads
         from delaying later clients.

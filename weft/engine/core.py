@@ -77,10 +77,9 @@ class EngineCore:
     ) -> None:
         """Load the model, unless a ``runner`` is given, and start the scheduler and the sources.
 
-        ``progress``: show a progress bar on stderr while the model loads. ``domain``: the expert-parallel
-        group of this replica (default: the runner's). ``spans``: the writer for spans of traced sequences;
-        ``close`` closes the writer. ``grammars``: the grammar source (default: a source for the model's
-        tokenizer).
+        ``progress``: show a progress bar on stderr. ``domain``: the expert-parallel group (default: the
+        runner's). ``spans``: writer for traced sequences, closed by ``close``. ``grammars``: default: the
+        model tokenizer's.
 
         Raises ConfigError for an unusable configuration.
         """
@@ -97,11 +96,8 @@ class EngineCore:
         self.balance = Balance(config.parallel.eplb_interval)
         """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
-        """Random 64-bit number of this engine. Distinguishes two starts of an engine process for the peers of
-        transfers.
-        """
-        # The sources below exist before any loop starts. `make_rooms` needs the ranks, so the runner is
-        # loaded first.
+        """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
+        # `make_rooms` needs the ranks, so the runner is loaded before.
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
         """KV transfers with other groups. None unless the role is ``prefill`` or ``decode``."""
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
@@ -112,28 +108,18 @@ class EngineCore:
         """Compiles grammars. A sequence stays blocked until the end of the compile."""
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
         self._bell = self.runner.bell or (Doorbell() if rings else None)
-        """Wake-up socket, signalled at the end of each step. None if ``step`` itself waits for the device. A
-        prefill group on a CPU has a wake-up socket, to handle transfer messages while a step runs.
-        """
+        """Wake-up socket for step ends, or None. A prefill group on a CPU handles transfers during a step."""
         self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
-        """Sources of external input. The list is complete before a loop starts, because a loop reads
-        ``sockets`` once.
-        """
+        """Sources of external input, complete before a loop starts: a loop reads ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
         """Steps in flight, oldest first, each with the start time of its planning."""
         self._stalled = False
-        """True if the last ``step`` returned early because the oldest step was still running on the
-        device.
-        """
+        """True if the last ``step`` returned early because the oldest step was still running."""
         self._launching = False
-        """True while a step is being planned, launched or sampled. An interrupt can leave the value True.
-        Then every later ``step`` raises EngineDead, because the half-made step cannot be resumed.
-        """
+        """True while a step is made. Stays True after an interrupt: then no further step is possible."""
         self._completed = -math.inf
-        """Time at which the last result was read; minus infinity before the first result and after a loss of
-        ranks.
-        """
+        """Time at which the last result was read; minus infinity before the first result."""
         self._mask_seconds = self._encode_seconds = 0.0
         self._lost_at: float | None = None
         """Time at which ranks were lost; None while the group runs steps."""

@@ -53,7 +53,7 @@ def own_process() -> Process:
 
 
 class Peers(Protocol):
-    """The processes of peers, and the ended peers."""
+    """The processes of peers, and the peers that have ended."""
 
     @property
     def sockets(self) -> Sequence[Any]: ...
@@ -78,7 +78,7 @@ class PeerWatch:
         self._known: dict[Peer, Process] = {}
         self._pidfds: dict[int, Peer] = {}
         self._unwatched: dict[Peer, Process] = {}
-        """Processes without a pidfd, on systems without pidfds. ``look`` checks such processes."""
+        """Peers on systems without pidfds, with their processes. ``look`` checks such processes."""
         self._ended: list[Peer] = []
 
     @property
@@ -130,7 +130,7 @@ class PeerWatch:
                 self._ended.append(peer)
 
     def take(self) -> list[Peer]:
-        """Return the peers ended since the last call. Does not block."""
+        """Return the peers that ended since the last call. Does not block."""
         if self._pidfds and self._poller is not None:
             for descriptor, _ in self._poller.poll(0):
                 self._ended.append(self._pidfds.pop(descriptor))

@@ -73,7 +73,7 @@ class RoomChannel(Protocol):
 
     address: str
     bad: int
-    """Number of dropped unparsable messages."""
+    """Number of messages dropped because of their form."""
 
     @property
     def sockets(self) -> Sequence[Any]:
@@ -152,7 +152,7 @@ class ZmqRooms:
             return
 
     def _connected(self, address: str) -> Any:
-        """Return a socket connecting to ``address``, or None if the system refuses a socket or the
+        """Return a socket that connects to ``address``, or None if the system refuses a socket or the
         address.
         """
         socket = None

@@ -73,7 +73,7 @@ def _part(scheduler: MediaScheduler) -> RoomScheduler:
 
 
 class StepEnds:
-    """The ``AwaitedSource`` of step ends, for engines without a wait inside ``step``."""
+    """The ``AwaitedSource`` of step ends, for engines that do not wait inside ``step``."""
 
     def __init__(self, bell: Doorbell) -> None:
         self._bell = bell

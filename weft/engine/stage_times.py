@@ -1,4 +1,4 @@
-"""Times of sequences in the stages of an engine: in the queue, and in prefill until the first token.
+"""Times that sequences spend in the stages of an engine: in the queue, and in prefill until the first token.
 
     submitted ──queue──> admitted ──prefill──> first token
 

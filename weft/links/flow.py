@@ -30,9 +30,7 @@ class Flow:
 
     def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
         self.open: dict[int, None] = dict.fromkeys(sequences)
-        """Sequences possibly still running on an engine process, in order. The links remove ended
-        sequences.
-        """
+        """Sequences that an engine process may still work on, in order. The links remove ended sequences."""
         self._waiting: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._error: WeftError | None = None

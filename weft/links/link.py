@@ -213,7 +213,7 @@ class Link:
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """Return a socket connecting to ``place``, and the monitor socket."""
+        """Return a socket that connects to ``place``, and the monitor socket."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)

@@ -137,7 +137,7 @@ class Links:
 
     @property
     def _computing(self) -> list[Instance]:
-        """Token-producing instances, without encode groups."""
+        """Instances that produce tokens: all except encode groups."""
         return [one for one in self.instances if one.role != "encode"]
 
     @property
@@ -149,7 +149,7 @@ class Links:
 
     @property
     def alive(self) -> bool:
-        """True if the live engine processes can serve requests."""
+        """True if the engine processes that are alive can serve requests."""
         return self._fleet.table.alive
 
     @property
@@ -247,8 +247,8 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Send one of ``submits`` to each live token-producing engine process and return the new flow. The
-        sequences never move to other engine processes. Raises WeftError.
+        """Send one of ``submits`` to each live engine process that produces tokens, and return the new flow.
+        The sequences never move to other engine processes. Raises WeftError.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
@@ -375,7 +375,7 @@ class Links:
                 for event in events:
                     self._deliver(event)
             case e.Send(instance, number, message):
-                # A late action of the fleet may name a replaced link: the number tells.
+                # A late action of the fleet may name a replaced link, so compare the numbers.
                 if (link := self._links[instance]).number == number:
                     if self._placements is not None:
                         version = self._fleet.table.instances[instance].version

@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 CALL_S = 60.0
-"""Maximum seconds for calls without a wait for engine processes."""
+"""Maximum seconds for calls that do not wait for engine processes."""
 
 
 class LinksThread:

@@ -38,7 +38,7 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
-    """Return ``items`` without pixels, for a group without use for pixels."""
+    """Return ``items`` without pixels, for a group that needs only the positions of the images."""
     return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
 
 

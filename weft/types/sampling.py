@@ -59,7 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     allowed_token_ids: tuple[int, ...] | None = None
     """If set, only the listed tokens can be sampled."""
     bad_words: tuple[str, ...] = ()
-    """Texts with a tokenization never completed."""
+    """Texts that are never generated: sampling never completes the tokens of a text."""
     max_tokens: int | None = None
     """None generates until the context is full."""
     min_tokens: int = 0
