@@ -9,7 +9,7 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-#: name -> meaning. A test fails when a variable is read that is not listed here.
+#: name -> meaning. A test fails when Weft reads an unlisted variable.
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
     "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",

@@ -18,7 +18,7 @@ from typing import BinaryIO, Literal, TextIO, overload
 
 from weft.common import env
 
-#: A Unix socket's path has at most 107 bytes; the folder must leave room for a name in it.
+#: Maximum bytes of a folder path. A Unix socket path has at most 107 bytes, and the socket needs a name.
 _LONGEST = 80
 _PREFIX = "weft-"
 _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
@@ -66,13 +66,14 @@ def private_folder() -> Path:
     if len(os.fsencode(folder)) > _LONGEST:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-    with contextlib.suppress(OSError):  # a file system without locks: no later process can remove this folder
+    with contextlib.suppress(OSError):  # a file system without locks: no later process can remove the folder
         _hold(folder)
     _sweep(folder.parent)
     return folder
 
 
 def _hold(folder: Path) -> None:
+    # Release the locks of folders that were removed.
     for path in [path for path in _held if not path.exists()]:
         os.close(_held.pop(path))
     made = folder / f".{_LOCK}"
@@ -99,6 +100,7 @@ def _remove_if_dead(folder: Path) -> None:
 
     Raises OSError if the lock is held or missing.
     """
+    # Never follow links: another user may replace entries of a shared parent folder.
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(within)

@@ -87,6 +87,7 @@ class Measurements(Generic[Row]):
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):
+            # An unreadable table is replaced as a whole.
             kept = []
         partial = path.with_suffix(f".{os.getpid()}")
         try:

@@ -29,7 +29,7 @@ UNREACHABLE = "pixels_unreachable"
 """Error code for memory that exists but cannot be opened by the local process: the bytes must be sent
 instead.
 """
-_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python has no name for it
+_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; missing in Python
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALED = FIXED | _SEAL_FUTURE_WRITE
 _KIND = "weft-bytes"

@@ -169,6 +169,7 @@ def load(
     # Without a fixed size, the pools take the GPU memory left after the weights.
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
+        # Return cached memory first, so that `mem_get_info` counts the memory as free.
         torch.cuda.empty_cache()
         kv = fit_pools(config, *torch.cuda.mem_get_info(device), used=torch.cuda.memory_reserved(device))
     return LoadedModel(

@@ -116,6 +116,7 @@ class GrammarSource:
     def close(self) -> None:
         """Drop all running compiles, then close the descriptor and the compiler."""
         self._pending.clear()
+        # Under the lock: `_ring` must not write to a closed descriptor.
         with self._lock:
             self._closed = True
             if self._bell >= 0:

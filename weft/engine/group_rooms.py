@@ -103,6 +103,7 @@ class GroupRooms:
                 self._own.expect(offer, bound)
             case f.StopRoom(key=key):
                 self._own.stop(key)
+        # Encode once: every other rank gets the same bytes.
         if self._others:
             data = f.encode(msgspec.structs.replace(frame, cache=self._cache))
             for rank in self._others:
@@ -133,6 +134,7 @@ class GroupRooms:
         said: list[RankWord] = []
         for word in self._reports.take():
             said.append(_of_head(word))
+        # Another thread may append an end of a process meanwhile (`ended`), so drain with popleft.
         while self._said:
             said.append(self._said.popleft())
         return said

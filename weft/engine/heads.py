@@ -81,6 +81,7 @@ class HeadProcesses:
         old = self._running.pop(name, None)
         if old is not None:
             old.kill()  # also ends a stopped (SIGSTOP) process
+            # Keep processes that refused to start, because `close` returns their statuses.
             self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
             self._ended.append(old)
 
@@ -97,6 +98,7 @@ class HeadProcesses:
             for head in heads
             if not isinstance(head, RemoteHead)
         ]
+        # Workers end last: an engine process sends its workers the shutdown.
         self._local.close(max(until - time.monotonic(), 0))
         if self._remote is not None:
             ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]

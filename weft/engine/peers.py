@@ -105,6 +105,7 @@ class PeerWatch:
         if process.host != self._host:
             log.info("the end of a head on another host is told by fronts, not seen: %s", peer.name)
             return
+        # Open the pidfd before comparing start times: from then on a reuse of the pid cannot go unnoticed.
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -117,7 +118,7 @@ class PeerWatch:
             os.close(descriptor)
             self._ended.append(peer)
             return
-        assert self.sockets
+        assert self.sockets  # the property creates the poller
         assert self._poller is not None
         self._poller.register(descriptor, select.EPOLLIN)
         self._pidfds[descriptor] = peer

@@ -107,6 +107,7 @@ class _Spare(NamedTuple):
                 return False
             self.link.settimeout(TELL_S)
             try:
+                # The descriptors travel with the length, in one message.
                 socket.send_fds(self.link, [SIZE.pack(len(data))], command.descriptors)
                 self.link.sendall(data)
                 self.link.sendall(command.setup)

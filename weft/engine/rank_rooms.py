@@ -132,6 +132,7 @@ def _opened(
     ConfigError.
     """
     check_rooms(config)
+    # Transfers number the ranks of a group from 0.
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     with ExitStack() as resources:
         caches = _caches(config, layouts, resources, sends=sends)
@@ -174,6 +175,7 @@ def _caches(
         # The transport sees each staged tensor as flat bytes, [nbytes].
         for layout in kind:
             dtype = getattr(torch, layout.dtype)
+            # Peers cannot map staged memory: all bytes go through a ring of host memory.
             if staged:
                 tensors.append(zeros(layout.shape, dtype, device))
                 flat.append(tensors[-1].view(-1).view(torch.uint8))

@@ -136,6 +136,7 @@ class ZmqRooms:
         return (self._mine,)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        # A peer chooses the address, so connect only to addresses of the expected form.
         if not self._reachable(peer.name):
             return
         socket = self._others.get(peer)
@@ -186,6 +187,7 @@ class ZmqRooms:
         return None
 
     def _parsed(self, parts: list[bytes]) -> Envelope | None:
+        # A ROUTER socket puts the identity of the sender in front.
         if len(parts) != 2:
             return None
         try:
@@ -209,6 +211,7 @@ class ZmqRooms:
         for socket in (self._mine, *self._others.values()):
             socket.close()
         self._others.clear()
+        # `term` in `_end` blocks for the linger time of the sockets above.
         self._end()
         if self._keys is None:
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -94,10 +94,12 @@ def start_executor(
     take_threads(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     faults = Faults(config.faults, head)
+    # A single rank needs no workers, channels or stores.
     if layout.domain == 1:
         faults.reach("load")
         loaded = load_rank(config, progress=progress)
         return alone(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
+    # The stack closes everything if the start fails. `pop_all` hands the resources to the group.
     with ExitStack() as resources:
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)

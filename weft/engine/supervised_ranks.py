@@ -133,6 +133,7 @@ class SupervisedRanks:
         except (OSError, ValueError) as error:
             raise EngineDead("the rank supervisor is gone") from error
         until = time.monotonic() + ANSWER_S
+        # Ends of other processes may arrive before the answer: `_receive` records the ends.
         while (left := until - time.monotonic()) > 0:
             got = self._receive(left)
             if got is not None and answers(got):

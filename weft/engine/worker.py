@@ -126,6 +126,7 @@ class Worker:
         """Read a completed step or handle one frame. Block up to ``wait`` seconds for a frame. Return False
         if there was neither.
         """
+        # Report a completed step before waiting for further frames.
         if self._in_flight and self._runner.done(self._in_flight[0]):
             self._attempt(self._answer)
             return True
@@ -172,6 +173,7 @@ class Worker:
         elif isinstance(frame, f.Refused):
             raise GivenUp(f"this rank was refused: {frame.error.message}")
         elif isinstance(frame, f.Abort):
+            # Ignore a late Abort of an earlier epoch.
             if frame.epoch >= self.epoch:
                 self._leave()
         elif isinstance(frame, f.Pools):
@@ -293,6 +295,7 @@ class Worker:
         was_running = self._running
         log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
         self._leave()
+        # Without any epoch there is nothing to continue: the process ends.
         if not was_running and self.epoch < 0:
             raise known from error
         step = self.step + 1

@@ -286,6 +286,7 @@ def _unpack(kind: type, value: Any) -> Any:
         raise ValueError("a column is not bytes")
     if len(value) % 4:
         raise ValueError("a column is not a whole number of int32")
+    # A read-only view of the frame, without a copy.
     return np.frombuffer(value, "<i4")
 
 

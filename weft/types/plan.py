@@ -375,6 +375,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise EngineDead(f"a token mask of step {plan.step} is of an entry that it does not sample")
         if (entries[1:] <= entries[:-1]).any():
             raise EngineDead(f"the token masks of step {plan.step} are not in order")
+        # Each mask has ceil(vocab_size / 32) words.
         if len(self.words) != len(entries) * -(-vocab_size // 32):
             raise EngineDead(f"the token masks of step {plan.step} are not as wide as the vocabulary")
 
