@@ -1,1 +1,1 @@
-"""What everything else may use: errors, clock, logging, environment, registries. Imports nothing of Weft."""
+"""Basics for all packages: errors, clock, logging, environment, registries. Imports nothing else of Weft."""

@@ -1,4 +1,4 @@
-"""What a process asks of the C library's allocator. Elsewhere than on glibc nothing happens."""
+"""Settings of the C library's allocator. No effect on libraries other than glibc."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ARENAS = 2
 
 
 def keep_heap_small() -> None:
-    """Makes large allocations mappings of their own, given back when they are freed.
+    """Make glibc map large allocations separately, to return the memory when freed.
 
-    By default glibc raises the size from which it maps, up to 32 MiB, when such a mapping is freed; then
-    bodies of requests lie in the heap, which they fragment. To be called before threads start.
+    By default glibc raises the mapping threshold, up to 32 MiB, whenever a mapping is freed. Then request
+    bodies lie in the heap and fragment the heap. Call before threads start.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -28,7 +28,7 @@ def keep_heap_small() -> None:
 
 
 def trim_heap() -> None:
-    """Gives freed memory back to the system, as far as possible. Takes milliseconds, not Python's lock."""
+    """Return freed memory to the system where possible. Takes milliseconds, without holding the GIL."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -47,7 +47,9 @@ class _Info(ctypes.Structure):
 
 
 def heap_bytes() -> int:
-    """Bytes that this process has allocated from the C library; the resident bytes where it does not say."""
+    """Return the bytes allocated from the C library, or the resident bytes where glibc does not report the
+    number.
+    """
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Time as a dependency: control code is handed ``now``, and never asks for it."""
+"""Time as a dependency: control code receives ``now`` and never reads a clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves when it is told to, and only forwards. Seconds."""
+    """A clock for tests and simulation, in seconds. Moves only by ``advance_to``, and only forwards."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -29,5 +29,5 @@ class VirtualClock:
         return self._now
 
     def advance_to(self, time: float) -> None:
-        """Moves to ``time``; earlier times change nothing."""
+        """Move to ``time``. Earlier times change nothing."""
         self._now = max(self._now, time)

@@ -1,15 +1,19 @@
-"""Limits that a worker process sets for itself, so that input which it does not trust cannot take more."""
+"""Resource limits for a worker process, set before handling untrusted input."""
 
 from __future__ import annotations
 
 import resource
 
 FILES = 64
-"""Descriptors that may be open."""
+"""Maximum open descriptors."""
 
 
 def confine(memory: int) -> None:
-    """Limit this process from now on: ``memory`` bytes of further address space, 64 descriptors, no core."""
+    """Limit the calling process to ``memory`` bytes of further address space, ``FILES`` open descriptors and
+    no core dumps.
+
+    Hard limits are lowered, too, so the process cannot undo the limits.
+    """
     with open("/proc/self/statm", encoding="ascii") as file:
         present = int(file.read().split()[0]) * resource.getpagesize()
     limits = {

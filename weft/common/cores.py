@@ -1,4 +1,4 @@
-"""How many cores this process may use: by its affinity, and by the CPU quotas of its cgroups."""
+"""The number of usable cores, by CPU affinity and by the CPU quotas of cgroups."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """At least 1. A quota of one and a half cores counts as two."""
+    """Return the number of usable cores, at least 1. A quota of 1.5 cores counts as 2."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(_MEMBERSHIP, _MOUNT)
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
-    """Cores that the cgroups of a process leave it: the least quota of its groups and those above them.
+    """Return the smallest CPU quota, in cores, of a process's cgroups and all ancestors. None without a
+    readable quota.
 
-    ``membership``: its /proc/PID/cgroup; ``mount``: where cgroups are mounted. None: no quota, or none seen.
+    ``membership``: the process's /proc/PID/cgroup. ``mount``: the mount point of cgroups.
     """
     try:
         lines = membership.read_text().splitlines()
@@ -42,13 +43,17 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
-    """From a group's folder to the root. In a container only the root may be there: it is the group then."""
+    """Return the group's folder and its ancestors up to the root. A container may see only the root, as the
+    container's group.
+    """
     folder = root / path.strip("/")
     return [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
 
 
 def _quota(*files: Path) -> float | None:
-    """Quota over period, which ``files`` hold one after the other, in microseconds."""
+    """Return quota over period from the numbers in ``files``, in order. None for no quota or unreadable
+    files.
+    """
     with contextlib.suppress(OSError, ValueError):
         quota, period = (int(word) for file in files for word in file.read_text().split())
         if quota > 0 and period > 0:

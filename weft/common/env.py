@@ -9,7 +9,7 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 
-#: name -> meaning. A test fails when a variable is read that is not listed here.
+#: name -> meaning. A test fails when Weft reads an unlisted variable.
 VARIABLES = {
     "WEFT_LOG_LEVEL": "debug, info, warning or error; the default of --log-level",
     "WEFT_API_KEY": "key(s) that clients of weft serve must send, separated by commas; --api-key wins",
@@ -32,29 +32,32 @@ VARIABLES = {
 
 
 def get(name: str, default: str = "") -> str:
-    """The variable's value. Raises KeyError for a name that is not in ``VARIABLES``."""
+    """Return the variable's value. Raises KeyError for a name outside ``VARIABLES``."""
     if name not in VARIABLES:
         raise KeyError(f"{name} is not a declared environment variable")
     return os.environ.get(name, default)
 
 
 def is_set(name: str) -> bool:
-    """Whether there is such a variable, be it empty. Raises KeyError for one that is not in ``VARIABLES``."""
+    """Return True if the variable is set, even if empty. Raises KeyError for a name outside ``VARIABLES``."""
     return bool(get(name)) or name in os.environ
 
 
 def spin_briefly() -> None:
-    """Has waiting CPU threads sleep soon, unless the user says how they wait. Before torch is imported.
+    """Make waiting OpenMP threads sleep soon, unless the user has set how threads wait. Call before torch is
+    imported.
 
-    Their own default is to spin for milliseconds. Beside one busy process on two cores a decode step then
-    took 350 ms, and 16 ms so; on an idle machine both took 10 ms (docs/adr/0007).
+    By default the threads spin for milliseconds. With one other busy process on two cores, a decode step took
+    350 ms with the default and 16 ms with brief spinning. On an idle machine both took 10 ms (docs/adr/0007).
     """
     if not get("OMP_WAIT_POLICY") and not get("GOMP_SPINCOUNT"):
         os.environ["GOMP_SPINCOUNT"] = str(spin_turns(_CPUINFO))
 
 
 def spin_turns(cpuinfo: Path) -> int:
-    """Turns of about 20 us. One is a pause instruction: 140 cycles on Intel's CPUs, 40 to 65 on AMD's."""
+    """Return the number of spin turns for about 20 us. One turn is a pause instruction: 140 cycles on Intel
+    CPUs, 40 to 65 on AMD CPUs.
+    """
     with contextlib.suppress(OSError), cpuinfo.open() as lines:
         for line in lines:
             if line.startswith("vendor_id"):
@@ -63,10 +66,10 @@ def spin_turns(cpuinfo: Path) -> int:
 
 
 def prepare_nccl(one_host: bool) -> None:
-    """How NCCL behaves in this process, unless the user says otherwise. Before its first communicator.
+    """Set NCCL's environment variables, unless already set by the user. Call before the first communicator.
 
-    torch's watchdog ends a process whose collective failed or hung; here the head decides what becomes of a
-    rank, so it only logs. On one host NCCL's sockets listen on loopback.
+    torch's watchdog would end a process after a failed or hung collective. In Weft the engine process decides
+    about a rank, so the watchdog only logs. On one host NCCL's sockets listen on loopback.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -76,12 +79,14 @@ def prepare_nccl(one_host: bool) -> None:
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:
-    """The environment a child process starts with: this one's and ``extra``, without what is None there."""
+    """Return the environment of a child process: the current environment with ``extra``. None removes a
+    variable.
+    """
     return {name: value for name, value in {**os.environ, **extra}.items() if value is not None}
 
 
 def replace(environment: Mapping[str, str]) -> None:
-    """Gives this process another environment, libraries in C included: what they have read by now stays."""
+    """Replace the environment of the process, also for C libraries. Values already read by a library stay."""
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""The error tree. Every failure that reaches a client or another process is one of these.
+"""The error tree. Every failure reported to a client or another process is an error of the tree below.
 
     WeftError
     ├── InvalidRequest 400 ── ContextLength 400
@@ -22,7 +22,7 @@ Blame = Literal["client", "capacity", "peer", "engine"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An error as data: what a process tells another, and what the front shows a client."""
+    """An error as data, for other processes and for the client."""
 
     code: str
     message: str
@@ -35,8 +35,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class WeftError(Exception):
     """Base of all errors of the engine.
 
-    ``message`` names what to change and holds no path, address, repr or traceback.
-    ``param`` is the request parameter or flag at fault, where there is one.
+    ``message`` names what to change and contains no path, address, repr or traceback. ``param`` is the
+    request parameter or flag at fault, or None.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -51,7 +51,7 @@ class WeftError(Exception):
         self.error_code = code or self.code
 
     def info(self) -> ErrorInfo:
-        """This error as data."""
+        """Return the error as data."""
         return ErrorInfo(
             code=self.error_code,
             message=self.message,
@@ -63,7 +63,7 @@ class WeftError(Exception):
 
 
 class InvalidRequest(WeftError):
-    """The request is wrong as it stands; sending it again changes nothing."""
+    """The request is wrong; a retry gives the same error."""
 
     code = "invalid_request"
     blame = "client"
@@ -85,7 +85,7 @@ class Unauthorized(WeftError):
 
 
 class Forbidden(WeftError):
-    """The caller is known but may not do this."""
+    """The caller is known, but has no permission for the request."""
 
     code = "forbidden"
     blame = "client"
@@ -109,7 +109,7 @@ class MethodNotAllowed(WeftError):
 
 
 class RequestTimeout(WeftError):
-    """The client took too long to send its request."""
+    """The client took too long to send the request."""
 
     code = "request_timeout"
     blame = "client"
@@ -125,7 +125,7 @@ class TooLarge(WeftError):
 
 
 class UnsupportedMedia(WeftError):
-    """The content type is not one this route takes."""
+    """The route does not accept the content type."""
 
     code = "unsupported_media_type"
     blame = "client"
@@ -133,7 +133,7 @@ class UnsupportedMedia(WeftError):
 
 
 class Overloaded(WeftError):
-    """This server's queue, or a key's limit, is full. Sent with Retry-After."""
+    """A queue of the server, or a key's limit, is full. Sent with Retry-After."""
 
     code = "overloaded"
     blame = "capacity"
@@ -158,19 +158,19 @@ class Cancelled(WeftError):
 
 
 class EngineDead(WeftError):
-    """The engine failed and can't answer this request."""
+    """The engine failed and cannot answer the request."""
 
     code, http_status = "engine_dead", 500
 
 
 class RowError(WeftError):
-    """One sequence's computation failed (NaN or infinite logits); the others are untouched."""
+    """The computation of one sequence failed (NaN or infinite logits). Other sequences are not affected."""
 
     code, http_status = "non_finite_logits", 500
 
 
 class ImageFailed(WeftError):
-    """The vision tower cannot encode one image; others that were encoded with it are untouched."""
+    """The vision tower cannot encode one image. Other images of the batch are not affected."""
 
     code = "image_failed"
     blame = "client"
@@ -178,7 +178,7 @@ class ImageFailed(WeftError):
 
 
 class Unavailable(WeftError):
-    """No healthy head exists, or the server drains. Sent with Retry-After."""
+    """No healthy engine process exists, or the server drains. Sent with Retry-After."""
 
     code = "unavailable"
     blame = "capacity"
@@ -187,39 +187,42 @@ class Unavailable(WeftError):
 
 
 class PeerEnded(Unavailable):
-    """The process at the other end of a transfer has ended, which is proven."""
+    """The process at the other end of a transfer has provably ended."""
 
     code = "peer_ended"
 
 
 class EndedElsewhere(WeftError):
-    """The sequence has reached its end at the other end of a transfer, so the transfer is not needed: no
-    failure for anybody. The front gets that end from the other instance."""
+    """The sequence has ended at the other end of a transfer, so the transfer is not needed. Not a failure:
+    the API server gets the end from the other instance.
+    """
 
     code = "room_not_needed"
     blame = "client"
 
 
 class PixelsLost(Unavailable):
-    """The memory that has an image is gone, or cannot be opened: the image has to be sent again."""
+    """The memory of an image is gone or cannot be opened. The image must be sent again."""
 
     code = "pixels_lost"
 
 
 class NotGreeted(Unavailable):
-    """The head does not know this connection: its front has to say hello first. No client reads this."""
+    """The engine process does not know the connection: the API server must send Hello first. Never sent to a
+    client.
+    """
 
     code = "not_greeted"
 
 
 class RanksLost(Unavailable):
-    """Processes of the group were lost while it computed the sequence, which may be why."""
+    """Processes of the group were lost while computing the sequence. The sequence may be the cause."""
 
     code = "group_lost"
 
 
 class DeadlineExceeded(WeftError):
-    """The request's deadline passed."""
+    """The request's deadline has passed."""
 
     code = "deadline_exceeded"
     retryable = True
@@ -227,7 +230,7 @@ class DeadlineExceeded(WeftError):
 
 
 class ConfigError(WeftError):
-    """A setting, or a pair of settings, that cannot work. Raised before anything starts; names the flags."""
+    """A setting, or a pair of settings, is invalid. Raised before anything starts; names the flags."""
 
     code = "config_error"
     blame = "client"
@@ -235,7 +238,7 @@ class ConfigError(WeftError):
 
 
 def known_error(error: Exception) -> WeftError:
-    """Return ``error`` if it is one of these, or an EngineDead that names its type and says what it says."""
+    """Return ``error`` if already a WeftError, else an EngineDead with the type and text of ``error``."""
     if isinstance(error, WeftError):
         return error
     kind, why = type(error).__name__, str(error)
@@ -243,7 +246,7 @@ def known_error(error: Exception) -> WeftError:
 
 
 class ReportedError(WeftError):
-    """An error that another process reported, with its own code, blame and status."""
+    """An error reported by another process, with the reported code, blame and status."""
 
     def __init__(self, reported: ErrorInfo) -> None:
         super().__init__(reported.message, param=reported.param, code=reported.code)

@@ -1,7 +1,7 @@
-"""Folders for sockets and files that only this user may reach, and the sweep of those that were left behind.
+"""Private folders for sockets and files of one user, and the removal of abandoned private folders.
 
-The process that makes one holds a lock on a file in it until the process ends, however it ends. So a lock
-that can be had proves that the owner is dead. A folder without that file proves nothing, and stays.
+The creator of a folder holds a lock on a file inside until the end of the process, whatever the cause. So an
+acquired lock proves the death of the owner. A folder without the lock file proves nothing and stays.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import BinaryIO, Literal, TextIO, overload
 
 from weft.common import env
 
-#: A Unix socket's path has at most 107 bytes; the folder must leave room for a name in it.
+#: Maximum bytes of a folder path. A Unix socket path has at most 107 bytes, and the socket needs a name.
 _LONGEST = 80
 _PREFIX = "weft-"
 _NAME = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
-"""What mkdtemp makes of the prefix."""
+"""Names made by mkdtemp from the prefix."""
 _LOCK = "owner.lock"
 _held: dict[Path, int] = {}
-"""Folder of this process -> the descriptor that holds its lock; exec closes it."""
+"""Folder of the process -> descriptor of the lock; exec closes the descriptor."""
 
 
 def cache_folder(name: str) -> Path:
-    """The folder ``name`` in this user's cache of Weft. It may not exist yet."""
+    """Return the path of folder ``name`` in the user's cache of Weft. The folder may not exist yet."""
     root = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "weft" / name
 
@@ -43,9 +43,9 @@ def open_private(path: Path, mode: Literal["ab"]) -> BinaryIO: ...
 
 
 def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
-    """Open a file that only this user may read, as ``open`` does; text is UTF-8. Raises OSError.
+    """Open a file that only the current user may access, like ``open``; text is UTF-8. Raises OSError.
 
-    A file that was there keeps its content in mode "ab", and loses what others may do with it.
+    Mode "ab" keeps existing content. Permissions of other users on an existing file are removed.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if mode == "w" else os.O_APPEND)
     descriptor = os.open(path, flags, 0o600)
@@ -56,28 +56,31 @@ def open_private(path: Path, mode: Literal["w", "ab"]) -> TextIO | BinaryIO:
 
 
 def private_folder() -> Path:
-    """A new folder that only this user can enter, with a name short enough for a socket inside it.
+    """Create a folder that only the current user can enter and return the path, short enough for a socket
+    inside.
 
-    The caller removes it. Those of this user's dead processes beside it are removed here.
+    The caller removes the folder. Abandoned folders of the same user in the same parent folder are removed
+    here.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder)) > _LONGEST:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-    with contextlib.suppress(OSError):  # a file system without locks: no later process can remove this folder
+    with contextlib.suppress(OSError):  # a file system without locks: no later process can remove the folder
         _hold(folder)
     _sweep(folder.parent)
     return folder
 
 
 def _hold(folder: Path) -> None:
+    # Release the locks of folders that were removed.
     for path in [path for path in _held if not path.exists()]:
         os.close(_held.pop(path))
     made = folder / f".{_LOCK}"
     descriptor = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(folder / _LOCK)  # never there without being held
+        made.rename(folder / _LOCK)  # renamed under the lock: the lock file never exists unlocked
     except OSError:
         os.close(descriptor)
         raise
@@ -93,7 +96,11 @@ def _sweep(parent: Path) -> None:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Raises OSError if the folder must stay: its owner runs, or it is no folder of Weft."""
+    """Remove the folder if the owner is dead. Return without effect for a folder of another user or mode.
+
+    Raises OSError if the lock is held or missing.
+    """
+    # Never follow links: another user may replace entries of a shared parent folder.
     within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(within)

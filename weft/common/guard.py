@@ -1,10 +1,10 @@
-"""Processes for work that may run away: bounded in CPU time and memory, and ended when late.
+"""Processes for work with unpredictable cost, with limits on CPU time and a deadline.
 
-    thread ──payload──► process       its kernel ends the process after so much CPU time
+    thread ──payload──► process       the kernel ends the process past the CPU time
            ◄──answer───               the thread ends the process at the deadline
 
-``WorkerPool`` serves an event loop; a ``Guard`` serves threads, which block while a process works. Both speak
-the same protocol, so a worker program is the same: ``workers.serve``.
+``WorkerPool`` serves an event loop. A ``Guard`` serves threads, which block while a process works. The
+protocol is the same, so a worker program is the same: ``workers.serve``.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from weft.common.errors import DeadlineExceeded, Unavailable, WeftError
 from weft.common.workers import HEADER, CpuSpent, WorkerDied
 
 START_S = 30.0
-"""Seconds that a new process may take until it is ready."""
+"""Maximum seconds for a new process to become ready."""
 LONG_S = 0.05
-"""Seconds after which a payload is a long one."""
+"""Seconds after which a payload counts as long."""
 IDLE_S = 60.0
-"""Seconds without work after which the last process ends."""
+"""Idle seconds after which the last process ends."""
 SPARE_S = 5.0
-"""Seconds without work after which the others end."""
+"""Idle seconds after which the other processes end."""
 
 
 class Guard:
-    """A pool of processes that run one program. Thread-safe; the number of callers bounds the processes."""
+    """A pool of processes for one program. Thread-safe; the number of callers bounds the processes."""
 
     def __init__(self, command: Sequence[str], greeting: bytes, *, idle: float = IDLE_S) -> None:
-        """``command``: a program that calls ``workers.serve``. ``greeting``: its first payload. ``idle``:
-        seconds after which the last process without work ends."""
+        """``command``: a program that calls ``workers.serve``. ``greeting``: first payload of a process.
+        ``idle``: idle seconds after which the last process ends.
+        """
         self._command = tuple(command)
         self._greeting = greeting
         self._idle_s = idle
         self._lock = threading.Lock()
         self._idle: list[tuple[float, _Process]] = []
-        """(time since when, process); the one that has been idle longest comes first."""
+        """(idle since, process), the process with the longest idle time first."""
         self._busy: set[_Process] = set()
         self._reaper: threading.Timer | None = None
         self._closed = False
@@ -51,11 +52,12 @@ class Guard:
         """True while a spare process starts."""
 
     def call(self, payload: bytes, seconds: float) -> bytes:
-        """Return the answer of a process to ``payload``; start a process where none is idle.
+        """Send ``payload`` to an idle or new process and return the answer. Blocks up to ``seconds``, plus a
+        process start.
 
-        Raises DeadlineExceeded when ``seconds`` are over, its subclass CpuSpent when the CPU time of a
-        payload is over, WorkerDied when the process died of the payload in another way, Unavailable when the
-        guard is closed.
+        Raises DeadlineExceeded past ``seconds``, the subclass CpuSpent past the CPU time of a payload,
+        WorkerDied when the process died otherwise, and Unavailable after ``close`` or when no process can be
+        started.
         """
         process = self._take() or self._start()
         try:
@@ -63,7 +65,7 @@ class Guard:
         except BaseException as error:
             failure = self._failure(process, error)
             if isinstance(failure, WeftError):
-                # The caller that lost a process waits for the next one, and not whoever calls next.
+                # The caller that lost a process pays for the replacement, not the next caller.
                 with contextlib.suppress(WeftError):
                     self._put_back(self._start())
             raise failure from None
@@ -72,27 +74,28 @@ class Guard:
 
     @property
     def processes(self) -> int:
-        """Number of processes that live."""
+        """Number of live processes."""
         with self._lock:
             return len(self._idle) + len(self._busy)
 
     def close(self) -> None:
-        """End every process. A caller that waits gets Unavailable."""
+        """End every process. Blocked callers get Unavailable."""
         with self._lock:
             self._closed = True
             if self._reaper is not None:
                 self._reaper.cancel()
             for process in self._busy:
-                process.kill()  # its caller reaps it
+                process.kill()  # the caller reaps the process
             idle, self._idle = self._idle, []
         for _, process in idle:
             process.end()
 
     def _failure(self, process: _Process, error: BaseException) -> BaseException:
-        """End ``process``. Return the error that says why it gave no answer."""
+        """End ``process`` and return the error to raise in place of ``error``."""
         code = self._drop(process)
         if isinstance(error, TimeoutError):
             return DeadlineExceeded("a task took longer than its time")
+        # Not an error of the process, such as an interrupt of the caller: raise unchanged.
         if not isinstance(error, OSError | EOFError):
             return error
         if self._closed:
@@ -102,10 +105,10 @@ class Guard:
         return WorkerDied(f"a process died of its task (status {code})")
 
     def _prepare_spare(self) -> None:
-        """Start a process in the background where no other is idle: a long payload is often not the last."""
+        """Start a process in the background if no process is idle: a second long payload often follows."""
 
         def start() -> None:
-            with contextlib.suppress(WeftError):  # the next caller starts one, or says why there is none
+            with contextlib.suppress(WeftError):  # the next caller starts a process, or reports the error
                 self._put_back(self._start())
             self._starting = False
 
@@ -116,7 +119,7 @@ class Guard:
             threading.Thread(target=start, daemon=True).start()
 
     def _take(self) -> _Process | None:
-        """Return an idle process, if there is one."""
+        """Return an idle process, or None. Raises Unavailable after ``close``."""
         while True:
             with self._lock:
                 if self._closed:
@@ -127,10 +130,10 @@ class Guard:
                 self._busy.add(process)
             if process.alive:
                 return process
-            self._drop(process)  # it died while it had no work
+            self._drop(process)  # the process died while idle
 
     def _start(self) -> _Process:
-        """Return a new process that is ready."""
+        """Return a new, ready process. Raises Unavailable, DeadlineExceeded or WorkerDied."""
         try:
             process = _Process(self._command, self._greeting)
         except OSError as error:
@@ -163,7 +166,7 @@ class Guard:
             process.end()
 
     def _reap_later(self) -> None:
-        """Set the timer that ends idle processes, unless there is one. Under the lock."""
+        """Set the timer for ending idle processes, unless already set. Call with the lock held."""
         if self._reaper is None:
             self._reaper = threading.Timer(min(self._idle_s, SPARE_S), self._reap)
             self._reaper.daemon = True
@@ -173,6 +176,7 @@ class Guard:
         now = time.monotonic()
         with self._lock:
             self._reaper = None
+            # The last entry is the most recently used process, which may stay idle for longest.
             last = len(self._idle) - 1
             lives = [self._idle_s if place == last else SPARE_S for place in range(len(self._idle))]
             each = list(zip(self._idle, lives, strict=True))
@@ -185,7 +189,7 @@ class Guard:
 
 
 class _Process:
-    """One process and the socket to it."""
+    """One process with a socket."""
 
     def __init__(self, command: Sequence[str], greeting: bytes) -> None:
         self._socket, theirs = socket.socketpair()
@@ -209,18 +213,19 @@ class _Process:
         return self._process.poll() is None
 
     def get_ready(self) -> None:
-        """Wait until the process can work. Raises like ``exchange``."""
+        """Block until the process is ready. Raises the errors of ``exchange``."""
         self._receive(HEADER.size, time.monotonic() + START_S)
 
     def exchange(self, payload: bytes, seconds: float, when_long: Callable[[], None]) -> bytes:
-        """Return the answer; call ``when_long`` when there is none after ``LONG_S``.
+        """Send the payload and return the answer. Call ``when_long`` once if there is no answer after
+        ``LONG_S``.
 
-        Raises TimeoutError, and EOFError or OSError when the process dies.
+        Raises TimeoutError past ``seconds``, and EOFError or OSError when the process dies.
         """
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
         self._socket.sendall(HEADER.pack(len(payload)) + payload)
-        waiting = select.poll()  # select.select takes no descriptor beyond 1,023
+        waiting = select.poll()  # select.select supports no descriptor above 1,023
         waiting.register(self._socket, select.POLLIN)
         if not waiting.poll(1000 * min(LONG_S, seconds)):
             when_long()
@@ -241,14 +246,15 @@ class _Process:
         return bytes(data)
 
     def kill(self) -> None:
-        """End the process at once; ``end`` reaps it."""
+        """Kill the process at once. ``end`` reaps the process."""
         self._process.kill()
 
     def end(self) -> int | None:
-        """End the process, unless it has ended. Return its exit status."""
+        """End the process, unless already ended, and return the exit status."""
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # a process that broke off the exchange is about to end: its own status says why
+            # After a broken exchange the process is about to end by itself, with a status that gives the
+            # reason.
             self._process.wait(0.05 if self._process.poll() is None else None)
         self._process.kill()
         return self._process.wait()

@@ -1,4 +1,4 @@
-"""Git LFS pointers: small text files that stand for large files until ``git lfs pull`` fetches them."""
+"""Git LFS pointers: small text files in place of large files until ``git lfs pull`` fetches the content."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from weft.common.errors import ConfigError
 
 _FIRST_LINES = (b"version https://git-lfs.github.com/spec/", b"version https://hawser.github.com/spec/")
-"""The present and the oldest form."""
+"""First lines of the current form and of the oldest form."""
 _LONGEST = 1024
-"""Pointers are smaller, in bytes. Larger files are real."""
+"""Pointers have fewer bytes. Larger files are real."""
 
 
 def is_pointer(path: Path) -> bool:
-    """True if the file ``path`` is a Git LFS pointer. False for a missing file. Reads a few bytes."""
+    """Return True if the file ``path`` is a Git LFS pointer. False for a missing file. Reads a few bytes."""
     try:
         if path.stat().st_size >= _LONGEST:
             return False
@@ -24,7 +24,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def refuse_pointer(path: Path, param: str | None = None) -> None:
-    """Raises ConfigError that names ``path`` if the file is a Git LFS pointer."""
+    """Raise ConfigError with the name of ``path`` if the file is a Git LFS pointer."""
     if is_pointer(path):
         raise ConfigError(
             f"{path.name} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}, or "

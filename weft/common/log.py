@@ -1,4 +1,4 @@
-"""Logging: one place, lines of text or of JSON. Step logs hold counts, never token ids or text."""
+"""Logging setup: lines of text or of JSON. Step logs contain counts, never token ids or text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TextIO
 _FORMAT = "%(asctime)s %(levelname).1s {process} %(name)s: %(message)s"
 _DATE = "%Y-%m-%d %H:%M:%S"
 _form = "text"
-"""The form of this process's lines."""
+"""Format of log lines in the process: "text" or "json"."""
 
 
 class _Json(logging.Formatter):
-    """One JSON object a line; ``ts`` is UTC, to the millisecond."""
+    """One JSON object per line; ``ts`` is UTC, to the millisecond."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is when a record comes, which may have been replaced since."""
+    """Writes to the current ``sys.stderr``, which may have been replaced since the handler was created."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -44,33 +44,34 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def head_name(replica: int, replicas: int, rank: int | None = None) -> str:
-    """What lines of a replica's head name as their process, or those of its worker ``rank``.
+    """Return the process name in log lines of a replica's engine process, or of the worker ``rank``.
 
-    ``head`` and ``rank 1``; of one of several replicas ``head 1`` and ``head 1 rank 3``. Ranks are counted
-    over all replicas, as everywhere in messages.
+    ``head`` and ``rank 1``; for one of several replicas ``head 1`` and ``head 1 rank 3``. Ranks are counted
+    over all replicas.
     """
     head = f"head {replica}" if replicas > 1 else "head" if rank is None else ""
     return head if rank is None else f"{head} rank {rank}".strip()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; ``name`` is its ``__name__``."""
+    """Return the logger of a module; ``name`` is the module's ``__name__``."""
     return logging.getLogger(name)
 
 
 def joined(level: str, form: str) -> str:
-    """Level and form (``text`` or ``json``) as one word, the ``settings`` that processes pass on."""
+    """Return level and format (``text`` or ``json``) as one word, the ``settings`` for other processes."""
     return level if form == "text" else f"{level}:{form}"
 
 
 def settings() -> str:
-    """The settings of this process, for a process that it starts."""
+    """Return the log settings of the process, to pass to a child process."""
     return joined(logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower(), _form)
 
 
 def configure(settings: str = "info", process: str = "main") -> None:
-    """Sends Weft's logs to stderr; each line names ``process``, its role. ``settings``: see ``joined``. Safe
-    to call twice: the form of lines stays.
+    """Send Weft's logs to stderr, with the role ``process`` in each line. ``settings``: see ``joined``.
+
+    A second call changes the level only.
     """
     global _form
     level, _, form = settings.partition(":")

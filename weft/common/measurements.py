@@ -1,8 +1,8 @@
-"""Tables of measurements: one that comes with the package, and one of this machine that a command writes.
+"""Tables of measurements: a table in the package, and a table of the local machine, written by a command.
 
     {"version": 1, "measured": [row, ...]}
 
-What a row says is its owner's business: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No torch.
+The owner of a table defines the rows: ``weft/ops/moe_table.py``, ``weft/moe/exchange_cost.py``. No torch.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ Row = TypeVar("Row")
 
 
 def cache_folder() -> Path:
-    """Where this user's builds and measurements are kept."""
+    """Return the folder of the user's builds and measurements."""
     return Path(env.get("WEFT_OPS_CACHE") or Path.home() / ".cache" / "weft" / "ops")
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements(Generic[Row]):
-    """The measurements of one kind: the package's table and this machine's."""
+    """The measurements of one subject: the package's table and the local machine's table."""
 
     what: str
-    """Is measured, for the log."""
+    """Name of the subject, for the log."""
     packaged: Path
     parse: Callable[[dict[str, Any]], Row]
-    """Raises KeyError, TypeError, AttributeError or ValueError for what is no row."""
+    """Makes a row from JSON data. Raises KeyError, TypeError, AttributeError or ValueError for invalid
+    data.
+    """
     form: Callable[[Row], dict[str, Any]]
-    """What ``parse`` reads."""
+    """Makes JSON data from a row, the inverse of ``parse``."""
     of: Callable[[Row], object]
-    """Whose measurement a row is; new ones take the place of old ones of the same."""
+    """Key of a row: a new row replaces an old row with an equal key."""
 
     def user_file(self) -> Path:
-        """Where this machine's own measurements are."""
+        """Return the path of the local machine's measurements."""
         return cache_folder() / self.packaged.name
 
     def read(self, path: Path) -> tuple[Row, ...]:
-        """The rows of a file. Raises OSError, and ValueError for a file that is not such a table."""
+        """Return the rows of a file. Raises OSError, and ValueError for a file without a valid table."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found["version"] != VERSION:
@@ -58,11 +60,13 @@ class Measurements(Generic[Row]):
             raise ValueError(f"{path} is not a table of measurements: {error!r}") from error
 
     def as_json(self, rows: Iterable[Row]) -> dict[str, Any]:
-        """What ``read`` reads."""
+        """Return ``rows`` as JSON data in the form expected by ``read``."""
         return {"version": VERSION, "measured": [self.form(row) for row in rows]}
 
     def found(self) -> tuple[tuple[Row, ...], ...]:
-        """This machine's table, if there is one, and the package's."""
+        """Return the rows of the local machine's table, if there is one, then of the package's table. Invalid
+        files are logged and skipped.
+        """
         tables = []
         for path in (self.user_file(), self.packaged):
             try:
@@ -74,15 +78,16 @@ class Measurements(Generic[Row]):
         return tuple(tables)
 
     def save(self, rows: list[Row]) -> None:
-        """Writes ``rows`` to this machine's table, in one step. What is there of others stays.
+        """Write ``rows`` to the local machine's table, atomically. Rows with other keys stay.
 
-        Raises ConfigError where that cannot be written.
+        Raises ConfigError where the table cannot be written.
         """
         path = self.user_file()
         new = {self.of(row) for row in rows}
         try:
             kept = [row for row in self.read(path) if self.of(row) not in new]
         except (OSError, ValueError):
+            # An unreadable table is replaced as a whole.
             kept = []
         partial = path.with_suffix(f".{os.getpid()}")
         try:

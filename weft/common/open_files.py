@@ -1,21 +1,21 @@
-"""This process's limit of open files. Children inherit it."""
+"""The open-files limit of the process. Children inherit the limit."""
 
 from __future__ import annotations
 
 import resource
 
 FILES = 1 << 16
-"""Files that a process asks for at most."""
+"""Maximum limit requested by a process."""
 
 
 def most_files() -> int:
-    """The limit to which this process may raise its own."""
+    """Return the highest limit of open files allowed to the process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
 
 
 def allow_files() -> int:
-    """Raises this process's limit of open files as far as it may, and returns it."""
+    """Raise the open-files limit of the process as far as allowed, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = most_files()
     if soft == resource.RLIM_INFINITY or soft >= allowed:

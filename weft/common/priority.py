@@ -1,4 +1,4 @@
-"""The priority of threads with long work: steps of engines, and the short work of others, go first."""
+"""The priority of threads with long work: engine steps and short work go first."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import threading
 
 LONG_S = 0.05
-"""Seconds after which work is long."""
+"""Seconds after which work counts as long."""
 NICENESS = 10
-"""Of threads with long work in a process of normal priority."""
+"""Niceness of threads with long work, in a process of normal priority."""
 
 
 def step_back(thread: threading.Thread, niceness: int = NICENESS) -> None:
-    """Lower the priority of ``thread``, for the rest of its life: Linux counts niceness by thread."""
+    """Lower the priority of ``thread`` permanently. On Linux niceness is per thread."""
     if thread.native_id is not None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)

@@ -1,5 +1,5 @@
-"""Progress bars: one way to show them, for people who watch. In files and pipes there are none. A server's
-heads tell progress in lines of the log there, and on a terminal that several of them write to.
+"""Progress bars on a terminal. Files and pipes get no bars. The engine processes of a server report progress
+as log lines instead, also on a terminal shared by several engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 LINES_S = 10.0
-"""Seconds from one line to the next. What takes no longer has none."""
+"""Seconds between two log lines. Shorter work gets no line."""
 _FORM = "{desc}: {percentage:.0f} % ({n_fmt} of {total_fmt} {unit}s, {remaining} left)"
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ else:
 
 
 class _Lines:
-    """A file for tqdm that makes lines of the log of what it writes."""
+    """A file for tqdm that turns each write into a log line."""
 
     def write(self, text: str) -> None:
         if line := text.strip():
@@ -38,7 +38,7 @@ _shown_in: _Lines | None = None
 
 
 def use_lines() -> None:
-    """Progress of this process is told in lines of the log from now on."""
+    """Report progress of the process as log lines from now on."""
     global _shown_in
     _shown_in = _Lines()
 
@@ -53,10 +53,11 @@ def progress_bar(
     delay: float = 0.0,
     leave: bool = True,
 ) -> Bar:
-    """A bar on standard error if that is a terminal and ``shown``; else one that writes nothing.
+    """Return a bar on standard error, or a silent bar if standard error is no terminal or ``shown`` is False.
 
-    Iterate over it to go through ``steps``, or ``update`` it up to ``total``; leave it as a context. It
-    appears after ``delay`` seconds and, unless ``leave``, goes away with its end. See ``use_lines``, too.
+    Iterate over the bar to go through ``steps``, or call ``update`` up to ``total``. Use the bar as a context
+    manager. The bar appears after ``delay`` seconds and disappears at the end unless ``leave``. After
+    ``use_lines`` the bar writes log lines.
     """
     if shown and _shown_in is not None:
         return tqdm(
@@ -76,7 +77,7 @@ def progress_bar(
         desc=title,
         unit=unit,
         total=total,
-        disable=None if shown else True,  # None: by whether the file is a terminal
+        disable=None if shown else True,  # None: tqdm disables the bar if the file is no terminal
         dynamic_ncols=True,
         delay=delay,
         leave=leave,

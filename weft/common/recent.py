@@ -1,4 +1,4 @@
-"""A mapping that forgets what was used longest ago."""
+"""A mapping with a maximum size. The least recently used entry is dropped first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ V = TypeVar("V")
 
 
 class Recent(Collection[K], Generic[K, V]):
-    """At most ``most`` entries. To get one, or to put it, is to use it; to look for one is not."""
+    """At most ``most`` entries. ``get`` and ``put`` count as a use, ``in`` does not."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._entries: OrderedDict[K, V] = OrderedDict()
-        """The one that was used longest ago first."""
+        """Entries, least recently used first."""
 
     def __contains__(self, key: object) -> bool:
         return key in self._entries
@@ -28,21 +28,23 @@ class Recent(Collection[K], Generic[K, V]):
         return len(self._entries)
 
     def get(self, key: K) -> V | None:
-        """None where there is none."""
+        """Return the value, or None without an entry. Counts as a use."""
         value = self._entries.get(key)
         if value is not None:
             self._entries.move_to_end(key)
         return value
 
     def put(self, key: K, value: V) -> None:
-        """Forgets another one where there is no room. ``value``: not None."""
+        """Set the value, which must not be None. Drops the least recently used entry beyond ``most``
+        entries.
+        """
         self._entries[key] = value
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:
             self._entries.popitem(last=False)
 
     def discard(self, key: K) -> None:
-        """Forgets it. Nothing happens where there is none."""
+        """Remove the entry, if there is one."""
         self._entries.pop(key, None)
 
     def clear(self) -> None:

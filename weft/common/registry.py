@@ -1,4 +1,4 @@
-"""One registry form for every plug point: a name maps to a lazy factory of an implementation."""
+"""A registry for plug points: maps a name to an implementation, imported on first use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to implementations, imported when first asked for.
+    """Maps names to implementations of type ``T``.
 
-    An entry is ``"module:attribute"``; so listing what exists imports none of it.
+    An entry is ``"module:attribute"``, so listing the names imports nothing.
     """
 
     def __init__(self, what: str) -> None:
@@ -23,14 +23,17 @@ class Registry(Generic[T]):
         self._entries: dict[str, str] = {}
 
     def add(self, name: str, target: str) -> None:
-        """Registers ``target`` (``"package.module:attribute"``). A second target of one name is an error."""
+        """Register ``target`` (``"package.module:attribute"``). Raises ValueError for a second target of one
+        name.
+        """
         if name in self._entries and self._entries[name] != target:
             raise ValueError(f"{self._what} {name!r} is registered already")
         self._entries[name] = target
 
     def get(self, name: str) -> T:
-        """The implementation called ``name``. Raises ConfigError that lists what exists, and which of them
-        ``name`` may misspell."""
+        """Import and return the implementation called ``name``. Raises ConfigError with a list of all names,
+        and a suggestion for a misspelt name.
+        """
         if name not in self._entries:
             near = misspelt(name, self._entries)
             hint = f" Did you mean {near!r}?" if near else ""

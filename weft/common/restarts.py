@@ -1,28 +1,31 @@
-"""How often what died is started again. Pure: the caller has the clock."""
+"""Budget of process restarts. Pure: the caller passes the time."""
 
 from __future__ import annotations
 
 from collections import deque
 
 MOST_LOSSES = 3
-"""Engines, or groups, that a sequence may lose. One that is open whenever one dies may be why it dies."""
+"""Maximum engines, or groups, that one sequence may lose. A sequence open at every death may be the cause."""
 
 
 class RestartBudget:
-    """At most ``most`` restarts in any ``window`` seconds, each noted when it is granted.
+    """At most ``most`` restarts in any ``window`` seconds, each recorded when granted.
 
-    A process that dies again and again is not started for ever, so that its clients get an error.
+    A process with repeated deaths is then not started again, and the clients get an error.
     """
 
     def __init__(self, most: int, window: float) -> None:
         self.most = most
         self.window = window
         self.granted = 0
-        """Restarts since the beginning."""
+        """Total number of granted restarts."""
         self._times: deque[float] = deque()
 
     def grant(self, now: float) -> bool:
-        """Whether one more may be tried at time ``now``, in seconds, which never falls."""
+        """Record a restart and return True, or return False if the budget is used up.
+
+        ``now``: seconds, never decreasing.
+        """
         while self._times and now - self._times[0] >= self.window:
             self._times.popleft()
         if len(self._times) >= self.most:
@@ -32,5 +35,5 @@ class RestartBudget:
         return True
 
     def renew(self) -> None:
-        """Forgets the restarts so far: an operator asks for more."""
+        """Forget the recorded restarts, at an operator's request."""
         self._times.clear()

@@ -1,14 +1,14 @@
-"""Bytes that another process of this host reads by name: memory without a file (memfd), opened by way of
-``/proc`` of the process that has its descriptor.
+"""Bytes shared by name between processes of one host: memory without a file (memfd), opened through the
+``/proc`` entry of the owning process.
 
-    owner        makes it, of a fixed size, which nobody can change any more
-    writer       the owner, or whom it gives the name first, writes it, once
-    owner        seals it: from then on nobody can write it
-    readers      open it by its name, map it and need no descriptor any more
+    owner        creates the memory with a fixed size, which nobody can change
+    writer       the owner, or the first process that receives the name, writes the bytes once
+    owner        seals the memory: from then on nobody can write
+    readers      open the memory by name, map the memory and close the descriptor
 
-What is mapped stays as it is, whoever ends: memory cannot be cut off behind a reader's back. A name that is
-no longer right leads nowhere: a descriptor's number may be that of something else by now, so the memory's
-last bytes are a random mark, which the name repeats.
+A mapping stays valid after any process ends, and nobody can shrink the memory under a reader. A stale name
+opens nothing: a descriptor number may have been reused, so the last bytes of the memory are a random mark,
+which the name repeats.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import msgspec
 from weft.common.errors import PixelsLost
 
 UNREACHABLE = "pixels_unreachable"
-"""Code of what this process cannot open, though it may be there: bytes have to be sent."""
-_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python has no name for it
+"""Error code for memory that exists but cannot be opened by the local process: the bytes must be sent
+instead.
+"""
+_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; missing in Python
 FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 SEALED = FIXED | _SEAL_FUTURE_WRITE
 _KIND = "weft-bytes"
@@ -36,21 +38,21 @@ _GONE = "the memory that had an image is gone: its process has ended, or closed 
 
 
 class SharedName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where ``SharedBytes`` are found."""
+    """The name of a ``SharedBytes``."""
 
     pid: int
     fd: int
-    """The descriptor's number in that process."""
+    """Number of the descriptor in the owner's process."""
     size: int
     mark: bytes
-    """16 bytes, which no other memory has."""
+    """16 random bytes, unique to the memory."""
 
 
 class SharedBytes:
-    """Shared memory, as its owner has it. ``close`` gives up the descriptor: then the name leads nowhere."""
+    """Shared memory on the owner's side. ``close`` releases the descriptor, after which the name is stale."""
 
     def __init__(self, size: int) -> None:
-        """Zeros. Raises OSError."""
+        """Allocate ``size`` zero bytes. Raises OSError."""
         self._fd = new_memory(size + _MARK, _KIND)
         mark = secrets.token_bytes(_MARK)
         try:
@@ -61,19 +63,23 @@ class SharedBytes:
         self.name = SharedName(pid=os.getpid(), fd=self._fd, size=size, mark=mark)
 
     def seal(self) -> memoryview:
-        """What was written, to be read only. It lasts as long as somebody has it. Raises OSError."""
+        """Seal the memory and return a read-only view. The view stays valid after ``close``. Raises
+        OSError.
+        """
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_SEAL)
         return _mapped(self._fd, self.name.size)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the descriptor. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def new_memory(nbytes: int, name: str) -> int:
-    """A descriptor of zeros, which take no memory until they are written, of a fixed size. Raises OSError."""
+    """Return a descriptor of ``nbytes`` zero bytes of fixed size. Pages take no memory until written. Raises
+    OSError.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -85,19 +91,24 @@ def new_memory(nbytes: int, name: str) -> int:
 
 
 def is_sealed(fd: int, nbytes: int, seals: int = SEALED) -> bool:
-    """Whether it is memory of this size that has these seals. Raises OSError where it is none at all."""
+    """Return True if the descriptor is memory of size ``nbytes`` with ``seals``. Raises OSError for other
+    descriptors.
+    """
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals and os.fstat(fd).st_size == nbytes
 
 
 def open_shared(name: SharedName) -> tuple[int, memoryview]:
-    """A descriptor of this process, and the bytes, to be read only. Raises PixelsLost."""
+    """Return (a local descriptor, a read-only view of the bytes). The caller closes the descriptor.
+
+    Raises PixelsLost.
+    """
     with _opened(name, os.O_RDONLY, SEALED) as fd:
         view = _mapped(fd, name.size)
         return os.dup(fd), view
 
 
 def write_shared(name: SharedName, data: bytes) -> None:
-    """Writes all of what its owner has not sealed yet. Raises PixelsLost."""
+    """Write all bytes of memory not yet sealed by the owner. Raises PixelsLost."""
     with _opened(name, os.O_RDWR, FIXED) as fd:
         if len(data) != name.size:
             raise PixelsLost("the pixels of an image are not as many as was said")
@@ -107,8 +118,8 @@ def write_shared(name: SharedName, data: bytes) -> None:
 
 
 def reaches(name: SharedName) -> bool:
-    """Whether this process can open what another one with the same rights shows, and so the other way
-    round.
+    """Return True if the local process can open the memory of another process of the same user. The access
+    then works in both directions.
     """
     try:
         with _opened(name, os.O_RDONLY, SEALED) as fd:
@@ -118,7 +129,7 @@ def reaches(name: SharedName) -> bool:
 
 
 def most_descriptors() -> int:
-    """How many a process may have open for this: a quarter of its limit."""
+    """Return how many descriptors a process may open for shared memory: a quarter of the descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 16 if soft == resource.RLIM_INFINITY else soft // 4
 
@@ -127,7 +138,8 @@ def most_descriptors() -> int:
 def _opened(name: SharedName, flags: int, seals: int) -> Iterator[int]:
     path = f"/proc/{name.pid}/fd/{name.fd}"
     try:
-        # What else has this number by now may be a pipe or a device, which must not even be opened.
+        # A reused number may belong to a pipe or device. Opening a pipe or device can have effects, so check
+        # the link first.
         if not os.readlink(path).startswith(f"/memfd:{_KIND}"):
             raise PixelsLost(_GONE)
         fd = os.open(path, flags | os.O_CLOEXEC)

@@ -1,8 +1,9 @@
-"""The signals that ask a process to stop, and how a server's processes share them.
+"""The stop signals, and the handling of stop signals in a server's processes.
 
-A terminal sends SIGINT and SIGQUIT, and SIGHUP when it is closed, to all processes of the foreground group,
-and supervisors may send SIGTERM to all of them. Only the front acts on them: it drains, then ends its heads
-and their workers, which ignore them from their first instruction on.
+A terminal sends SIGINT and SIGQUIT to all processes of the foreground group, and SIGHUP when the terminal
+closes. Supervisors may send SIGTERM to all processes. Only the API server acts on the signals: the API server
+drains, then ends all engine processes and workers. Engine processes and workers ignore the signals from the
+first instruction on.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from collections.abc import Iterator
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 RESTART = signal.SIGUSR1
-"""Asks a server's first process for a rolling restart of its heads; the others ignore it."""
+"""Requests a rolling restart of the engine processes from a server's first process. The other processes
+ignore the signal.
+"""
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals of ``STOPS`` that this process should act on.
+    """Return the signals of ``STOPS`` for the process to act on.
 
-    SIGHUP and SIGQUIT are left alone where the parent process had them ignored (``nohup``, ``&``).
+    SIGHUP and SIGQUIT are excluded where the parent process ignored the signal (``nohup``, ``&``).
     """
     kept = (signal.SIGHUP, signal.SIGQUIT)
     return [n for n in STOPS if n not in kept or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 def end(number: int, frame: object) -> None:
-    """A handler: ends this process in order, with status 128 and the signal's number."""
+    """Signal handler: exit with status 128 plus the signal's number, with cleanup."""
     sys.exit(128 + number)
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """In this block they end the process in order, so what it began is undone. From the main thread.
+    """Within the block, stop signals exit the process with cleanup. Call from the main thread.
 
-    SIGINT is left as it is: Python raises KeyboardInterrupt. A parent may have blocked the signals.
+    SIGINT keeps the existing handler, because Python raises KeyboardInterrupt. Signals blocked by the parent
+    are unblocked.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     before = {number: signal.signal(number, end) for number in heeded() if number != signal.SIGINT}
@@ -48,7 +52,7 @@ def ending() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignores ``STOPS`` from now on, and those that came while they were blocked. From the main thread."""
+    """Ignore ``STOPS`` from now on, including pending signals. Call from the main thread."""
     for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
@@ -56,9 +60,10 @@ def ignore() -> None:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Blocks ``STOPS`` for this thread, and for processes that it starts until they ``ignore`` them.
+    """Within the block, block ``STOPS`` for the current thread, and for child processes until a call of
+    ``ignore``.
 
-    What comes for this thread is delivered afterwards.
+    Pending signals of the thread are delivered after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:

@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterable
 
 _MOST = 2
-"""Letters that a misspelling adds, leaves out, or changes."""
+"""Maximum letters added, omitted or changed by a misspelling."""
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:
-    """Return the one of ``known`` that ``name`` misspells: at most two letters differ, and no digit.
+    """Return the intended member of ``known`` for a misspelt ``name``, or None. At most two letters may
+    differ, and no digit.
 
-    A digit is a version: "KimiK3" is another model than "KimiK2", not a misspelling. Names of four letters
-    or fewer may differ in one letter. Case, dashes and underscores do not count.
+    A digit is a version: "KimiK3" is a different model from "KimiK2", not a misspelling. Names of up to four
+    letters may differ in one letter. Case, dashes and underscores do not count.
     """
     asked = _folded(name)
     most = _MOST if len(asked) > 4 else 1
@@ -36,9 +37,12 @@ def _digits(name: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that turn ``one`` into ``other``."""
+    """Return the minimum number of insertions, deletions, substitutions and swaps of neighbours between two
+    strings.
+    """
     before, row = list[int](), list(range(len(other) + 1))
     for i, letter in enumerate(one, 1):
+        # Row i of the edit distance table; `before` is row i - 1, `above` row i - 2 (for swaps).
         before, above, row = row, before, [i]
         for j, theirs in enumerate(other, 1):
             least = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != theirs))

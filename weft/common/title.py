@@ -1,4 +1,4 @@
-"""What a process is called in ``ps``, where the package ``setproctitle`` is there."""
+"""The process title in ``ps``, if the package ``setproctitle`` is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 
 
 def set_title(process: str, model: str = "") -> None:
-    """``weft: head 0 (spool-text)``. Before threads are started; without the package nothing changes."""
+    """Set the title to ``weft: head 0 (spool-text)``, for example. Call before threads start. No effect
+    without the package.
+    """
     with contextlib.suppress(ImportError):
         from setproctitle import setproctitle
 

@@ -1,8 +1,8 @@
-"""Processes that do long work for an event loop: what would hold Python's lock, or much memory, for long.
+"""Worker processes for an event loop, for work that holds the GIL for long or needs much memory.
 
-A pool sends each of its processes one payload at a time over a socket pair and takes one answer back, both
-framed by their length. A process that dies, or takes longer than its deadline, fails the payload that it had
-and nothing else; the next payload starts a new one. Processes start when there is work for them.
+A pool sends each process one payload at a time over a socket pair and receives one answer. Both are framed by
+length. A dead or late process fails only the current payload, and the next payload starts a new process.
+Processes start on demand.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 HEADER = struct.Struct("<I")
-"""Before each payload and answer: its length in bytes."""
+"""Length in bytes, before each payload and answer."""
 MAX_WAITING = 1024
-"""Payloads that may wait for a process."""
+"""Maximum waiting payloads."""
 CLIENT_WAITING = 512
-"""Payloads of one client that may wait, where clients are told apart."""
+"""Maximum waiting payloads of one client, where clients are distinguished."""
 BYTES_A_SECOND = 1 << 20
-"""A payload waits as if it had come this much later a byte, so that small ones go first and none starves."""
+"""Bytes of a payload that move the payload back by one second in the queue. Small payloads go first, but none
+starves.
+"""
 PIECE = 256 << 10
-"""Bytes of an answer that are taken at once, before the event loop's other tasks get their turn."""
+"""Bytes of an answer received at once, before other tasks of the event loop run."""
 
 
 class WorkerDied(WeftError):
-    """A process died of its payload, or gave no answer that can be read."""
+    """A process died during a payload, or sent no readable answer."""
 
 
 class CpuSpent(DeadlineExceeded):
-    """A payload took more CPU time than it may: it would again."""
+    """A payload exceeded the CPU time limit. A retry would exceed the limit again."""
 
 
 class _Waiting(NamedTuple):
@@ -58,20 +60,23 @@ class _Waiting(NamedTuple):
 
 
 def most_of_client(most: int) -> int:
-    """Processes of a pool of ``most`` that one client may have: where there are two, others have one."""
+    """Return how many processes of a pool of ``most`` one client may use: all except one, and at least
+    one.
+    """
     return max(most - 1, 1)
 
 
 class WorkerPool:
-    """Worker processes, and the tasks that wait for them. Used from one event loop. ``close`` ends it."""
+    """Worker processes, and the tasks waiting for answers. Used from one event loop until ``close``."""
 
     def __init__(
         self, command: Sequence[str], greeting: bytes, most: int, seconds: float, each: int = 0
     ) -> None:
-        """``command``: starts a process, which ignores signals that stop servers (``signals.ignore``) and
-        ends with its socket; the number of that descriptor is appended. ``greeting``: its first payload,
-        which has no answer. ``most``: processes. ``seconds``: for one payload. ``each``: processes that one
-        client (from 0 on) may have at a time, however few others ask; 0 stands for all of them.
+        """``command``: starts a process. The process must ignore stop signals (``signals.ignore``) and end at
+        the end of the socket. The number of the socket's descriptor is appended. ``greeting``: first payload
+        of a process, without an answer. ``most``: maximum processes. ``seconds``: deadline of one payload.
+        ``each``: maximum processes for one client (numbered from 0), even if others are idle; 0 means all
+        processes.
         """
         self._command = tuple(command)
         self._greeting = greeting
@@ -79,30 +84,30 @@ class WorkerPool:
         self._each = each or most
         self._seconds = seconds
         self._waiting: dict[int, list[_Waiting]] = {}
-        """By client, each a heap. No list is empty."""
+        """Client -> heap of waiting payloads. No heap is empty."""
         self._count = 0
-        """Payloads in ``_waiting``."""
+        """Number of payloads in ``_waiting``."""
         self._now = 0.0
-        """Virtual time: when the work that was taken last began."""
+        """Virtual time: start time of the payload taken last."""
         self._ends: dict[int, float] = {}
-        """Virtual times at which the work of clients ends, of those that are ahead of ``_now``."""
+        """Client -> virtual end time of the client's work, for end times after ``_now``."""
         self._numbers = itertools.count()
         self._idle: list[_Worker] = []
         self._busy: dict[asyncio.Task[None], int] = {}
-        """Tasks with a process, and the client of each."""
+        """Task with a process -> client."""
         self._closed = False
 
     async def call(
         self, *payload: bytes | memoryview, client: int = -1, cost: float = 1.0
     ) -> bytes | bytearray:
-        """The answer of a process to a payload in pieces, which are not copied here.
+        """Send a payload in pieces to a process and return the answer. The pieces are not copied here.
 
-        ``client``: who asks. Clients that wait share the processes equally, counted in ``cost`` (of any unit,
-        the same for all payloads). Client -1 stands for callers that are not told apart.
+        ``client``: the caller's client. Waiting clients share the processes equally, measured in ``cost``
+        (any unit, the same for all payloads). Client -1 stands for all callers that are not distinguished.
 
-        A caller that is cancelled leaves the process at its work, within the deadline. Raises Overloaded when
-        too many wait, DeadlineExceeded when it takes too long, its subclass CpuSpent when it takes more CPU
-        time than ``serve`` allows, and WorkerDied when the process died of it.
+        A cancelled caller leaves the process at work, within the deadline. Raises Overloaded when too many
+        payloads wait, DeadlineExceeded past the deadline, the subclass CpuSpent past the CPU time given to
+        ``serve``, WorkerDied when the process died during the payload, and Unavailable after ``close``.
         """
         if self._closed:
             raise Unavailable("the server is shutting down")
@@ -122,25 +127,26 @@ class WorkerPool:
     def _dispatch(self) -> None:
         while len(self._busy) < self._most and (clients := self._clients()):
             item = self._next(clients)
-            if item.answer.done():  # its request has ended
+            if item.answer.done():  # the request has ended
                 continue
             task = asyncio.create_task(self._work(self._take_idle(), item))
             self._busy[task] = item.client
 
     def _clients(self) -> list[int]:
-        """Clients that wait and may have one more process.
+        """Return the waiting clients that may use one more process.
 
-        A payload that has begun is not interrupted. So the places that a client can never have are what keeps
-        its long payloads from delaying a client that comes later.
+        A running payload is not interrupted. So only the processes reserved from a client keep long payloads
+        from delaying later clients.
         """
         held = list(self._busy.values())
         return [one for one in self._waiting if one < 0 or held.count(one) < self._each]
 
     def _next(self, clients: Iterable[int]) -> _Waiting:
-        """Take the next payload: of the client, among ``clients``, whose work ends first in virtual time.
+        """Remove and return the next payload: from the client, among ``clients``, with the earliest virtual
+        start time.
 
-        Start-time fair queueing. A client that was away begins at ``_now``, so that nobody saves up turns.
-        A payload that nobody waits for any more costs its client nothing.
+        Start-time fair queueing. A client without earlier work starts at ``_now``, so idle time earns no
+        credit. An abandoned payload costs the client nothing.
         """
         client = min(clients, key=lambda one: max(self._now, self._ends.get(one, 0.0)))
         waiting = self._waiting[client]
@@ -159,11 +165,11 @@ class WorkerPool:
             worker = self._idle.pop()
             if worker.alive:
                 return worker
-            worker.kill()  # it died while it had no work
+            worker.kill()  # the process died while idle
         return None
 
     async def _work(self, worker: _Worker | None, item: _Waiting) -> None:
-        """Carries one payload to a process and its answer back. The process is kept if it is well."""
+        """Send one payload to a process and set the answer. A healthy process is reused."""
         try:
             async with asyncio.timeout(self._seconds):
                 if worker is None:
@@ -175,6 +181,8 @@ class WorkerPool:
                 worker.kill()
             else:
                 self._idle.append(worker)
+        # Also for cancellation: the process may be in the middle of an answer, so the process cannot be
+        # reused.
         except BaseException as error:
             if worker is not None:
                 worker.kill()
@@ -190,11 +198,11 @@ class WorkerPool:
 
     @property
     def processes(self) -> int:
-        """How many live."""
+        """Number of live processes."""
         return len(self._idle) + len(self._busy)
 
     async def close(self) -> None:
-        """Ends every process; who waits gets Unavailable."""
+        """End every process. Waiting callers get Unavailable."""
         self._closed = True
         waiting = [item for each in self._waiting.values() for item in each]
         self._waiting = {}
@@ -223,20 +231,20 @@ def _failure(error: BaseException) -> WeftError:
 
 
 Answer: TypeAlias = Callable[[bytes], Sequence[bytes | bytearray | memoryview]]
-"""What a worker does: the answer to one payload, in pieces."""
+"""The work of a worker process: payload -> answer in pieces."""
 
 
 def serve(
     prepare: Callable[[bytes], Answer], niceness: int, cpu_seconds: float = 0.0, *, tells: bool = False
 ) -> None:
-    """The whole of a worker's process: answers payloads until the pool closes the socket that it inherited.
+    """Run a worker process: answer payloads until the pool closes the inherited socket.
 
-    ``prepare`` gets the greeting. ``niceness``: steps of the engine, and other requests, go first where cores
-    are short. ``cpu_seconds``: CPU time for one payload, after which SIGPROF ends the process; 0: no limit.
-    The kernel counts, so the limit holds inside a native call, and where nobody waits for the answer.
-    ``tells``: the process sends an empty answer when it is ready, as a ``Guard`` expects.
+    ``prepare`` gets the greeting and returns the function for payloads. ``niceness``: lowers the priority
+    below engine steps and other requests. ``cpu_seconds``: CPU time per payload, after which SIGPROF ends the
+    process; 0 for no limit. The kernel enforces the limit, also inside a native call and for abandoned
+    payloads. ``tells``: send an empty answer when ready, as a ``Guard`` expects.
     """
-    signals.ignore()  # the pool ends its workers: they live as long as its socket
+    signals.ignore()  # the pool ends workers by closing the socket
     with contextlib.suppress(OSError):
         os.nice(niceness)
     with (
@@ -261,13 +269,13 @@ def serve(
 
 
 def _receive(stream: IO[bytes] | io.BufferedRWPair) -> bytes:
-    """The next payload; empty when there is none any more."""
+    """Return the next payload; empty at the end of the stream."""
     header = stream.read(HEADER.size)
     return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else b""
 
 
 class _Worker:
-    """One process and the socket to it."""
+    """One process with a socket."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -305,15 +313,17 @@ class _Worker:
         return self._process.poll() is None
 
     async def _ended(self) -> int | None:
-        """The status of a process that has closed its socket; None where the process lives on."""
+        """Return the exit status of a process with a closed socket, or None if the process still runs."""
         for _ in range(20):
             if (code := self._process.poll()) is not None:
                 return code
-            await asyncio.sleep(0.01)  # the kernel closes sockets a moment before the status is known
+            await asyncio.sleep(0.01)  # the kernel closes sockets shortly before the status is available
         return None
 
     async def exchange(self, *payload: bytes | memoryview) -> bytes | bytearray:
-        """Raises CpuSpent when the limit ends the process, an EOFError or OSError when it dies otherwise."""
+        """Send a payload and return the answer. Raises CpuSpent when the CPU limit ended the process, and
+        EOFError or OSError when the process died otherwise.
+        """
         try:
             return await self._exchange(*payload)
         except (EOFError, OSError):
@@ -326,7 +336,7 @@ class _Worker:
         (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
         if size <= PIECE:
             return await self._reader.readexactly(size)
-        answer = bytearray(size)  # filled in pieces: one copy of all of it would hold the event loop up
+        answer = bytearray(size)  # filled in pieces: a single large copy would block the event loop
         filled = 0
         while filled < size:
             piece = await self._reader.read(min(PIECE, size - filled))
@@ -341,8 +351,9 @@ class _Worker:
         await self._writer.drain()
 
     def kill(self) -> None:
-        """Ends the process, at once."""
+        """Kill the process without waiting for the end."""
         self._writer.close()
         self._process.kill()
-        # A killed process is gone within milliseconds; there is no need to wait until it is reaped.
+        # A killed process ends within milliseconds. A thread reaps the process, so the event loop does not
+        # wait.
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)

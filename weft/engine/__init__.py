@@ -1,1 +1,1 @@
-"""The step loop: a scheduler and a runner, joined; and the head process around them."""
+"""The step loop with a scheduler and a runner, and the engine process around the step loop."""

@@ -1,4 +1,6 @@
-"""When experts move: once in so many steps, at the same one in every replica of a domain."""
+"""Decides when experts move: once every N steps, before the same step in every replica of an expert-parallel
+group.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +9,23 @@ from weft.types.plan import Rebalance, StepPlan
 
 
 class Balance:
-    """When experts of one engine move. The first replica whose time has come decides for its domain."""
+    """Rebalance timer of one engine. The first replica with an expired interval decides for the
+    expert-parallel group.
+    """
 
     def __init__(self, interval: int) -> None:
-        """``interval``: steps; 0 for never."""
+        """``interval``: steps between two rebalances; 0 disables rebalancing."""
         self._interval = interval
         self._steps = 0
         self.asked = 0
-        """Steps launched with a ``Rebalance``."""
+        """Number of launched steps with a ``Rebalance``."""
 
     def ask(self, builder: PlanBuilder) -> None:
-        """Has experts move before the step where it is time."""
+        """Set ``builder.rebalance`` if the interval has passed."""
         builder.rebalance = 0 < self._interval <= self._steps
 
     def launched(self, plan: StepPlan) -> None:
-        """``plan`` is final."""
+        """Count the launched step. A step with a ``Rebalance`` restarts the interval."""
         self._steps += 1
         if any(isinstance(op, Rebalance) for op in plan.ops):
             self._steps = 0

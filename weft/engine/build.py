@@ -1,4 +1,4 @@
-"""From a resolved configuration to a runner: weights, attention backend, caches, slot state."""
+"""Creates a runner from a resolved configuration: weights, attention backend, caches, slot state."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ from weft.runner.trace import StepTrace
 log = get_logger(__name__)
 
 STEP, ALONE_S = 6.0, 600.0
-"""How long a step may take: in rank timeouts, where ranks meet on GPUs, and a collective that hangs shows in
-nothing else (the first steps compile kernels, so it is not less); else in seconds."""
+"""Time limits of a step. ``STEP`` is a multiple of the rank timeout, for ranks that meet on GPUs. Only
+``STEP`` detects a hung collective on GPUs. The first steps compile kernels, so ``STEP`` must not be smaller.
+``ALONE_S`` is in seconds, for all other ranks.
+"""
 CONTEXT = 512 << 20
-"""Bytes of a GPU that a process takes beyond what torch knows of, where processes share one."""
+"""Bytes of GPU memory per process outside torch's count, reserved where processes share a GPU."""
 LATER = 1 << 30
-"""Bytes of a GPU that NCCL's communicators, and graphs captured with them, take when caches are there."""
+"""Bytes of GPU memory reserved for NCCL communicators and captured graphs, created after the caches."""
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -47,9 +49,10 @@ DTYPES = {
 
 
 def device_of(config: EngineConfig) -> torch.device:
-    """The device of every rank: on a GPU torch's first, as a rank's process sees no other.
+    """Return the device of every rank. On a GPU: torch's first device, because each rank's process sees one
+    GPU.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError when torch sees no GPU.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch sees no GPU; use --device cpu", param="device")
@@ -57,7 +60,7 @@ def device_of(config: EngineConfig) -> torch.device:
 
 
 def rank_mesh(config: EngineConfig, rank: int, host: str | None) -> Mesh:
-    """The mesh of ``rank``, not connected yet. ``host``: see ``GroupComm``. Raises ConfigError."""
+    """Return the mesh of ``rank``, not connected yet. ``host``: see ``GroupComm``. Raises ConfigError."""
     parallel = config.parallel
     return make_mesh(
         parallel.layout,
@@ -71,20 +74,22 @@ def rank_mesh(config: EngineConfig, rank: int, host: str | None) -> Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights on a rank, which has no caches yet."""
+    """A model with weights on a rank, without caches."""
 
     config: EngineConfig
     model: Model
     backends: Backends
     mesh: Mesh | None
     kv: KVConfig
-    """What this rank has room for; a group's ranks agree on the least of it."""
+    """KV configuration within the memory of the rank. The ranks of a group agree on the minimum."""
     trace: StepTrace | None
     progress: bool
     poison: bool
 
     def runner(self, kv: KVConfig | None = None) -> Runner:
-        """Preallocates everything a step needs, with the pools of ``kv``. Once."""
+        """Allocate all memory for steps, with the pools of ``kv``, and return the runner. May be called
+        once.
+        """
         config = self.config
         mesh = self.mesh
         meets = mesh is not None and mesh.connects
@@ -109,7 +114,8 @@ class LoadedModel:
             rooms=open_rooms(config, kv, rank),
             embeddings=open_embeddings(config, rank),
         )
-        if device.type == "cuda" and not meets:  # else ranks would meet before their group has formed
+        # A warm-up step of connected ranks would need collectives before the group has formed.
+        if device.type == "cuda" and not meets:
             runner.warm_up(config.scheduler.max_num_batched_tokens, self.progress)
         return runner
 
@@ -117,9 +123,10 @@ class LoadedModel:
 def build_runner(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
 ) -> Runner:
-    """Loads the model, or the share of it that ``mesh`` has, and preallocates everything a step needs.
+    """Load the model, or the share of ``mesh``, and allocate all memory for steps. Return the runner.
 
-    Raises ConfigError, before weights are read, when there is no device or no backend for the model.
+    Raises ConfigError when there is no device, or no backend for the model. Both are checked before weights
+    are read.
     """
     return load(config, progress=progress, poison=poison, mesh=mesh).runner()
 
@@ -127,7 +134,7 @@ def build_runner(
 def load(
     config: EngineConfig, *, progress: bool = True, poison: bool = False, mesh: Mesh | None = None
 ) -> LoadedModel:
-    """The model's weights, or the share of them that ``mesh`` has. Raises as ``build_runner``."""
+    """Load the weights of the model, or of the share of ``mesh``. Raises the errors of ``build_runner``."""
     device = device_of(config)
     check_rooms(config)
     if device.type == "cuda":
@@ -159,8 +166,10 @@ def load(
             counts=config.parallel.eplb_interval > 0,
         ),
     )
+    # Without a fixed size, the pools take the GPU memory left after the weights.
     kv = config.kv
     if device.type == "cuda" and config.cache.kv_cache_memory is None:
+        # Return cached memory first, so that `mem_get_info` counts the memory as free.
         torch.cuda.empty_cache()
         kv = fit_pools(config, *torch.cuda.mem_get_info(device), used=torch.cuda.memory_reserved(device))
     return LoadedModel(
@@ -176,14 +185,13 @@ def load(
 
 
 def release_unused() -> None:
-    """Gives memory of GPUs back that engines of this process had, which were closed and dropped."""
+    """Free GPU memory of closed engines in the process."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def trace_of(path: str, rank: int, group: str = "") -> str:
-    """The file that ``rank`` of ``group`` writes its trace to, of the one that was named: ranks share no
-    file."""
+    """Return the trace file of ``rank`` in ``group``, derived from ``path``. Two ranks never share a file."""
     file = Path(path)
     more = [group] * bool(group) + [f"rank{rank}"] * bool(rank)
     return str(file.with_name(".".join([file.stem, *more]) + file.suffix)) if more else path
@@ -192,7 +200,9 @@ def trace_of(path: str, rank: int, group: str = "") -> str:
 def graph_options(
     config: EngineConfig, model: Model, backends: Backends, progress: bool
 ) -> GraphOptions | None:
-    """How decode steps are captured; None (and a line in the log) where they cannot be, or must not."""
+    """Return the options for capturing decode steps, or None where capture is disabled or impossible. The
+    reason is logged.
+    """
     if not config.runner.decode_graphs or (config.device == "cpu" and not cpu.load()):
         return None
     why = obstacle(model, backends)
@@ -213,24 +223,25 @@ def graph_options(
         max_rows=config.scheduler.max_num_seqs,
         capture=CudaCapture(torch.device(config.device)),
         progress=progress,
-        lazy=meets,  # a communicator is there once the group has formed, and another one after it is lost
+        # Capture needs a communicator, which exists only after the group has formed and changes with each
+        # epoch.
+        lazy=meets,
         micro_batches=meets,
         keeps_hidden=config.speculation.speculative_method == "mtp",
     )
 
 
 def capturer(model: Model) -> Capture:
-    """``capture_calls``, whose replays tell the model's launcher of their collectives."""
+    """Return ``capture_calls``, bound to the model's launcher so replays report their collectives."""
     return functools.partial(capture_calls, launcher=model.mesh.launcher)
 
 
 def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVConfig:
-    """The pools that a GPU's memory holds now that the weights are there.
+    """Return the KV configuration with pools sized for a GPU's memory after the weights.
 
-    ``free``, ``total``: bytes of the device; ``used``: by this process. The share that
-    --gpu-memory-utilization leaves to others, and a step's activations, stay free. Ranks that have the same
-    GPU have equal parts of the rest, in any order of loading. Raises ConfigError when one full context does
-    not fit.
+    ``free``, ``total``: bytes of the device. ``used``: bytes of the process. The share outside of
+    --gpu-memory-utilization stays free, as does memory for a step's activations. Ranks on the same GPU get
+    equal parts of the rest, in any order of loading. Raises ConfigError when one full context does not fit.
     """
     cache = config.cache
     scheduler = config.scheduler
@@ -239,6 +250,7 @@ def fit_pools(config: EngineConfig, free: int, total: int, used: int = 0) -> KVC
     if config.parallel.layout.domain > 1 and config.parallel.collectives != "gloo":
         room -= LATER
     ranks = sharers(config.parallel, config.gpus, config.host)
+    # `free` depends on the load progress of other ranks on the GPU; a fixed part per rank does not.
     if ranks > 1:
         room = min(room, int(total * cache.gpu_memory_utilization) // ranks - used - CONTEXT)
     kv = config.kv

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the runner of a group that only encodes images."""
+"""Creates the runner of an encode group, from a resolved configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTower:
-    """A tower with its weights on a rank, which has no pool of embeddings yet."""
+    """A vision tower with weights on a rank, without an embedding pool."""
 
     config: EngineConfig
     model: TowerAlone
@@ -28,11 +28,11 @@ class LoadedTower:
 
     @property
     def kv(self) -> KVConfig:
-        """The same on every rank: nothing of it follows from what a rank has left."""
+        """KV configuration, equal on every rank because no size depends on free memory."""
         return self.config.kv
 
     def runner(self, kv: KVConfig | None = None) -> EncodeRunner:
-        """Preallocates everything a step needs. Once."""
+        """Allocate all memory for steps and return the runner. May be called once."""
         config = self.config
         return EncodeRunner(
             self.model.vision,
@@ -48,7 +48,9 @@ class LoadedTower:
 
 
 def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None) -> LoadedTower:
-    """The tower: every rank has it whole. Raises ConfigError as ``weft.engine.build.load``."""
+    """Load the vision tower. Every rank has the whole tower. Raises the ConfigError of
+    ``weft.engine.build.load``.
+    """
     device = device_of(config)
     check_rooms(config)
     rank = head_rank(config) if mesh is None else mesh.rank
@@ -78,7 +80,7 @@ def load_encoder(config: EngineConfig, *, progress: bool = True, mesh: Mesh | No
 def load_rank(
     config: EngineConfig, *, progress: bool = True, mesh: Mesh | None = None
 ) -> LoadedModel | LoadedTower:
-    """What a rank of the group loads, by its role. Raises ConfigError as ``weft.engine.build.load``."""
+    """Load the rank's part of the group by role. Raises the ConfigError of ``weft.engine.build.load``."""
     if config.transfer.role == "encode":
         return load_encoder(config, progress=progress, mesh=mesh)
     return load(config, progress=progress, mesh=mesh)

@@ -1,12 +1,12 @@
-"""The engine of one group: scheduler and executor, with one or two steps in flight.
+"""The engine of one group: a scheduler and an executor, with one or two steps in flight.
 
-    _plan     the scheduler builds the step; balance, overlap and domain set their fields; it is sealed once
+    _plan     the scheduler builds the step; balance, overlap and domain set fields; then freeze
     _launch   forward; sample
     _commit   read, commit, learn
-    _mask     of a constrained step: masks and sample, once all before it have committed
+    _mask     of a constrained step: masks and sample, once all earlier steps have committed
 
-What is in flight is what ran: one immutable plan, from ``seal`` to ``commit``. With two steps in flight, step
-N + 1 is planned and launched before step N's tokens are read:
+Each step in flight has one plan. The plan is immutable from ``seal`` to ``commit``. With two steps in flight,
+step N + 1 is planned and launched before the tokens of step N are read:
 
     launch N+1 ──────────────┐
     read N, commit N         │ runs meanwhile
@@ -56,13 +56,13 @@ from weft.types.plan import StepPlan, TokenMasks
 log = get_logger(__name__)
 
 STALLED_MS = 50
-"""Of one wait for a step whose end is told."""
+"""Maximum milliseconds of one wait on the sockets while the wake-up socket reports the end of the step."""
 RECOVERY_POLL = 0.05
-"""Seconds that a ``step`` waits for a group that is being formed anew."""
+"""Seconds that one call of ``step`` waits for a group in recovery."""
 
 
 class EngineCore:
-    """Takes Submits, makes TokenEvents."""
+    """The engine: takes ``Submit`` messages and makes ``TokenEvent`` messages."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class EngineCore:
         spans: SpanWriter | None = None,
         grammars: GrammarSource | None = None,
     ) -> None:
-        """Loads the model (with a progress bar on stderr if ``progress``) unless a ``runner`` is given.
+        """Load the model, unless a ``runner`` is given, and start the scheduler and the sources.
 
-        ``domain``: where other replicas have a part in every step; by default what ``config`` says.
-        ``spans``: where traced sequences are written to; closed with the engine. ``grammars``: by default
-        those of the model's tokenizer.
+        ``progress``: show a progress bar on stderr. ``domain``: the expert-parallel group (default: the
+        runner's). ``spans``: writer for traced sequences, closed by ``close``. ``grammars``: default: the
+        model tokenizer's.
 
-        Raises ConfigError for anything that cannot be served as configured.
+        Raises ConfigError for an unusable configuration.
         """
         self.config = config
         self._clock = clock or SystemClock()
@@ -92,51 +92,57 @@ class EngineCore:
         self.domain = domain or self.runner.domain
         rows = config.transfer.role != "encode"
         self.overlap = OverlapPolicy(mode_of(config.parallel if rows else None, config.device))
-        """Which steps are computed in micro-batches."""
+        """Decides which steps run in micro-batches."""
         self.balance = Balance(config.parallel.eplb_interval)
-        """At which steps experts move."""
+        """Decides before which steps experts move between ranks."""
         self.incarnation = secrets.randbits(64)
-        """Of this engine: no other has it."""
+        """Random 64-bit number of the engine. Distinguishes restarts for the peers of transfers."""
+        # `make_rooms` needs the ranks, so the runner is loaded before.
         self.rooms = make_rooms(config, self.runner, self.incarnation, self._clock)
-        """Transfers to or from other groups; None in a group that does everything itself."""
+        """KV transfers with other groups. None unless the role is ``prefill`` or ``decode``."""
         self.embeddings = make_embeddings(config, self.runner, self.incarnation, self._clock)
-        """Likewise of embeddings of images; None in a group that neither sends nor takes any."""
+        """Transfers of image embeddings with other groups. None in a group without embedding transfers."""
         self._stages = StageTimes(spans, self._clock.now)
         self._stages.follow(rooms.tally for rooms in self._all_rooms)
         self.grammars = grammars or GrammarSource(lambda: ModelGrammars(config))
-        """Grammars of sequences, until they are compiled."""
+        """Compiles grammars. A sequence stays blocked until the end of the compile."""
         rings = config.transfer.role == "prefill" and config.device == "cpu" and self.domain is None
         self._bell = self.runner.bell or (Doorbell() if rings else None)
-        """Rung at the end of a step, for a group that prefills: until then it takes in messages of rooms."""
+        """Wake-up socket for step ends, or None. A prefill group on a CPU handles transfers during a step."""
         self.sources = sources_of(self.grammars, self.rooms, self.embeddings, self._bell)
-        """All of them are there before a loop begins, as it asks for ``sockets`` once."""
+        """Sources of external input, complete before a loop starts: a loop reads ``sockets`` once."""
         self._depth = config.scheduler.steps_in_flight
         self._in_flight: deque[tuple[StepHandle, float]] = deque()
-        """Steps in flight, and when the planning of each began."""
+        """Steps in flight, oldest first, each with the start time of its planning."""
         self._stalled = False
-        """Whether the last ``step`` could only have waited for the device."""
+        """True if the last ``step`` returned early because the oldest step was still running."""
         self._launching = False
-        """Whether a step is being made; one that an interrupt cut short stays so, and none can follow."""
+        """True while a step is made. Stays True after an interrupt: then no further step is possible."""
         self._completed = -math.inf
-        """When the last result was read."""
+        """Time at which the last result was read; minus infinity before the first result."""
         self._mask_seconds = self._encode_seconds = 0.0
         self._lost_at: float | None = None
-        """When ranks were lost; None while the group takes steps."""
+        """Time at which ranks were lost; None while the group runs steps."""
 
     @property
     def deterministic(self) -> bool:
-        """Whether a sequence's logits are bitwise equal whatever its batch, chunks, cache hits, preemptions
-        and steps in flight are (E1): always with --deterministic, else where every operation is invariant.
+        """True if the logits of a sequence are bitwise invariant: batch, chunks, cache hits, preemptions and
+        steps in flight do not change one bit. True with --deterministic, and wherever every operation is
+        invariant.
         """
         return not self.runner.varying
 
     def describe_determinism(self) -> str:
-        """``deterministic: yes``, or no and because of what."""
+        """Return ``deterministic: yes``, or ``deterministic: no, by`` and the names of the varying
+        operations.
+        """
         varying = self.runner.varying
         return f"deterministic: no, by {', '.join(varying)}" if varying else "deterministic: yes"
 
     def describe_speculation(self) -> str | None:
-        """How many drafts were accepted so far, in words; None before the first."""
+        """Return a sentence with the share of accepted drafts, overall and by draft position; None without
+        drafts.
+        """
         stats = self.scheduler.stats()
         verified = sum(stats.drafts)
         accepted = sum(stats.drafts_accepted)
@@ -147,9 +153,10 @@ class EngineCore:
         return f"drafts: {accepted} of {verified} accepted; by place {shares}"
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
-        """Queues a sequence. An event means that its emitted ids had ended it already.
+        """Queue a sequence. Return its events: empty, unless the emitted ids already end the sequence or the
+        grammar is unusable.
 
-        Raises InvalidRequest, ContextLength or Overloaded; then nothing changed.
+        Raises InvalidRequest, ContextLength or Overloaded. The engine is unchanged after an error.
         """
         now = self._clock.now()
         if submit.grammar is None:
@@ -167,42 +174,50 @@ class EngineCore:
         return self._told(events + self._asked())
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence wherever it is. Idempotent; unknown ids are fine. What follows for its room, and
-        may for others, comes with the next ``hear``: here callers may care for this sequence alone.
+        """End a sequence in any state and return its events. Idempotent; unknown ids are ignored.
+
+        Consequences for transfers and for other sequences follow with the next ``hear``, because some callers
+        handle the events of one sequence only.
         """
         self.grammars.forget(sequence)
         self._stages.forget(sequence)
         return self._told(self.scheduler.finish(sequence))
 
     def _told(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """``events``, which leave the engine."""
+        """Record ``events`` in the stage times and return ``events`` unchanged. Every event leaves the engine
+        here.
+        """
         self._stages.told(events)
         return events
 
     def _asked(self) -> list[TokenEvent]:
-        """Whatever the scheduler asks of ``sources`` is carried out."""
+        """Let every source carry out the scheduler's requests. Return the events of the sources."""
         return [event for source in self.sources for event in source.asked(self.scheduler)]
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To sleep on while there is no work: replicas ring there, and sources speak."""
+        """Sockets and descriptors to poll while there is no work. Replicas of the expert-parallel group and
+        the sources wake the engine through these sockets.
+        """
         domain = () if self.domain is None else self.domain.sockets
         return [*domain, *(socket for source in self.sources for socket in source.sockets)]
 
     def hear(self) -> list[TokenEvent]:
-        """Takes in what came from ``sources``, and ends what awaited it for too long. Does not wait."""
+        """Handle new input of the sources and end sequences blocked past the time limit. Return the events.
+        Does not block.
+        """
         events = [event for source in self.sources for event in source.take(self.scheduler)]
         expired = self.scheduler.expire(self._clock.now())
         return self._told(events + expired + self._asked())
 
     @property
     def awaiting(self) -> bool:
-        """Whether there is nothing to do before something comes from outside, or is late."""
+        """True if there is no work until external input arrives or a time limit passes."""
         return not self.has_work() and self.scheduler.awaiting
 
     @property
     def transferring(self) -> bool:
-        """Whether other groups may still take what this one has computed."""
+        """True while a transfer to or from another group may still complete."""
         return any(rooms.moving for rooms in self._all_rooms)
 
     @property
@@ -210,8 +225,8 @@ class EngineCore:
         return [rooms for rooms in (self.rooms, self.embeddings) if rooms is not None]
 
     def sleep(self, seconds: float) -> None:
-        """Waits until something may have come from outside, or for ``seconds``."""
-        if not self.sockets:  # zmq would not wait
+        """Block until a socket is readable, at most for ``seconds``."""
+        if not self.sockets:  # zmq returns at once if no socket is registered
             time.sleep(seconds)
             return
         poller = zmq.Poller()
@@ -221,11 +236,13 @@ class EngineCore:
 
     @property
     def steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return self.scheduler.steps
 
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do, if only beside other replicas."""
+        """Return True if ``step`` has work. A replica of an expert-parallel group also steps for the other
+        replicas.
+        """
         if self._unfinished() or self.recovering:
             return True
         return self.domain is not None and self.domain.awake
@@ -235,11 +252,14 @@ class EngineCore:
 
     @property
     def recovering(self) -> bool:
-        """Whether ranks were lost, and their group is being formed anew: no step is made meanwhile."""
+        """True while the group recovers from lost ranks. No step is launched during a recovery."""
         return self._lost_at is not None
 
     def check(self) -> None:
-        """Looks after the ranks while there is nothing to compute. Does not wait. Raises EngineDead."""
+        """Check the ranks while there is nothing to compute. Does not block.
+
+        After a loss of ranks, start the recovery. Raises EngineDead if the group has recovered too often.
+        """
         if self.recovering:
             return
         try:
@@ -248,15 +268,17 @@ class EngineCore:
             self._lose(lost)
 
     def step(self) -> list[TokenEvent]:
-        """Launches the next step, if one can be planned, and commits the oldest one when it must.
+        """Launch the next step, if there is a plan, and commit the oldest step when the pipeline is full or
+        there is no next step. Return the events.
 
-        When ranks are lost, what ran waits until they are there again. Raises EngineDead (or whatever the
-        device raised) when the group cannot go on.
+        When ranks are lost, running sequences go back to the queue after the recovery, which later calls
+        drive. Raises EngineDead, or an error of the device, when the group cannot continue.
         """
         if self._lost_at is not None:
             if self.runner.recovered(RECOVERY_POLL):
                 log.info("the group is whole again after %.1f s", self._clock.now() - self._lost_at)
                 self._lost_at = None
+                # `requeued` counts the sequences given up, too; the log line shows the two numbers apart.
                 before = self.scheduler.stats().requeued
                 given_up = self.scheduler.requeue_all()
                 again = self.scheduler.stats().requeued - before - len(given_up)
@@ -268,29 +290,30 @@ class EngineCore:
         events: list[TokenEvent] = []
         try:
             self._step(events)
-        except GroupLost as lost:  # what was committed before is told
+        except GroupLost as lost:  # `events` keeps the commits from before the loss
             self._lose(lost)
             events += self._asked()
         return self._told(events)
 
     def _lose(self, lost: GroupLost) -> None:
-        """Ranks are lost, and with them the steps in flight."""
+        """Drop the steps in flight, fail the transfers and start the recovery of the group."""
         self._in_flight.clear()
         self._launching = self._stalled = False
         self._completed = -math.inf
-        self._lost_at = self._clock.now()  # first: an interrupt may come between
+        self._lost_at = self._clock.now()  # set first: an interrupt may come before the next line
         self.scheduler.lose()
         for rooms in self._all_rooms:
             rooms.lose()
         self.runner.recover(lost)
 
     def _step(self, events: list[TokenEvent]) -> None:
-        """``step``, whose events go into ``events`` as they are made."""
+        """Run one step and append the events to ``events``. An exception then loses no committed event."""
         if self._launching:
             raise EngineDead("a step was interrupted, and the engine can't go on")
         self._mask()
         plan = None
-        if len(self._in_flight) < self._depth:  # else an interrupt cut the last wait short: read first
+        # Full only after an interrupt cut the last wait short: then read first.
+        if len(self._in_flight) < self._depth:
             self._launching = True
             began = self._clock.now()
             plan = self._plan(began)
@@ -300,7 +323,8 @@ class EngineCore:
             events += self._asked()
         self._stalled = False
         if self._in_flight and (plan is None or len(self._in_flight) >= self._depth):
-            # Where somebody rings at the end of a step, the loop does not wait for it in here.
+            # With a wake-up socket the caller sleeps on `sockets`. Without a wake-up socket `_commit` blocks
+            # here.
             self._stalled = self._bell is not None and not self.runner.done(self._in_flight[0][0])
             if self._stalled:
                 self.runner.check()
@@ -310,15 +334,19 @@ class EngineCore:
             raise EngineDead("a step was planned and never launched")
 
     def wait_ms(self) -> int:
-        """How long a loop that has work may sleep on ``sockets`` before the next ``step``."""
+        """Return the milliseconds for which a loop with work may sleep on ``sockets`` before the next
+        ``step``.
+        """
         return STALLED_MS if self._stalled and not self.runner.done(self._in_flight[0][0]) else 0
 
     def _plan(self, now: float) -> StepPlan | None:
-        """The plan of the next step; None when there is nothing to do."""
+        """Return the frozen plan of the next step, or None when there is nothing to do."""
         builder = self.scheduler.build(now)
         if builder is not None:
             self.balance.ask(builder)
             self.overlap.ask(builder)
+        # All replicas of an expert-parallel group must launch the same step. `settle` may replace an absent
+        # builder by an idle step, or hold the local builder back.
         if self.domain is not None:
             builder = self.domain.settle(builder, self._unfinished(), self.scheduler.idle)
         plan = None if builder is None else self.scheduler.seal(builder)
@@ -335,17 +363,20 @@ class EngineCore:
         self._mask()
 
     def _mask(self) -> None:
-        """Samples the oldest step in flight, if it is constrained and that is still to be done: all before it
-        have committed, so its masks can be made; its forward runs meanwhile.
+        """Build the masks of the oldest step in flight and sample the step, if the step is constrained and
+        not sampled.
 
-        INVARIANT: where anything is in flight, its oldest step is sampled when this returns; so no forward
-        is launched behind one that is not (see ``weft.types.plan.TokenMasks``).
+        All earlier steps have committed, so the grammar states are current. The forward pass runs meanwhile.
+
+        INVARIANT: on return, the oldest step in flight is sampled. So no forward pass is launched behind an
+        unsampled step (see ``weft.types.plan.TokenMasks``).
         """
         if not self._in_flight or not (handle := self._in_flight[0][0]).plan.constrained:
             return
         if handle.sampled is not None:
             return
-        launching, self._launching = self._launching, True  # an interrupt of it could not be resumed
+        # An interrupt in here leaves the flag set: see `_launching`.
+        launching, self._launching = self._launching, True
         began = self._clock.now()
         masks = self.scheduler.masks(handle.plan)
         self._mask_seconds += self._clock.now() - began
@@ -359,29 +390,32 @@ class EngineCore:
             handle.sampled.add_done_callback(lambda _: bell.ring())
 
     def _commit(self, events: list[TokenEvent]) -> None:
-        """Waits for the oldest step, and commits it. Its events are in ``events`` before masks are sent, as
-        that may find that ranks are lost."""
-        handle, began = self._in_flight[0]  # it stays there when an interrupt cuts the wait short
+        """Block until the oldest step has ended, commit the step and append the events to ``events``.
+
+        The events are in ``events`` before masks are sent, because sending can raise GroupLost.
+        """
+        # Not popped yet: an interrupt of the wait must leave the step in flight.
+        handle, began = self._in_flight[0]
         try:
             result = self.runner.read(handle)
         except Exception:
             self._in_flight.popleft()
             raise
         self._in_flight.popleft()
-        # A step that was launched behind another one starts when that one ends.
+        # A step launched behind another step starts when the earlier step ends.
         now = self._clock.now()
         seconds = now - max(began, self._completed)
         self._completed = now
         events += self.scheduler.commit(handle.plan, result, now)
         self._encode_seconds += handle.encode_seconds
-        unlike = handle.uncaptured or handle.encode_seconds > 0  # what it took says nothing of its tokens
+        unlike = handle.uncaptured or handle.encode_seconds > 0  # time not explained by the step's tokens
         self.scheduler.observe(handle.plan, seconds, unlike)
         self.overlap.observe(handle.plan, handle.times)
         self._mask()
         events += self._asked()
 
     def stats(self) -> HeadStats:
-        """Counters and gauges of scheduler, transfers and overlap."""
+        """Return counters and gauges of the scheduler, the transfers, the grammars and overlap."""
         stats = self.scheduler.stats()
         images = None if self.embeddings is None else self.embeddings.stats(stats.embedding_transfers)
         return msgspec.structs.replace(
@@ -399,7 +433,7 @@ class EngineCore:
         )
 
     def welcome(self, incarnation: int) -> Welcome:
-        """What a front must know of this engine."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         kv = self.runner.kv
         return Welcome(
             versions=(OLDEST, VERSION),
@@ -419,19 +453,20 @@ class EngineCore:
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        """``Scheduler.follow_prefixes``."""
+        """Return the result of ``Scheduler.follow_prefixes``."""
         return self.scheduler.follow_prefixes()
 
     def close(self, failed: bool = False) -> None:
-        """Waits for what is in flight (its results are dropped) and ends the device thread and trace.
+        """Wait for the steps in flight, drop the results, and release the ranks, the transfers and the trace.
 
-        ``failed``: another engine will replace this one, and take over supervised ranks.
+        ``failed``: another engine will take over the supervised ranks, so leave the ranks running.
         """
         if (report := self.describe_speculation()) is not None:
             log.info("%s", report)
         if (report := self.overlap.describe()) is not None:
             log.info("%s", report)
         self.grammars.close()
+        # Transfers end before the ranks: a transfer uses the memory of the ranks.
         for rooms in self._all_rooms:
             rooms.close()
         while self._in_flight:

@@ -1,7 +1,7 @@
-"""One replica's part in its domain: every plan is agreed with the other replicas before it is launched.
+"""The part of one replica in its expert-parallel group: all replicas agree on each step before the launch.
 
-A domain is lost as a whole, and formed as a whole: when a rank of any replica is gone, communicators break in
-all of them, each forms its group anew, and their heads meet for the next epoch.
+An expert-parallel group is lost and formed as a whole. When a rank of any replica is lost, the communicators
+of all replicas break. Each replica forms a group again, and the engine processes meet for the next epoch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weft.scheduler.votes import Vote, most_drafts
 
 
 class Domain:
-    """One replica's part in its domain. Used from the thread that steps or forms the group; ``abort`` from
-    any thread.
+    """The part of one replica in its expert-parallel group. Used from the thread that steps or forms the
+    group; ``abort`` is safe from any thread.
     """
 
     def __init__(self, group: AgreementGroup) -> None:
@@ -27,22 +27,27 @@ class Domain:
 
     @property
     def awake(self) -> bool:
-        """Whether the domain steps. If so, this replica must step, too, also without work of its own."""
+        """True while the expert-parallel group runs steps. The local replica must then step, too, even
+        without work.
+        """
         return self._group.awake
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To poll while asleep."""
+        """Sockets to poll while the expert-parallel group is asleep."""
         return self._group.sockets
 
     def settle(
         self, builder: PlanBuilder | None, unfinished: bool, idle: Callable[[], PlanBuilder]
     ) -> PlanBuilder | None:
-        """The step to launch now: ``builder`` as agreed, or ``idle()``; None where no replica has one.
+        """Return the builder of the step to launch now, or None if the replicas launch no step.
 
-        ``builder`` says what this replica would like. ``unfinished``: whether sequences live or
-        steps are in flight here. Raises GroupLost when a replica is gone or late, and EngineDead when
-        replicas are not at the same step.
+        ``builder``: the proposal of the local replica, or None. ``unfinished``: True if the local replica has
+        live sequences or steps in flight. The result is ``builder``, or ``idle()`` without a proposal, with
+        the agreed fields set.
+
+        Blocks until all replicas have voted. Raises GroupLost when a replica is gone or late, and EngineDead
+        when the replicas are not at the same step.
         """
         try:
             decision = self._group.agree(vote_of(builder, unfinished))
@@ -58,20 +63,22 @@ class Domain:
         return builder
 
     def connect(self, store: Any, epoch: int, timeout: float, wakeups: Sequence[str] = ()) -> None:
-        """Begins ``epoch`` with all heads, asleep. See ``AgreementGroup.connect``. Raises CommLost."""
+        """Begin ``epoch`` with the engine processes of all replicas, asleep. See ``AgreementGroup.connect``.
+        Raises CommLost.
+        """
         self._group.connect(store, epoch, timeout, wakeups)
 
     def abort(self) -> None:
-        """Ends the epoch's agreement: a call of ``settle`` that waits raises GroupLost."""
+        """End the agreement of the epoch. A blocked ``settle`` then raises GroupLost."""
         self._group.abort()
 
     def close(self) -> None:
-        """Leaves the domain."""
+        """Leave the expert-parallel group."""
         self._group.close()
 
 
 def vote_of(builder: PlanBuilder | None, unfinished: bool) -> Vote:
-    """What a replica votes about the step that it would launch; None: it has none."""
+    """Return the vote of a replica on the step in ``builder``; None means no proposal."""
     if builder is None:
         return Vote(unfinished=unfinished)
     return Vote(

@@ -1,8 +1,8 @@
-"""The head process: an engine behind one zmq ROUTER, speaking ``weft.types.messages``.
+"""The engine process: serves one engine behind a zmq ROUTER, with the messages of ``weft.types.messages``.
 
-One thread does everything: between steps it takes what fronts sent, and a heartbeat leaves from the same
-loop that steps, so that a heartbeat proves progress. A bad frame is counted and dropped. What is answered is
-decided in ``weft.routing.head_protocol``.
+One thread does everything. Between steps the thread handles messages of API servers. Heartbeats leave from
+the step loop, so a heartbeat proves progress. An invalid frame is counted and dropped.
+``weft.routing.head_protocol`` decides the answers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = get_logger(__name__)
 HEARTBEAT_S = 0.5
 IDLE_POLL_MS = 100
 REPORT_S = 60.0
-"""Seconds between two reports on drafts in the log, if there are any."""
+"""Seconds between two log lines about draft acceptance."""
 
 
 class ServedEngine(HeadEngine, Protocol):
-    """What the loop needs of an engine. See ``weft.engine.core.EngineCore``, and
+    """The engine interface of the loop. See ``weft.engine.core.EngineCore`` and
     ``weft.engine.scripted.ScriptedEngine``.
     """
 
@@ -66,7 +66,7 @@ class ServedEngine(HeadEngine, Protocol):
 
 
 class EngineServer:
-    """Serves one engine to fronts. ``run`` returns when told to shut down, or when drained."""
+    """Serves one engine to API servers. ``run`` returns after a shutdown message or once drained."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class EngineServer:
         profiler: Profiler | None = None,
         shows: bool = False,
     ) -> None:
-        """``endpoint``: the address to listen at, or a listener that exists already. ``wait_ms``: how long
-        the engine's next step may wait for messages, while it has work; by default not at all. ``shows``:
-        whether other processes of the group are to open images that fronts show.
+        """``endpoint``: the address to listen at, or an open listener. ``wait_ms``: returns the milliseconds
+        for which a busy engine may wait for messages (default: 0). ``shows``: True if other processes of the
+        group must be able to open images in shared memory.
         """
         self._profiler = profiler or Profiler(None, "")
         self._core = core
@@ -96,20 +96,24 @@ class EngineServer:
         self._next_report = time.monotonic() + REPORT_S
 
     def run(self) -> None:
-        """Serves until shutdown. Raises what the engine raised, after telling every front."""
+        """Serve until shutdown or until drained. Raises errors of the engine, after a report to every API
+        server.
+        """
         failed = False
         try:
             while not self._protocol.stopped:
                 busy = self._core.has_work()
                 self._receive(self._wait_ms() if busy else IDLE_POLL_MS)
-                self._core.check()  # first: what ranks said of rooms is heard then
+                self._core.check()  # before `hear`, which handles the transfer reports received here
                 self._tell(self._core.hear())
+                # `hear` may have created work, so ask again.
                 if self._core.has_work():
                     busy = True
                     self._tell(self._core.step())
                 elif self._protocol.draining and not self._protocol.live and not self._core.transferring:
-                    break  # what awaits something ends before
-                # Fronts hear at once that all is done: their gauges would show what ran for a while yet.
+                    break  # blocked sequences have ended by then, because each has a time limit
+                # Send a heartbeat as soon as the engine is idle. Otherwise gauges would show load for up to
+                # half a second.
                 self._heartbeat(at_once=busy and not self._core.has_work())
                 self._profiler.look()
         except Exception as error:
@@ -180,7 +184,7 @@ class EngineServer:
 
 
 def tell_why(listener: Listener, error: WeftError) -> None:
-    """Answers fronts that have said hello to a head that cannot start: the reason is their last line."""
+    """Report the start error to all API servers that have said hello."""
     with contextlib.suppress(zmq.ZMQError):
         while True:
             front, *_ = listener.receive()
@@ -189,11 +193,14 @@ def tell_why(listener: Listener, error: WeftError) -> None:
 
 
 def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) -> None:
-    """Loads the model and serves it at ``listener`` until told to stop. The entry of the head process.
+    """Load the model and serve the model at ``listener`` until shutdown. The entry point of the engine
+    process.
 
-    ``pipe``: the descriptor of the pipe to the rank supervisor; None: this process starts its workers itself.
+    ``pipe``: descriptor of the pipe to the rank supervisor; None if the engine process starts the workers.
+    Raises errors of the start and of the engine. API servers that have said hello receive a WeftError of the
+    start.
     """
-    # Those import torch, which a head without a model does without.
+    # The modules below import torch. An engine process without a model does not need torch.
     from weft.engine.core import EngineCore
     from weft.engine.start import start_executor
     from weft.engine.supervised_ranks import SupervisedRanks
@@ -208,7 +215,7 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
             tell_why(listener, error)
         listener.close()
         raise
-    kv = core.runner.kv  # a GPU's pools are divided when the weights are there
+    kv = core.runner.kv  # on a GPU, pool sizes are known only after the weights are loaded
     pools = ", ".join(pool.describe(config.dtype) for pool in kv.pools)
     if not pools and kv.media is not None:
         pools = kv.media.describe()
@@ -216,7 +223,7 @@ def run_head(config: EngineConfig, listener: Listener, pipe: int | None = None) 
         "engine ready: %s, %s on %s, %s", pools, config.dtype, config.device, core.describe_determinism()
     )
     gc.collect()
-    gc.freeze()  # the model and all modules live as long as the process: never look through them again
+    gc.freeze()  # the model and all modules live as long as the process: the collector should skip them
     profiler = Profiler(config.runner.profile_dir, process_name(config))
     shows = bool(core.runner.membership.members)
     EngineServer(core, listener, wait_ms=core.wait_ms, profiler=profiler, shows=shows).run()

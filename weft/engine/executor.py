@@ -1,4 +1,4 @@
-"""The interface of a rank's runner, as its group uses it."""
+"""The interface of a rank's runner, as seen by the rank's group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weft.types.rooms import Endpoint
 
 
 class RankRunner(Protocol):
-    """Carries out plans on one rank: the contract of ``weft.runner.runner.Runner``."""
+    """Executes plans on one rank. ``weft.runner.runner.Runner`` documents the methods."""
 
     @property
     def kv(self) -> KVConfig: ...
@@ -56,7 +56,7 @@ class RankRunner(Protocol):
 
 
 def checksum(result: StepResult) -> int:
-    """Checksum of a step's sampled tokens: 32 bits, equal on all ranks of a group."""
+    """Return a 32-bit checksum of the sampled tokens of a step, equal on all ranks of a group."""
     made = 0
     for column in (result.tokens, result.accepted, result.drafts):
         made = zlib.crc32(column.tobytes(), made)
@@ -66,7 +66,7 @@ def checksum(result: StepResult) -> int:
 
 
 def moves(runner: RankRunner, cache: Cache) -> tuple[Transfer | None, Reports | None, Endpoint | None]:
-    """What of a rank moves ``cache`` to or from other groups."""
+    """Return the transfer, the reports and the endpoint of a rank for ``cache``. Absent parts are None."""
     if cache == "kv":
         return runner.transfer, runner.reports, runner.endpoint
     own = runner.embeddings

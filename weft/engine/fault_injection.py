@@ -1,4 +1,4 @@
-"""Planted faults, carried out: see ``weft.types.faults``. Where there are none, nothing is in the way."""
+"""Executes planted faults: see ``weft.types.faults``. Without faults, mesh and runner stay unwrapped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = get_logger(__name__)
 
 
 class PlantedError(RuntimeError):
-    """What a fault raises."""
+    """The error of a planted fault."""
 
 
 class Faults:
-    """The faults of one rank's process."""
+    """The planted faults of one rank's process."""
 
     def __init__(self, faults: Sequence[Fault], rank: int) -> None:
         self._faults = [fault for fault in faults if fault.rank == rank]
@@ -32,17 +32,19 @@ class Faults:
         return bool(self._faults)
 
     def reach(self, phase: Phase) -> None:
-        """The rank is in ``phase``. May not return, or raise PlantedError."""
+        """Execute the due faults of ``phase``. May raise PlantedError, or kill or stop the process."""
         for number, fault in enumerate(self._faults):
             if fault.phase != phase or (fault.needs and not os.path.exists(fault.needs)):
                 continue
+            # `needs` limits a fault to the time after a file exists. `mark` makes a fault happen once over
+            # all processes.
             self._reached[number] += 1
             if self._reached[number] > fault.after and _first(fault.mark):
                 log.error("planted: %s of rank %d in %s", fault.deed, fault.rank, phase)
                 _do(fault)
 
     def within(self, mesh: Mesh) -> Mesh:
-        """``mesh``, with the faults of collectives in what runs them."""
+        """Return ``mesh`` with the faults of the collective phases installed in the launcher."""
         if self:
             mesh.launcher.before = lambda: self._launches(mesh.launcher.moving)
         return mesh
@@ -53,7 +55,7 @@ class Faults:
             self.reach("rebalance")
 
     def around(self, runner: RankRunner) -> RankRunner:
-        """``runner``, with the faults on its way."""
+        """Return ``runner``, wrapped if there are faults."""
         return _Faulty(runner, self) if self else runner
 
 
@@ -72,7 +74,7 @@ def _do(fault: Fault) -> None:
 
 
 class _Faulty:
-    """A ``RankRunner`` around another."""
+    """A ``RankRunner`` with fault phases around the calls of another runner."""
 
     def __init__(self, runner: RankRunner, faults: Faults) -> None:
         self._runner = runner

@@ -1,10 +1,10 @@
-"""Grammars of sequences on their way: compiled outside the step loop, which goes on meanwhile.
+"""Compiles the grammars of sequences outside the step loop, which continues meanwhile.
 
     submit ──► compiled in a thread, within a deadline ──► take: the scheduler gets a matcher
                                                          ╰► or the sequence ends with the compiler's error
 
-The sequence awaits its grammar as another one awaits its cache (``Scheduler.add``). An idle loop sleeps on a
-descriptor that is written to when a compile ends.
+A sequence stays blocked until the end of the compile, just as a sequence blocked on KV (``Scheduler.add``).
+An idle loop sleeps on a descriptor, readable at the end of a compile.
 """
 
 from __future__ import annotations
@@ -30,57 +30,63 @@ from weft.types.messages import Submit, TokenEvent
 log = get_logger(__name__)
 
 AWAIT_S = 60.0
-"""Seconds that a sequence awaits its grammar at most. A compiler's own deadline is well before."""
+"""Maximum seconds that a sequence stays blocked on a grammar. The compiler's own deadline is well before."""
 
 
 class Compile(Protocol):
-    """A compile under way, or done."""
+    """A compile, running or complete."""
 
     def done(self) -> bool:
-        """Whether ``result`` returns at once: also once its deadline has passed."""
+        """Return True if ``result`` would not block: the compile has ended or the deadline has passed."""
 
     def result(self) -> CompiledGrammar:
-        """Raises WeftError: what is wrong with the grammar, or that it took too long."""
+        """Return the compiled grammar. Raises WeftError for an invalid grammar or a compile past the
+        deadline.
+        """
 
 
 class Compiler(Protocol):
-    """Compiles grammars for the model of this engine, in threads."""
+    """Compiles grammars for the model of the engine, in threads."""
 
     @property
     def end_ids(self) -> Iterable[int]:
-        """Ids that its masks allow where a grammar may end."""
+        """Token ids allowed by a mask where a grammar may end."""
 
     def submit(self, grammar: Grammar, ring: Callable[[], None], client: int) -> Compile:
-        """Begins for ``client``; never waits. ``ring`` is called, from any thread, when it has ended, if not
-        in time."""
+        """Start a compile for ``client`` and return at once. Unless the compile has ended already, ``ring``
+        is called at the end, from any thread.
+        """
 
     def close(self) -> None:
-        """Takes no more. Does not wait."""
+        """Refuse further compiles. Does not wait."""
 
 
 class GrammarSource:
-    """The ``AwaitedSource`` of grammars. Used from the thread that steps."""
+    """The ``AwaitedSource`` of grammars. Used from the stepping thread."""
 
     def __init__(self, make: Callable[[], Compiler]) -> None:
-        """``make`` is called for the first grammar."""
+        """``make``: creates the compiler, called for the first grammar."""
         self._make = make
         self._compiler: Compiler | None = None
         self._pending: dict[int, Compile] = {}
-        """By sequence."""
+        """Sequence -> running compile."""
         self._bell = -1
         self._lock = threading.Lock()
         self._closed = False
         self._rung = False
         self.compiled = 0
-        """Grammars compiled, or found compiled, for a sequence."""
+        """Number of grammars compiled or found compiled, counted per sequence."""
 
     @property
     def sockets(self) -> Sequence[Any]:
         return (self._own_bell(),)
 
     def open(self, submit: Submit, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Begins to compile the grammar of a sequence that was added. Returns the sequence's end, if it is of
-        no use; what was compiled before is there at once.
+        """Start to compile the grammar of a sequence already added to the scheduler. Return the events of the
+        sequence.
+
+        A grammar from the compiler's cache reaches the scheduler at once. An unusable grammar ends the
+        sequence.
         """
         assert submit.grammar is not None
         compiler = self._compiler = self._compiler or self._make()
@@ -89,12 +95,13 @@ class GrammarSource:
         return self._settle(submit.sequence, scheduler)
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended. Unknown ones are fine."""
+        """Drop the compile of an ended sequence. Unknown ids are ignored."""
         self._pending.pop(sequence, None)
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """What has been compiled goes to the scheduler. Cheap while nothing is."""
-        if self._rung:  # also for what was settled before it rang: else an idle loop would never sleep
+        """Pass compiled grammars to the scheduler and return the events. Cheap when no compile has ended."""
+        # Also after a compile settled elsewhere: a signal left unread would keep an idle loop awake.
+        if self._rung:
             self._rung = False
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._bell)
@@ -103,12 +110,13 @@ class GrammarSource:
         return [event for sequence in list(self._pending) for event in self._settle(sequence, scheduler)]
 
     def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """The scheduler asks for no grammar: it is told with the Submit."""
+        """Return no events: the Submit carries the grammar, so the scheduler requests nothing."""
         return []
 
     def close(self) -> None:
-        """Drops what is under way."""
+        """Drop all running compiles, then close the descriptor and the compiler."""
         self._pending.clear()
+        # Under the lock: `_ring` must not write to a closed descriptor.
         with self._lock:
             self._closed = True
             if self._bell >= 0:
@@ -124,7 +132,7 @@ class GrammarSource:
         assert self._compiler is not None
         try:
             matcher = compile_.result().matcher()
-        except Exception as error:  # a compiler is another library's: it ends one sequence, and nothing else
+        except Exception as error:  # an error inside a third-party compiler must end only one sequence
             known = error if isinstance(error, WeftError) else EngineDead("the grammar could not be compiled")
             if known is not error:
                 log.exception("a grammar could not be compiled")
@@ -138,23 +146,24 @@ class GrammarSource:
         return self._bell
 
     def _ring(self) -> None:
-        with self._lock:  # a compile may end after this source
+        # A compile may end after `close`, when the descriptor number may belong to another file.
+        with self._lock:
             if not self._closed:
                 os.eventfd_write(self._bell, 1)
                 self._rung = True
 
 
 class ModelGrammars:
-    """The ``Compiler`` of one model: its tokenizer, and the backend of ``--grammar-backend``.
+    """The ``Compiler`` of one model, with the tokenizer and the backend of ``--grammar-backend``.
 
-    The backend is made with the first grammar, in the thread that compiles: reading a tokenizer's tokens
-    takes a second, which servers without grammars do not pay.
+    The compiling thread creates the backend at the first grammar. Reading a tokenizer's tokens takes a
+    second, which servers without grammars do not pay.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.end_ids: tuple[int, ...] = ()
-        """Once something was compiled."""
+        """Sorted end-of-output token ids; empty until the first compile."""
         seconds = config.grammar.grammar_compile_timeout
         self._compiler = GuardedCompiler(self._backend, seconds, _made)
         self._service = GrammarService(self._compiler, timeout=seconds, apart=True)

@@ -1,16 +1,16 @@
-"""Carries out what ``weft.group.membership`` decides: every step is carried out by all ranks of a group.
+"""Executes the decisions of ``weft.group.membership``. All ranks of a group execute every step.
 
-    forward(plan)    digest, one frame to every rank, then this rank's own Runner
+    forward(plan)    digest, one frame to every rank, then the local Runner
     sample(handle)   masks of a constrained step as another frame to every rank
-    read(handle)     this rank's result, and every rank's outcome of the step before: a rank that failed, fell
+    read(handle)     the local result, and every rank's outcome of the step before: a rank that failed, fell
                      silent or sampled something else raises GroupLost
 
-The tokens of a step leave before the other ranks' outcomes of it are in; those are there before the next
-step's leave. A group of one rank has nobody to send to, and keeps no digest.
+The tokens of a step leave the engine before the outcomes of the other ranks are known. The outcomes are
+checked before the tokens of the next step leave. A group of one rank sends no frames and computes no digest.
 
-    the thread that steps    reads frames, sends, looks at leases
-    the carrier              what blocks: ends and starts processes, connects communicators
-    the watch                heartbeats, processes that ended; aborts collectives that would wait for ever
+    the stepping thread      reads frames, sends, looks at leases
+    the carrier              blocking work: ends and starts processes, connects communicators
+    the watch                heartbeats, ended processes; aborts hung collectives
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from weft.types.rooms import Endpoint
 log = get_logger(__name__)
 
 CLOSE_S = 30.0
-"""Seconds that an epoch which is being formed has to end when the group is closed."""
+"""Maximum seconds for ``close`` to wait for the formation of an epoch."""
 _TURN = 0.05
-"""Seconds of one wait for frames; between two of them, what other threads found is looked at."""
+"""Seconds of one wait for frames. Between two waits the thread checks for errors found by other threads."""
 
 R = TypeVar("R")
 
 
 class GroupExecutor:
-    """A group's head. Used from one thread, the one that steps."""
+    """The engine's side of a group. Used from one thread, which steps."""
 
     def __init__(
         self,
@@ -73,33 +73,38 @@ class GroupExecutor:
         clock: Clock | None = None,
         carrier: Carrier | None = None,
     ) -> None:
-        """Returns when the first epoch runs. ``load`` is called once all ranks have said hello.
+        """Start the group and block until the first epoch runs. ``load`` is called after all ranks have said
+        hello.
 
-        Raises ConfigError for a rank that differs or cannot load as it is told, and GroupLost when one does
-        not come up.
+        Raises ConfigError for a rank with another configuration, or unable to load the model. Raises
+        GroupLost when a rank does not start.
         """
         self.membership = membership
-        """Used under the lock, but for what only grows or is replaced as a whole."""
+        """State machine of the group. Events are fed under the lock. Other reads need no lock, because the
+        fields read only grow or are replaced as a whole.
+        """
         self._links, self._timeout = links, rank_timeout
         self._clock = clock or SystemClock()
         self._lock = threading.RLock()
         self._carrier = carrier or ThreadPoolExecutor(1, thread_name_prefix="weft-group")
         self._carried: Future[None] | None = None
-        """The last that was given to the carrier."""
+        """Last action of the carrier; None before the first."""
         self._outbox: deque[t.Send | t.Renew] = deque()
-        """For the thread that steps."""
+        """Frames and leases for the stepping thread to send."""
         self._inbox: deque[tuple[bytes, bytes]] = deque()
-        """What was received and not taken in: an interrupt may come between."""
+        """Received frames, not handled yet. A frame stays here until handled, because an interrupt may
+        come.
+        """
         self._actions: deque[t.Action] = deque()
-        """What was decided and not carried out: so may one here."""
+        """Decided actions, not executed yet. An action stays here, because an interrupt may come."""
         self._store: Any = None
-        """Of the present epoch, kept while that lasts."""
+        """Communicator store of the current epoch, referenced until the next epoch."""
         self.rooms: GroupRooms | None = None
-        """What ranks have to do with rooms, in a group with a role."""
+        """KV transfers of the ranks; None in a group without KV transfers."""
         self.embeddings: GroupRooms | None = None
-        """Likewise with rooms of embeddings, in a group that sends or takes them."""
+        """Embedding transfers of the ranks; None in a group without embedding transfers."""
         self._results: dict[int, StepResult] = {}
-        """Of steps that ended here, until ``read`` has returned them."""
+        """Results of steps completed on the local rank, until ``read`` returns the result."""
         self._pixels = StepPixels()
         links.resources.callback(links.mesh.close)
         self._watch: HeadWatch | None = None
@@ -121,10 +126,13 @@ class GroupExecutor:
         self._feed(t.Own("loaded", blocks_of(share.kv)))
         self._until(lambda: members.pools is not None)
         assert members.pools is not None
+        # The smallest pool of all ranks counts: every rank must have the same block numbers.
         self._runner = share.runner(sized(share.kv, members.pools))
         self._links.resources.callback(self._runner.close)
         self.bell: Doorbell | None = getattr(self._runner, "bell", None)
-        """Rung whenever a step has ended here; None where the thread that steps waits for it instead."""
+        """Wake-up socket, signalled at the end of each step on the local rank; None where ``read`` blocks
+        instead.
+        """
         self._digest = SlotDigest(self.kv.num_slots, len(self.kv.pools))
         self.rooms = self._make_rooms("kv")
         self.embeddings = self._make_rooms("embeddings")
@@ -139,7 +147,7 @@ class GroupExecutor:
         numbers = {rank: number for number, rank in enumerate(sorted(members), 1)}
 
         def send(rank: int, data: bytes) -> None:
-            if members[rank].ready:  # who is being started, or loads, has no part in rooms
+            if members[rank].ready:  # a rank during its start or load takes no part in transfers
                 self._send(members[rank].peer, data, rank)
 
         def endpoints() -> list[Endpoint | None]:
@@ -148,11 +156,11 @@ class GroupExecutor:
 
         return GroupRooms(transfer, reports, endpoints, numbers, send, self._links.channel.sockets, cache)
 
-    # ---- what a Runner has
+    # ---- the interface of a Runner
 
     @property
     def runner(self) -> RankRunner:
-        """This rank's own."""
+        """Runner of this rank."""
         return self._runner
 
     @property
@@ -172,29 +180,31 @@ class GroupExecutor:
         return self._runner.varying
 
     def done(self, handle: StepHandle) -> bool:
-        """Whether ``read`` would not wait."""
+        """Return True if ``read`` would not block."""
         steps, before = self.membership.steps, handle.plan.step - self.membership.lag
         return self._runner.done(handle) and steps.settled(before)
 
     @property
     def domain(self) -> Domain | None:
-        """Where other replicas have a part in every step."""
+        """Expert-parallel group of the replica; None without a group."""
         return self._links.domain
 
     @property
     def processes(self) -> Ranks | None:
-        """Processes of the workers on this host."""
+        """Worker processes on the local host; None without workers."""
         return self._links.processes
 
     def forward(self, plan: StepPlan) -> StepHandle:
-        """Sends the step to every rank and launches this rank's share.
+        """Send the step to every rank and launch the local share. Return the handle of the step.
 
-        Raises GroupLost, and EngineDead for a plan that contradicts the slot table; then nothing was sent.
+        Raises GroupLost. Raises EngineDead for a plan in conflict with the slot table; then no frame was
+        sent.
         """
         self._check()
         members = self.membership.members
         if members:
             digest = self._digest.take(plan)
+            # Handle arrived frames: a lost rank is then found before the launch.
             self._turn(0)
             self._check()
             framed = self._pixels.framed(plan, members.values())
@@ -203,8 +213,10 @@ class GroupExecutor:
         return self._guard(lambda: self._runner.forward(plan))
 
     def sample(self, handle: StepHandle, masks: TokenMasks | None = None) -> None:
-        """Launches the step's sampling on this rank; the others sample when they have computed, and got its
-        ``masks``. Raises GroupLost.
+        """Launch the sampling of the step on the local rank. With ``masks``, send the masks to the other
+        ranks first.
+
+        The other ranks sample after the forward pass, a constrained step only with masks. Raises GroupLost.
         """
         if masks is not None and self.membership.members:
             self._check()
@@ -218,39 +230,47 @@ class GroupExecutor:
         self._check()
 
     def read(self, handle: StepHandle) -> StepResult:
-        """Waits for the step here, and for the one before it everywhere; one of ops alone, whose ranks no
-        collective keeps together, ends everywhere, as transfers may then write what it touched. Raises
-        GroupLost. When an interrupt cut the wait short, it can be called again."""
+        """Block until the step has ended on the local rank, and on all ranks the step ``membership.lag``
+        steps earlier.
+
+        Return the result.
+
+        A step without rows waits for all ranks where ``bell`` is None: no collective keeps the ranks
+        together, and transfers may then write the freed blocks. Raises GroupLost. After an interrupted wait
+        the call can be repeated.
+        """
         step = handle.plan.step
         if not self.membership.members:
             return self._guard(lambda: self._runner.read(handle))
         if step not in self._results:
             self._results[step] = self._guard(lambda: self._runner.read(handle))
-        if self.membership.steps.own < step:  # an interrupt may have come before it was reported
+        if self.membership.steps.own < step:  # not yet reported, also if an interrupt came after the read
             self._feed(t.OwnOutcome(step, checksum(self._results[step])))
         self._wait(lambda: self.membership.counts(step))
         self._pixels.settled(step - self.membership.lag)
-        if not handle.plan.rows and self.bell is None:  # who encodes takes nothing from outside
+        # An encode group (with a wake-up socket) receives nothing from other groups.
+        if not handle.plan.rows and self.bell is None:
             self.settle()
         return self._results.pop(step)
 
     def settle(self) -> None:
-        """Waits for every rank's outcome of what was read here. Raises GroupLost."""
+        """Block until every rank has reported the outcome of all steps read here. Raises GroupLost."""
         steps = self.membership.steps
         self._wait(lambda: steps.settled(steps.own))
 
     def check(self) -> None:
-        """Looks after the other ranks while nothing is computed; does not wait. Raises GroupLost."""
+        """Check the other ranks while nothing is computed. Does not block. Raises GroupLost."""
         if not self.membership.alone:
             self._turn(0)
             self._check()
 
-    # ---- losing
+    # ---- loss and recovery
 
     def recover(self, lost: GroupLost) -> None:
-        """After GroupLost, when steps in flight are forgotten: begins to form the group anew, slots empty.
+        """Start to form the group again after GroupLost, with all slots empty. The caller has dropped the
+        steps in flight.
 
-        Raises EngineDead when that was done too often.
+        Raises EngineDead after too many recoveries.
         """
         self._results.clear()
         self._pixels.clear()
@@ -259,9 +279,9 @@ class GroupExecutor:
             raise self.membership.failed
 
     def recovered(self, wait: float) -> bool:
-        """Whether the group takes steps again; waits ``wait`` seconds for that.
+        """Return True if the group runs steps again. Block up to ``wait`` seconds for the new epoch.
 
-        Raises EngineDead, past the deadlines of ``Membership`` at the latest, when it cannot be formed.
+        Raises EngineDead when the group cannot be formed, at the latest at the deadlines of ``Membership``.
         """
         until = self._clock.now() + wait
         while self.membership.phase != "running":
@@ -273,7 +293,7 @@ class GroupExecutor:
         return True
 
     def close(self, leave: bool = False) -> None:
-        """Ends it, wherever it is. ``leave``: ranks that somebody keeps are left to the next head."""
+        """End the group in any phase. ``leave``: leave supervised ranks to the next engine process."""
         processes = self._links.processes
         dismiss = not leave or processes is None or not processes.outlive
         try:
@@ -284,11 +304,11 @@ class GroupExecutor:
         self._end(dismiss)
 
     def _end(self, dismiss: bool) -> None:
-        """Ends everything, however far it is."""
+        """End all threads, connections and resources, however far the start has come."""
         self._feed(t.Close(dismiss))
         until = self._clock.now() + CLOSE_S
         while self._carried is not None and not wait([self._carried], 0.1).done:
-            self._abort()  # again and again: what connects may not have begun to wait when it was aborted
+            self._abort()  # repeatedly: a connection attempt may begin after an abort
             if self._clock.now() > until:
                 log.warning("an epoch that was being formed has not ended")
                 break
@@ -298,7 +318,7 @@ class GroupExecutor:
             self._watch.close()
         self._links.resources.close()
 
-    # ---- what the thread that steps does
+    # ---- the stepping thread
 
     def _check(self) -> None:
         members = self.membership
@@ -313,20 +333,27 @@ class GroupExecutor:
             self._turn(_TURN)
 
     def _go_on(self) -> None:
-        """This thread, which waits for the group, has no steps, if an epoch began and was lost meanwhile."""
+        """Let the formation go on after another loss, and raise EngineDead once the group has failed.
+
+        The stepping thread waits for the group and has no steps in flight, so a lost epoch can be resumed at
+        once.
+        """
         if (lost := self.membership.unresumed) is not None:
             self._feed(t.Resume(lost))
         if self.membership.failed is not None:
             raise self.membership.failed
 
     def _wait(self, reported: Callable[[], bool]) -> None:
-        """For reports of the other ranks. Raises GroupLost."""
+        """Block until ``reported()``, a report of the other ranks, is True. Raises GroupLost."""
         while not reported():
             self._check()
             self._turn(_TURN)
 
     def _guard(self, work: Callable[[], R]) -> R:
-        """``work()`` of this rank. What it raises ends the epoch, as GroupLost that says who is at fault."""
+        """Return ``work()`` of the local rank. An error of ``work`` ends the epoch.
+
+        Raises GroupLost with the rank at fault, or the error itself in a group of one rank.
+        """
         members = self.membership
         if members.alone:
             return work()
@@ -334,19 +361,20 @@ class GroupExecutor:
             return work()
         except Exception as error:
             self._failed(members.epoch, error)
-            while members.phase == "running":  # a collective failed: somebody may say why
+            while members.phase == "running":  # a failed collective: wait for the rank at fault to report
                 self._turn(_TURN)
             raise (members.lost or members.failed or error) from error
 
     def _turn(self, wait: float) -> None:
-        """Sends what is to be sent, and takes in what came, waiting ``wait`` seconds for the first of it."""
+        """Send queued frames and handle received frames. Block up to ``wait`` seconds for the first frame."""
         self._flush()
         while True:
             if not self._inbox and (received := self._links.channel.receive(wait)) is not None:
                 self._inbox.append(received)
             if not self._inbox:
                 break
-            wait = 0
+            wait = 0  # only the first receive may block
+            # Peek, and pop after the event is fed: an interrupt must not lose the frame.
             peer, data = self._inbox[0]
             try:
                 event: t.Event = t.Received(peer, self._pixels.heard(f.decode_to_head(data)))
@@ -377,7 +405,7 @@ class GroupExecutor:
             if rank is not None:
                 self._feed(t.Gone(rank, "it is not connected"))
 
-    # ---- from any thread
+    # ---- any thread
 
     def _feed(self, event: t.Event) -> None:
         with self._lock:
@@ -403,7 +431,7 @@ class GroupExecutor:
     def _failed(self, epoch: int, error: Exception) -> None:
         self._feed(t.OwnFailure(epoch, known_error(error).message, isinstance(error, CommLost)))
 
-    # ---- from the watch
+    # ---- the watch's thread
 
     def _heard(self, heartbeat: f.RankHeartbeat) -> f.RankHeartbeat:
         self._feed(t.Received(b"", heartbeat))
@@ -411,12 +439,12 @@ class GroupExecutor:
 
     def _looked(self) -> None:
         processes = self._links.processes
-        with self._lock:  # a process that was replaced is off the books before anybody is told
+        with self._lock:  # under the lock: a process replaced by the carrier must not be reported as dead
             for rank, how in processes.dead() if processes is not None else ():
                 self._feed(t.Gone(rank, how))
             self._feed(t.Read(heartbeats=True))
 
-    # ---- what blocks: in the carrier
+    # ---- blocking work, in the carrier's thread
 
     def _carry(self, action: t.Spawn | t.Connect) -> None:
         processes = self._links.processes

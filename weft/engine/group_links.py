@@ -1,4 +1,4 @@
-"""What a group is made of: this rank's share of the model, and what reaches the others."""
+"""The parts of a group: the local rank's share of the model, and the connections to the other ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from weft.parallel.mesh import Mesh
 
 
 class Share(NamedTuple):
-    """This rank's share of a model, loaded."""
+    """The local rank's share of a loaded model."""
 
     kv: KVConfig
-    """What it has room for."""
+    """KV configuration with pool sizes limited by memory."""
     runner: Callable[[KVConfig], RankRunner]
-    """Allocates the pools that it is given. Once."""
+    """Allocates pools of the given sizes and returns the runner. May be called once."""
 
 
 @dataclass(kw_only=True)
 class Links:
-    """What a group has to reach its ranks, and other replicas, with. By default there are neither."""
+    """Connections of a group to ranks and to other replicas. The defaults describe a single rank."""
 
     channel: HeadChannel = field(default_factory=NoRanks)
     heartbeats: HeadChannel | None = None
     processes: Ranks | None = None
-    """Of the workers on this host; None where there are none."""
+    """Worker processes on the local host; None without workers."""
     mesh: Mesh = field(default_factory=Mesh)
     leases: Leases | None = None
     domain: Domain | None = None
     resources: ExitStack = field(default_factory=ExitStack)
-    """What ends with the group."""
+    """Resources to close with the group."""

@@ -1,7 +1,8 @@
-"""Rooms and the ranks of one group: what all of them are to do, and what they say.
+"""The transfers on the ranks of one group: commands from the engine process to all ranks, and the reports of
+the ranks.
 
-To this rank's own transfers words go by a call, to the others by frames, in order with those of steps. Ranks
-are numbered within the group here, as ``weft.transfer`` has them: 0 is the head's.
+The engine's own rank is reached by calls. Other ranks are reached by frames, in order with the frames of
+steps. Ranks have numbers within the group here, as in ``weft.transfer``: number 0 is the engine's rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RankWord = ev.RankReport | ev.RankStopped | ev.RankGone
 
 
 class OwnTransfer(Protocol):
-    """This rank's ``RankTransfer``."""
+    """The ``RankTransfer`` of the engine's rank."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -39,7 +40,7 @@ class OwnTransfer(Protocol):
 
 
 class OwnReports(Protocol):
-    """What the head's own rank tells of rooms."""
+    """Reports of the engine's own rank about transfers."""
 
     @property
     def descriptor(self) -> int: ...
@@ -48,7 +49,9 @@ class OwnReports(Protocol):
 
 
 class GroupRooms:
-    """Rooms on the ranks of a group: the head's side. Used from the thread that steps, but for ``ended``."""
+    """The engine's side of the transfers on all ranks of a group. Used from the stepping thread, except
+    ``ended``.
+    """
 
     def __init__(
         self,
@@ -60,9 +63,11 @@ class GroupRooms:
         sockets: Sequence[Any] = (),
         cache: f.Cache = "kv",
     ) -> None:
-        """``endpoints()``: of all ranks in order, as far as they have said. ``others``: each other rank as
-        frames name it, and its number here. ``send(rank, frame)`` does not wait. ``sockets``: of frames.
-        ``cache``: what the rooms move."""
+        """``own`` and ``reports`` belong to the engine's rank. ``endpoints()`` returns the endpoints of all
+        ranks in order, None for a rank without a report. ``others``: frame rank -> number within the group.
+        ``send(rank, frame)`` must not block. ``sockets``: sockets for frames. ``cache``: the cache type of
+        the transfers.
+        """
         self._own, self._reports = own, reports
         self._endpoints, self._others, self._send = endpoints, dict(others), send
         self._cache = cache
@@ -71,26 +76,26 @@ class GroupRooms:
 
     @property
     def dims(self) -> GroupDims:
-        """The caches of the group."""
+        """Dimensions of the caches of the group."""
         return self._own.dims
 
     @property
     def ranks(self) -> range:
-        """All of them."""
+        """Numbers of all ranks."""
         return range(1 + len(self._others))
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """Readable when ranks have said something."""
+        """Sockets and descriptors, readable when ranks have sent reports."""
         return self._sockets
 
     def endpoints(self) -> tuple[Endpoint, ...] | None:
-        """Where each rank takes bytes; None unless all have said it."""
+        """Return the endpoint of each rank, or None until all ranks have reported an endpoint."""
         known = tuple(endpoint for endpoint in self._endpoints() if endpoint is not None)
         return known if len(known) == len(self.ranks) else None
 
     def send(self, frame: f.RoomToRank) -> None:
-        """Has every rank carry it out, as far as frames reach them."""
+        """Execute the command on every rank. A rank without a connection misses the command."""
         match frame:
             case f.PushRoom(offer=offer, bound=bound, blocks=blocks, num_cached=num_cached):
                 self._own.begin(offer, bound, blocks, num_cached)
@@ -98,13 +103,14 @@ class GroupRooms:
                 self._own.expect(offer, bound)
             case f.StopRoom(key=key):
                 self._own.stop(key)
+        # Encode once: every other rank gets the same bytes.
         if self._others:
             data = f.encode(msgspec.structs.replace(frame, cache=self._cache))
             for rank in self._others:
                 self._send(rank, data)
 
     def heard(self, frame: f.RoomToHead) -> None:
-        """A rank of this group sent it."""
+        """Queue a report from another rank of the group."""
         number = self._others[frame.rank]
         match frame:
             case f.RoomReport(key=key, outcome=outcome, error=error):
@@ -113,26 +119,29 @@ class GroupRooms:
                 self._said.append(ev.RankStopped(key, number))
 
     def ended(self, rank: int) -> None:
-        """The process that was ``rank``, as frames name it, has ended. From any thread."""
+        """Queue the end of the process with frame rank ``rank``. Safe from any thread."""
         if rank in self._others:
             self._said.append(ev.RankGone(self._others[rank]))
 
     def take(self) -> list[RankWord]:
-        """What ranks have said since the last call, and which have ended. Cheap when there is nothing. Raises
-        EngineDead when this process can have no part in transfers any more: another one can.
+        """Return the reports and the ended ranks since the last call. Cheap when there are none.
+
+        Raises EngineDead when the transfer thread of the process has failed. A new process can transfer
+        again.
         """
         if self._own.failure is not None:
             raise EngineDead("the head's thread that moves caches between groups has failed")
         said: list[RankWord] = []
         for word in self._reports.take():
             said.append(_of_head(word))
+        # Another thread may append an end of a process meanwhile (`ended`), so drain with popleft.
         while self._said:
             said.append(self._said.popleft())
         return said
 
 
 def _of_head(word: ev.RankReport | ev.RankStopped) -> RankWord:
-    """A word of the head's own rank, which is 0 here, whatever it is called there."""
+    """Return the report with rank 0: frames and local transfers number the engine's rank differently."""
     if isinstance(word, ev.RankReport):
         return ev.RankReport(word.key, 0, word.outcome, word.error)
     return ev.RankStopped(word.key, 0)

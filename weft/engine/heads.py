@@ -1,4 +1,4 @@
-"""Starts and ends the head processes of a server, and their workers, which outlive heads."""
+"""Starts and ends the heades of a server and the workers, which outlive engine processes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from weft.links.link import Address
 from weft.parallel.remote import REFUSED, RemoteHead, RemoteHeads
 
 LEAVE_S = 3.0
-"""Least seconds that other hosts get to read on the board that the server ends."""
+"""Minimum seconds for other hosts to read the end of the server from the rendezvous store."""
 
 
 class HeadProcesses:
-    """One group: a head for each replica. Heads live no longer than the thread that starts them, which is a
-    thread of ``Spares`` where they waited before.
+    """The processes of one group: an engine process for each replica. An engine process ends with the
+    starting thread: the main thread, or a thread of ``Spares`` for an engine started in advance.
 
-    What starts them anew is decided elsewhere: see ``weft.cluster``.
+    ``weft.cluster`` decides when an engine process is started again.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: where heads listen, in a folder of this group's own; only this user may enter it.
+        """``folder``: engine processes listen in a new subfolder of ``folder``. No other user may have access
+        to ``folder``.
 
-        Raises ConfigError when other hosts cannot reach this one.
+        Raises ConfigError when other hosts cannot reach the local host.
         """
         parallel = config.parallel
         self._replicas = {
@@ -52,7 +53,7 @@ class HeadProcesses:
             role=config.transfer.role,
         )
         self.members = dict.fromkeys(self._replicas, member)
-        """The names of the heads, in order, and what their owner must know of each."""
+        """Name of each engine process, in order, with the facts for the owner of the engines."""
         self._remote = RemoteHeads(config) if uses_board(config.parallel) else None
         self._running: dict[str, subprocess.Popen[bytes] | RemoteHead] = {}
         self._ended: list[subprocess.Popen[bytes] | RemoteHead] = []
@@ -60,8 +61,9 @@ class HeadProcesses:
         self._local = LocalHeads(config, self._folder, log_level, start)
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Starts a head; does not wait for it. Every start has an address of its own, so nothing that was
-        meant for one head reaches the next.
+        """Start an engine process and return the address. Does not wait for the start.
+
+        Every start has a new address, so messages for an earlier engine process never reach a later engine.
         """
         replica = self._replicas[name]
         domain = self.members[name].domain
@@ -75,18 +77,19 @@ class HeadProcesses:
         return Address(endpoint, process, None, incarnation, domain=domain)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
+        """Kill a dead or hung engine process, before the next engine starts. Unknown names are ignored."""
         old = self._running.pop(name, None)
         if old is not None:
-            old.kill()  # also wakes one that was stopped, for its end
+            old.kill()  # also ends a stopped (SIGSTOP) process
+            # Keep processes that refused to start, because `close` returns their statuses.
             self._ended = [one for one in self._ended if one.poll() in (None, REFUSED)]
             self._ended.append(old)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """Waits ``seconds`` for all heads, which were told to stop, then kills the rest; then their workers.
-        The heads' statuses.
+        """Wait up to ``seconds`` for all engine processes, which have received a shutdown, then kill the
+        rest, then the workers. Return the exit statuses of the engine processes.
 
-        ``status``: with which the server ends; other hosts are told.
+        ``status``: exit status of the server, reported to other hosts.
         """
         until = time.monotonic() + seconds
         heads = [*self._running.values(), *self._ended]
@@ -95,6 +98,7 @@ class HeadProcesses:
             for head in heads
             if not isinstance(head, RemoteHead)
         ]
+        # Workers end last: an engine process sends its workers the shutdown.
         self._local.close(max(until - time.monotonic(), 0))
         if self._remote is not None:
             ends += [ended for head in heads if isinstance(head, RemoteHead) and (ended := head.poll())]
@@ -103,16 +107,18 @@ class HeadProcesses:
 
 
 class HeadGroups:
-    """The heads of all groups of a server: see ``HeadProcesses``."""
+    """The engine processes of all groups of a server: see ``HeadProcesses``."""
 
     def __init__(
         self, groups: Iterable[EngineConfig], folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``groups`` have names of their own, unless there is one only. See ``HeadProcesses``."""
+        """``groups`` need distinct names, except for a single group, which may have no name. See
+        ``HeadProcesses``.
+        """
         self._of: dict[str, HeadProcesses] = {}
         self._groups: list[HeadProcesses] = []
         self.members: dict[str, Member] = {}
-        """The names of all heads, in order, and what their owner must know of each."""
+        """Name of every engine process, in order, with the facts for the owner of the engines."""
         try:
             for config in groups:
                 group = HeadProcesses(config, folder, log_level, start)
@@ -124,15 +130,17 @@ class HeadGroups:
             raise
 
     def start(self, name: str, incarnation: int) -> Address:
-        """Starts a head; does not wait for it."""
+        """Start an engine process and return the address. Does not wait for the start."""
         return self._of[name].start(name, incarnation)
 
     def kill(self, name: str, incarnation: int) -> None:
-        """Ends the process of a head that is dead or stopped answering, before the next one starts."""
+        """Kill a dead or hung engine process, before the next engine starts."""
         self._of[name].kill(name, incarnation)
 
     def close(self, seconds: float, status: int = 0) -> list[int]:
-        """``HeadProcesses.close`` of all groups, in ``seconds`` together. The heads' statuses."""
+        """Call ``HeadProcesses.close`` for all groups, within ``seconds`` in total. Return the exit statuses
+        of the engine processes.
+        """
         until = time.monotonic() + seconds
         return [
             end for group in self._groups for end in group.close(max(until - time.monotonic(), 0.0), status)
@@ -140,7 +148,9 @@ class HeadGroups:
 
 
 def group_folder(folder: Path) -> Path:
-    """A new folder in ``folder`` for the sockets and files of one group: two groups never share a name."""
+    """Create a new folder in ``folder`` for the sockets and files of one group and return the path. Two
+    groups never share a folder.
+    """
     for number in itertools.count():
         with contextlib.suppress(FileExistsError):
             result = folder / f"g{number}"
@@ -150,24 +160,24 @@ def group_folder(folder: Path) -> Path:
 
 
 class LocalHeads:
-    """Starts the heads of this host, and has the rank supervisor for their workers. Used from the main
-    thread.
+    """Starts the engine processes of the local host, and owns the rank supervisor of the workers. Used from
+    the main thread.
     """
 
     def __init__(
         self, config: EngineConfig, folder: Path, log_level: str, start: Start = start_process
     ) -> None:
-        """``folder``: for the heads' files; only this user may enter it."""
+        """``folder``: for the files of the engine processes. No other user may have access to ``folder``."""
         self._start = start
         self._config = config
         self._folder = folder
         self._level = log_level
         self._rank_supervisor: RankSupervisor | None = None
-        """Made when the first head with workers starts."""
+        """Created when the first engine process with supervised workers starts."""
 
     def start(self, replica: int, endpoint: str, incarnation: int = 0) -> subprocess.Popen[bytes]:
-        """A head that will listen at ``endpoint``; does not wait for it. ``incarnation``: see
-        ``EngineConfig``.
+        """Start an engine process at ``endpoint`` and return the process. Does not wait for the start.
+        ``incarnation``: see ``EngineConfig``.
         """
         pipe = None
         parallel = self._config.parallel
@@ -180,7 +190,7 @@ class LocalHeads:
         return start_head(own, endpoint, self._level, pipe, self._start)
 
     def close(self, seconds: float) -> None:
-        """Waits ``seconds`` for workers, which were told to stop, then kills the rest."""
+        """Wait up to ``seconds`` for workers, which have received a shutdown, then kill the rest."""
         if self._rank_supervisor is not None:
             self._rank_supervisor.close(seconds)
             self._rank_supervisor = None
@@ -200,10 +210,11 @@ def start_head(
     pipe: Connection | None = None,
     start: Start = start_process,
 ) -> subprocess.Popen[bytes]:
-    """Starts a head that will listen at ``endpoint`` and die with this process. Does not wait for it.
+    """Start an engine process at ``endpoint``. The engine process ends with the calling process. Does not
+    wait for the start.
 
-    ``pipe``: to the rank supervisor; it is the head's from now on, and closed here. Must be called from
-    the main thread: the kernel ties the child to the thread that made it.
+    ``pipe``: connection to the rank supervisor, owned by the engine process from now on and closed here. Call
+    from the main thread: the kernel ties a child to the starting thread.
     """
     descriptors = () if pipe is None else (pipe.fileno(),)
     environment = gpu_environment(config, head_rank(config))
@@ -216,7 +227,9 @@ def start_head(
 
 
 def close_head(head: subprocess.Popen[bytes], seconds: float) -> int:
-    """Gives a head ``seconds`` to end (it was told to stop), then kills it. Returns its exit status."""
+    """Wait up to ``seconds`` for an engine process, which has received a shutdown, then kill the engine.
+    Return the exit status.
+    """
     try:
         return head.wait(seconds)
     except subprocess.TimeoutExpired:

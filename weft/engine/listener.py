@@ -1,4 +1,6 @@
-"""Where a head listens, before it has imported or loaded anything: so fronts see that its process runs."""
+"""The socket of an engine process, opened before the imports and the load, so API servers see a running
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,19 @@ from weft.types import messages as m
 from weft.types.board import Listening, head_key
 
 SEND_QUEUE = 10_000
-"""Messages a front may leave unread before it counts as gone."""
+"""Maximum unread messages of an API server. Beyond the limit the API server counts as gone."""
 TELL_S = 120.0
-"""Seconds in which a front on another host can be told where this head is."""
+"""Maximum seconds to publish the engine's address to an API server on another host."""
 
 
 class Listener:
-    """A head's socket. Once it is there, zmq's own thread answers pings, whatever the process does."""
+    """The socket of an engine process. zmq's own thread answers pings, even while the process loads or
+    computes.
+    """
 
     def __init__(self, endpoint: str, keys: CurveKeys | None = None) -> None:
-        """``endpoint``: an ``ipc://`` path in a folder that only this user can enter, or loopback tcp; with
-        ``keys``, without which fronts are refused, also this host's address.
+        """``endpoint``: an ``ipc://`` path in a folder private to the user, or loopback tcp. With ``keys``
+        also an address of the local host; API servers without the keys are then rejected.
         """
         self._context = zmq.Context()
         self._doorman = admit_ranks(self._context, keys) if keys is not None else None
@@ -42,8 +46,10 @@ class Listener:
         self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> list[Any]:
-        """The next message's frames, the sender's first: bytes, and views of those behind the second one,
-        which may be large. Raises zmq.Again when there is none.
+        """Return the frames of the next message. The first frame identifies the sender. Raises zmq.Again
+        without a message.
+
+        The first two frames are bytes. Further frames may be large and are views without a copy.
         """
         frames: list[Any] = [self.socket.recv(zmq.NOBLOCK)]
         while self.socket.getsockopt(zmq.RCVMORE):
@@ -51,7 +57,7 @@ class Listener:
         return frames
 
     def close(self) -> None:
-        """What was sent is still delivered, if that takes no longer than a second."""
+        """Close the socket. Sent messages are still delivered for up to one second."""
         self.socket.close()
         if self._doorman is not None:
             self._doorman.stop()
@@ -59,9 +65,10 @@ class Listener:
 
 
 def listen(config: EngineConfig, endpoint: str) -> Listener:
-    """At ``endpoint``; a front on another host is told where by the board.
+    """Open the socket at ``endpoint`` and return the listener. For an API server on another host, publish the
+    address in the rendezvous store.
 
-    Raises ConfigError, and EngineDead when there is no board where there should be one.
+    Raises ConfigError, and EngineDead when the rendezvous store does not answer.
     """
     if not config.incarnation:
         return Listener(endpoint)

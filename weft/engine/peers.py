@@ -1,23 +1,25 @@
-"""Which heads of other groups have ended: proof that their rooms need, not a guess from silence.
+"""Detects the end of engine processes of other groups, with proof. Silence alone proves nothing.
 
-A room whose peer is silent fails by deadlines; its memory does not come back by them. What must be known:
+Deadlines fail a transfer with a silent peer, but do not release the memory. The rules for the memory:
 
-* A *receiver's* memory is written by its own ranks alone (every transport here has ``fence`` "copy"), so it
-  waits for those and for no peer.
+* A *receiver's* memory is written by the receiver's own ranks alone (every transport here has ``fence``
+  "copy"). So the receiver waits for its own ranks and for no peer.
 * A *sender's* memory is read
-    - over ``tcp`` by its own ranks alone: once they have stopped, no peer can reach it, alive or not;
-    - over ``shm`` by the receiver's ranks, which have it mapped, read-only. What they read late does no harm
-      here; it would there, if the sequence were decoded with it. A room lands by the word of the receiver's
-      *head*, in its memory and nowhere else. So when that process has ended the room can never land, and the
-      sender's blocks may be used again, though ranks of that head may live on, and read: one that joins the
-      next head begins with stopping all rooms.
-* A head that stands still (SIGSTOP) has not ended: it may go on and let the room land before it reads the
-  fence. The sender's blocks of rooms with it wait until it goes on, or its owner kills it.
+    - over ``tcp`` by the sender's own ranks alone: once the ranks have stopped, no peer can reach the memory;
+    - over ``shm`` by the receiver's ranks, which map the memory read-only. A late read can harm only the
+      receiver, and only if the receiver decodes the sequence with the late bytes. The receiver's *engine
+      process* alone decides that a transfer was received, and keeps the decision in memory. So once the
+      engine process has ended, the transfer can never complete, and the sender may reuse the blocks. Ranks
+      of the engine may survive and still read, but a rank that joins the next engine process first stops
+      all transfers.
+* A stopped engine process (SIGSTOP) has not ended. Such an engine process may continue and complete the
+  transfer before reading
+  the fence. The sender's blocks wait until the process continues or is killed by its owner.
 
-The end of a process is proven by the kernel: a pidfd of it becomes readable. Processes are named by pid and
-start time, which mean something within one boot and one pid namespace. Of others, as on another host, nothing
-is known: caches go there over ``tcp``, where no end need be proven, and a front that lost a head ends its
-rooms at the other ones.
+The kernel proves the end of a process: the pidfd becomes readable. A process is named by pid and start time,
+which are valid within one boot and one pid namespace. The end of other processes, such as on another host,
+cannot be observed. Caches go to such hosts over ``tcp``, which needs no proof, and an API server that lost an
+engine process ends the engine's transfers at the other engines.
 """
 
 from __future__ import annotations
@@ -36,22 +38,22 @@ log = get_logger(__name__)
 
 
 class Process(NamedTuple):
-    """A process, as it tells others."""
+    """The identity of a process, as sent to peers."""
 
     host: str
-    """Where ``pid`` means something: boot and pid namespace."""
+    """Boot id and pid namespace within which ``pid`` is valid."""
     pid: int
     started: int
-    """Ticks since boot. A pid is given again, never with the same start."""
+    """Start time in ticks since boot. A pid can be reused, but never with the same start time."""
 
 
 def own_process() -> Process:
-    """This one."""
+    """Return the identity of the calling process."""
     return Process(_host(), os.getpid(), _started(os.getpid()) or 0)
 
 
 class Peers(Protocol):
-    """The processes of peers, and which of them have ended."""
+    """The processes of peers, and the peers that have ended."""
 
     @property
     def sockets(self) -> Sequence[Any]: ...
@@ -68,7 +70,7 @@ class Peers(Protocol):
 
 
 class PeerWatch:
-    """Watches the processes of peers on this host: an implementation of ``Peers``. Used from one thread."""
+    """Watches the processes of peers on the local host. Implements ``Peers``. Used from one thread."""
 
     def __init__(self) -> None:
         self._host = _host()
@@ -76,33 +78,34 @@ class PeerWatch:
         self._known: dict[Peer, Process] = {}
         self._pidfds: dict[int, Peer] = {}
         self._unwatched: dict[Peer, Process] = {}
-        """Where the system has no pidfds: looked at by ``look``."""
+        """Peers on systems without pidfds, with their processes. ``look`` checks such processes."""
         self._ended: list[Peer] = []
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """Readable once a peer has ended."""
+        """Descriptor, readable once a peer has ended."""
         if self._poller is None:
             self._poller = select.epoll()
         return (self._poller.fileno(),)
 
     def knows(self, peer: Peer) -> bool:
-        """Whether its process has been told."""
+        """Return True if the process of the peer is known."""
         return peer in self._known
 
     def here(self, peer: Peer) -> bool:
-        """Whether the end of the peer would be seen."""
+        """Return True if the end of the peer can be observed."""
         process = self._known.get(peer)
         return process is not None and process.host == self._host
 
     def heard(self, peer: Peer, process: Process) -> None:
-        """The peer says which process it is."""
+        """Register the process of a peer and watch for the end. Known peers are ignored."""
         if peer in self._known:
             return
         self._known[peer] = process
         if process.host != self._host:
             log.info("the end of a head on another host is told by fronts, not seen: %s", peer.name)
             return
+        # Open the pidfd before comparing start times: from then on a reuse of the pid cannot go unnoticed.
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -111,24 +114,24 @@ class PeerWatch:
         except (OSError, AttributeError):
             self._unwatched[peer] = process
             return
-        if _started(process.pid) != process.started:  # it ended, and another has its number
+        if _started(process.pid) != process.started:  # the peer has ended and the pid was reused
             os.close(descriptor)
             self._ended.append(peer)
             return
-        assert self.sockets
+        assert self.sockets  # the property creates the poller
         assert self._poller is not None
         self._poller.register(descriptor, select.EPOLLIN)
         self._pidfds[descriptor] = peer
 
     def look(self) -> None:
-        """From time to time: finds what no descriptor tells."""
+        """Check the processes without a pidfd. Call ``look`` from time to time."""
         for peer, process in list(self._unwatched.items()):
             if _started(process.pid) != process.started:
                 del self._unwatched[peer]
                 self._ended.append(peer)
 
     def take(self) -> list[Peer]:
-        """Peers that have ended since the last call. Does not wait."""
+        """Return the peers that ended since the last call. Does not block."""
         if self._pidfds and self._poller is not None:
             for descriptor, _ in self._poller.poll(0):
                 self._ended.append(self._pidfds.pop(descriptor))
@@ -140,7 +143,7 @@ class PeerWatch:
         return ended
 
     def close(self) -> None:
-        """Forgets all of them."""
+        """Close all descriptors."""
         for descriptor in self._pidfds:
             os.close(descriptor)
         self._pidfds.clear()
@@ -158,9 +161,12 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process started; None when there is none, or it has ended and nobody has asked how."""
+    """Return the start time of a process, or None if there is no process or only an unreaped (zombie)
+    process.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
+    # Fields after the command name: the first is the state, the 20th the start time.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,7 +1,8 @@
-"""Pixels that fronts of this host show by name: found here when a sequence comes, before it is taken in.
+"""Pixels in shared memory of API servers on the same host, mapped before a sequence is submitted.
 
-What was mapped lasts as long as its sequence, or a step, has it, even when the front that showed it is
-killed. A head with ranks in other processes keeps a descriptor for as long, so that these can open it, too.
+A mapping lasts until neither the sequence nor a step refers to the mapping, even if the API server is killed.
+An engine process with ranks in other processes also keeps a descriptor meanwhile, so ranks can open the
+memory.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from weft.types.messages import Submit
 
 
 class PixelInbox:
-    """Mappings of the pixels that fronts show to one head. ``close`` when no front can be welcomed any
-    more.
+    """Mappings of the pixels published for one engine process. Call ``close`` when no API server can be
+    welcomed any more.
     """
 
     def __init__(self, shows: bool) -> None:
-        """``shows``: whether other processes of its group are to open what it has."""
+        """``shows``: True if other processes of the group must be able to open the memory."""
         self._shows = shows
         self._kept = 0
         self._probe: SharedBytes | None = None
         self.probe: SharedName | None = None
-        """For fronts; None where there is no shared memory."""
+        """Name of a probe memory: an API server that can open the probe can use shared memory. None without
+        shared memory.
+        """
         try:
             self._probe = SharedBytes(0)
             self._probe.seal()
@@ -37,7 +40,9 @@ class PixelInbox:
             self.close()
 
     def take(self, submit: Submit) -> Submit:
-        """With the pixels that it names. Raises PixelsLost, of one that cannot be had."""
+        """Return ``submit`` with the pixels of all shared names. Raises PixelsLost if a memory cannot be
+        opened.
+        """
         if all(item.shared is None for item in submit.media):
             return submit
         media = tuple(
@@ -46,13 +51,14 @@ class PixelInbox:
         return msgspec.structs.replace(submit, media=media)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the probe. Idempotent."""
         if self._probe is not None:
             self._probe.close()
 
     def _taken(self, item: MediaItem, name: SharedName) -> MediaItem:
         fd, view = open_shared(name)
         here = None
+        # Ranks open the memory through the descriptor, which closes with the last view of the mapping.
         if self._shows and self._kept < most_descriptors():
             here = msgspec.structs.replace(name, pid=os.getpid(), fd=fd)
             self._kept += 1

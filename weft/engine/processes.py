@@ -1,7 +1,7 @@
-"""How a server starts its processes, and spare ones that have started already.
+"""Starts the processes of a server, and keeps spare processes.
 
-Most of the time in which a process starts goes into importing torch. So a server keeps a process that has
-done that and waits to be told what it is to be: the next head or worker that is started again is that one.
+Most of a process start is the import of torch. So a server keeps spare processes, which have imported torch
+and wait for an order. The next restart of an engine process or worker uses a spare process.
 """
 
 from __future__ import annotations
@@ -25,47 +25,56 @@ from weft.common.log import get_logger
 log = get_logger(__name__)
 
 AFTER_S = 5.0
-"""Seconds after a process started from nothing until a spare one does: both import, and would share cores."""
+"""Seconds between a cold start and the start of a spare process. Both import torch and would compete for
+cores.
+"""
 AFTER_SPARE_S = 2.0
-"""The same after a spare one was put to use: it loads weights, and has prompts to compute again."""
+"""Seconds between the use of a spare process and the start of the next. The used process loads weights and
+recomputes prompts meanwhile.
+"""
 TELL_S = 5.0
-"""Seconds in which a spare process must take what it is told; more than fits a socket it reads at once."""
+"""Maximum seconds for a spare process to read an order larger than the socket buffer."""
 AGAIN_S = 60.0
-"""Seconds until another spare process is tried where one cannot be started."""
+"""Seconds between two attempts to start a spare process."""
 SIZE = struct.Struct("!I")
-"""Of an order, before it; the descriptors come with it."""
+"""Length prefix of an order. The descriptors travel with the prefix."""
 MOST_DESCRIPTORS = 16
 
 
 class Command(NamedTuple):
-    """A process of ``weft.launch``, whose parent is this one."""
+    """A process of ``weft.launch``, to start as a child process."""
 
     program: str
-    """A module of ``weft.launch``: its arguments are the parent's id, ``arguments``, and descriptors."""
+    """A module of ``weft.launch``. The arguments are the parent's process id, ``arguments`` and descriptor
+    numbers.
+    """
     arguments: tuple[str, ...]
     setup: bytes
-    """What it reads from its standard input."""
+    """Bytes for the standard input of the process."""
     environment: Mapping[str, str | None] = {}
-    """What it has besides this process's; None takes a variable out."""
+    """Changes to the environment; None removes a variable."""
     descriptors: tuple[int, ...] = ()
-    """What it inherits; it is told the numbers that they have there."""
+    """Inherited descriptors. The process receives the numbers as arguments."""
 
 
 Start: TypeAlias = Callable[[Command], "subprocess.Popen[bytes]"]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a spare process is told, before its setup."""
+    """The order for a spare process, sent before the setup."""
 
     program: str
     arguments: list[str]
-    """Without the parent, which it knows."""
+    """Arguments without the parent's process id, which the spare process knows."""
     environment: dict[str, str]
-    """All of it."""
+    """The complete environment."""
 
 
 def start_process(command: Command) -> subprocess.Popen[bytes]:
-    """Starts it; does not wait for it. The kernel ends it with the thread that calls this. Raises OSError."""
+    """Start the process and return a handle. Does not wait for the process to be ready. Raises OSError.
+
+    The kernel kills the process when the calling thread ends.
+    """
     words = [sys.executable, "-m", f"weft.launch.{command.program}", str(os.getpid()), *command.arguments]
     with signals.blocked():
         process = subprocess.Popen(
@@ -75,7 +84,7 @@ def start_process(command: Command) -> subprocess.Popen[bytes]:
             pass_fds=command.descriptors,
         )
     assert process.stdin is not None
-    # A process that died before it read its setup: its owner sees its exit status.
+    # If the process died before reading the setup, the owner sees the exit status.
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(command.setup)
     return process
@@ -86,7 +95,7 @@ class _Spare(NamedTuple):
     link: socket.socket
 
     def become(self, command: Command) -> bool:
-        """Tells it what it is to be; False: it cannot be told."""
+        """Send the order for ``command``. Return False if the process is dead or does not read."""
         order = Order(
             program=command.program,
             arguments=list(command.arguments),
@@ -98,10 +107,11 @@ class _Spare(NamedTuple):
                 return False
             self.link.settimeout(TELL_S)
             try:
+                # The descriptors travel with the length, in one message.
                 socket.send_fds(self.link, [SIZE.pack(len(data))], command.descriptors)
                 self.link.sendall(data)
                 self.link.sendall(command.setup)
-            except OSError:  # it has died, or stands still
+            except OSError:  # the process has died or hangs
                 return False
         return True
 
@@ -112,19 +122,21 @@ class _Spare(NamedTuple):
 
 
 class Spares:
-    """At most ``most`` spare processes. ``start`` and ``close`` may be called from any thread.
+    """Up to ``most`` spare processes. ``start`` and ``close`` are safe from any thread.
 
-    A thread of its own starts them: the kernel ends a process with the thread that made it. So ``close`` is
-    called after all that ``start`` returned have ended.
+    A dedicated thread starts the spare processes, and the kernel kills a process at the end of the starting
+    thread. So call ``close`` only after all processes returned by ``start`` have ended.
     """
 
     def __init__(self, most: int, after: tuple[float, float] = (AFTER_S, AFTER_SPARE_S)) -> None:
-        """``after``: ``AFTER_S`` and ``AFTER_SPARE_S``. There is none before a process was started."""
+        """``after``: delays in place of ``AFTER_S`` and ``AFTER_SPARE_S``. The first spare process is started
+        only after a call of ``start``.
+        """
         self._most = most
         self._after, self._after_spare = after
         self._spares: list[_Spare] = []
         self._due: float | None = None
-        """When a spare may be started; None before any process was."""
+        """Time from which a spare process may be started; None before the first ``start``."""
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="weft-spares", daemon=True)
@@ -133,12 +145,12 @@ class Spares:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of those that wait."""
+        """Process ids of the idle spare processes."""
         with self._changed:
             return [spare.process.pid for spare in self._spares]
 
     def start(self, command: Command) -> subprocess.Popen[bytes]:
-        """A spare process that becomes what ``command`` says, or a new one. See ``start_process``."""
+        """Turn a spare process into ``command``, or start a new process. See ``start_process``."""
         while (spare := self._take()) is not None:
             if spare.become(command):
                 return spare.process
@@ -147,7 +159,7 @@ class Spares:
         return start_process(command)
 
     def close(self) -> None:
-        """Ends those that wait. Idempotent."""
+        """End the idle spare processes. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -165,7 +177,7 @@ class Spares:
         while self._wait():
             try:
                 spare = _start_spare()
-            except OSError as error:  # for want of memory or processes: ordinary starts say so, too
+            except OSError as error:  # out of memory or processes: normal starts report the error, too
                 log.warning("a spare process cannot be started: %s", error)
                 with self._changed:
                     self._due = time.monotonic() + AGAIN_S
@@ -176,7 +188,7 @@ class Spares:
             spare.end()
 
     def _wait(self) -> bool:
-        """Until a spare process is to be started; False: they are closed."""
+        """Block until a spare process is due. Return False after ``close``."""
         with self._changed:
             while not self._closed:
                 left = None

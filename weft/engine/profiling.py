@@ -1,6 +1,6 @@
-"""torch's profiler over the running engine of a head, for a while: what each operation of its steps took.
+"""Runs torch's profiler over a running engine for a limited time, to measure each operation.
 
-A profile slows the steps down that it sees, and takes memory with every operation, so it ends by itself.
+A profile slows the steps down and takes memory for every operation, so a profile always has an end time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ log = get_logger(__name__)
 
 
 class Profiler:
-    """Profiles the steps of one head. Used from the thread that steps."""
+    """Profiles the steps of one engine process. Used from the stepping thread."""
 
     def __init__(self, folder: str | None, name: str) -> None:
-        """``folder``: where profiles are written to; None: nothing is ever profiled. ``name``: of the
-        process, for their files."""
+        """``folder``: output folder; None disables profiling. ``name``: name of the process, used in file
+        names.
+        """
         self._folder, self._name = folder, name
         self._profile: Any = None
         self._until = 0.0
 
     def ask(self, seconds: float) -> None:
-        """Begins a profile that ends after ``seconds``, or, where one runs, has it end then; 0: now."""
+        """Start a profile of ``seconds``. If a profile runs, change the end instead; 0 ends the profile now.
+
+        Without a folder, log a warning and do nothing.
+        """
         if self._folder is None:
             log.warning("a profile was asked for, and there is no folder for it (--profile-dir)")
             return
@@ -36,12 +40,12 @@ class Profiler:
         self.look()
 
     def look(self) -> None:
-        """Ends a profile whose time is over. Cheap while there is none."""
+        """End the profile if the time is over. Cheap without a profile."""
         if self._profile is not None and time.monotonic() >= self._until:
             self.end()
 
     def end(self) -> None:
-        """Ends the profile, if there is one, and writes it."""
+        """End the profile, if there is one, and write the trace file. Errors of the write are logged."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
@@ -49,12 +53,12 @@ class Profiler:
         try:
             profile.__exit__(None, None, None)
             file.parent.mkdir(mode=0o700, exist_ok=True)
-            # The export makes the file anew, with the mode of the umask: in a folder that nobody else enters.
+            # The export creates a file with the mode of the umask, so export into a private folder first.
             with tempfile.TemporaryDirectory(dir=file.parent) as private:
                 part = Path(private) / file.name
                 profile.export_chrome_trace(str(part))
                 part.chmod(0o600)
-                part.rename(file)  # whoever sees it sees all of it
+                part.rename(file)  # atomic: a reader sees the complete file or none
         except (OSError, RuntimeError) as error:
             log.error("a profile could not be written: %s", error)
         else:
@@ -68,7 +72,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # Steps may be computed by another thread than the one that asks.
+        # Another thread may compute the steps.
         config = _ExperimentalConfig(profile_all_threads=True)
         self._profile = profile(activities=activities, experimental_config=config)
         self._profile.__enter__()

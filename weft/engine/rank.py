@@ -1,7 +1,8 @@
-"""A worker process once it is welcome: loads its share of the model, then works.
+"""The worker process after the welcome: loads a share of the model, then works.
 
-It outlives its head: it keeps process and weights, and says hello to the next head, for as long as a rank may
-wait for its first welcome. The owner of the process ends it when no other head will come.
+A worker outlives the engine process. The process keeps the weights and says hello to the next engine process,
+for as long as a rank may wait for the first welcome. The owner of the process ends the worker when no other
+engine process will come.
 """
 
 from __future__ import annotations
@@ -32,33 +33,33 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 STUCK = 3
-"""Exit status of a rank that stayed too long in an epoch that had ended."""
+"""Exit status of a rank stuck in an ended epoch."""
 PATIENCE = 2.0
-"""Multiple of ``--rank-timeout`` that it gets to leave the epoch."""
+"""Multiple of ``--rank-timeout`` within which a rank must leave an ended epoch."""
 _TURN = 0.5
 """Seconds of one wait for a frame."""
 
 
 def run_rank(config: EngineConfig, rank: int, link: HeadLink, rejoin: Callable[[int], HeadLink]) -> None:
-    """Works until told to stop, for the head of ``link`` and those that follow it.
+    """Work for the engine process of ``link``, and for later engines, until shutdown.
 
-    ``rejoin(epoch)`` says hello to the next head, ``epoch`` being the last one that this rank was in, and
-    raises EngineDead when none comes in time. Raises WeftError besides when the model cannot be loaded, of
-    which the head is told, or a head will not have this rank.
+    ``rejoin(epoch)`` says hello to the next engine process and returns the link. ``epoch`` is the last epoch
+    of the rank. ``rejoin`` raises EngineDead when no engine process comes in time. Raises WeftError also when
+    the model cannot be loaded, which is reported to the engine process, or when an engine refuses the rank.
     """
     timeout = config.parallel.rank_timeout
     take_threads(config)
     faults = Faults(config.faults, rank)
     mesh = faults.within(rank_mesh(config, rank, mesh_host(config)))
     liveness = _Liveness(rank, link.incarnation, timeout)
-    liveness.watch(link)  # from now on: who loads for minutes shows that it runs
+    liveness.watch(link)  # before the load, which can take minutes without frames
     try:
         runner = _load(config, link.channel, rank, mesh, faults, liveness)
         if runner is None:
             return
         worker = Worker(rank, runner, mesh, link.channel, rank_timeout=timeout, incarnation=link.incarnation)
         gc.collect()
-        gc.freeze()  # the model and all modules live as long as the process: never look through them again
+        gc.freeze()  # the model and all modules live as long as the process: the collector should skip them
         liveness.adopt(worker)
         try:
             worker.run()
@@ -84,7 +85,9 @@ def _load(
     faults: Faults,
     liveness: _Liveness,
 ) -> RankRunner | None:
-    """The rank's runner, once the head said how large its caches are; None: the rank was told to end."""
+    """Load the model and return the rank's runner. Blocks until the engine process reports the pool sizes.
+    Return None after a Shutdown. Errors are reported to the engine process and raised.
+    """
     try:
         faults.reach("load")
         loaded = load_rank(config, progress=False, mesh=mesh)
@@ -103,16 +106,18 @@ def _load(
 def ask(
     channel: RankChannel, rank: int, kv: KVConfig, timeout: float, orphan: Callable[[], bool]
 ) -> KVConfig | None:
-    """Says what this rank has room for, and waits for what it gets; None: it was told to end.
+    """Report how many blocks fit on the rank and return the configuration with the engine's sizes. Return
+    None after a Shutdown.
 
-    When the head is gone it gets what it has room for. Raises EngineDead when the head refuses it or says
-    nothing for ``timeout`` seconds.
+    If the engine process is gone, return ``kv`` unchanged. Raises EngineDead when the engine process refuses
+    the rank or sends no sizes within ``timeout`` seconds.
     """
     channel.send(f.encode(f.Loaded(rank=rank, blocks=blocks_of(kv))))
     until = time.monotonic() + timeout
     while (left := until - time.monotonic()) > 0:
         if orphan():
-            return kv  # the next head takes the least of all, this among them
+            # The next engine process uses the minimum of all ranks, so the local sizes are never too small.
+            return kv
         data = channel.receive(min(left, _TURN))
         if data is None:
             continue
@@ -127,10 +132,10 @@ def ask(
 
 
 class _Liveness:
-    """Exchanges heartbeats with one head after the other, also before there is a worker."""
+    """Exchanges heartbeats with the current engine process, also before there is a worker."""
 
     def __init__(self, rank: int, head: str, rank_timeout: float) -> None:
-        """``head``: the incarnation of the first head."""
+        """``head``: incarnation of the first engine process."""
         self._rank = rank
         self._head = head
         self._timeout = rank_timeout
@@ -140,10 +145,10 @@ class _Liveness:
         self._worker: Worker | None = None
         self._watch: RankWatch | None = None
         self.orphan = False
-        """Whether the head is gone."""
+        """True after the loss of the engine process."""
 
     def watch(self, link: HeadLink) -> None:
-        """Shows the head of ``link`` from now on that this process runs."""
+        """Start to send heartbeats to the engine process of ``link``."""
         self.orphan = False
         self._stuck_since = None
         self._peer = link.channel.peer
@@ -152,13 +157,13 @@ class _Liveness:
             self._watch.start()
 
     def adopt(self, worker: Worker) -> None:
-        """The model is loaded. The head may be gone since."""
+        """Register the worker after the load. The engine process may be gone by then."""
         self._worker = worker
         if self.orphan:
             worker.orphaned()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stop the heartbeats."""
         if self._watch is not None:
             self._watch.close()
 
@@ -183,8 +188,8 @@ class _Liveness:
             self._stuck()
 
     def _stuck(self) -> None:
-        """Ends this process when it stays too long in an epoch that has ended, so that it is started again,
-        on whatever host it is.
+        """End the process after too long a stay in an ended epoch. The owner of the process then starts a new
+        one, on any host.
         """
         if self._stuck_since is None:
             self._stuck_since = time.monotonic()

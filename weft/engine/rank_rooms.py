@@ -1,7 +1,7 @@
-"""A rank's part in transfers between groups, from its configuration: memory, transport, thread.
+"""A rank's part in transfers between groups, built from the configuration: memory, transport, thread.
 
-Only in a group with a role, or that takes embeddings; any other has none of it. What moves caches of
-sequences and what moves embeddings of images are apart: each has memory, a transport and a thread of its own.
+Only for a group with the role ``prefill``, ``decode`` or ``encode``, or with embeddings of other groups. KV
+transfers and embedding transfers are separate: each has separate memory, transport and thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
-    """What moves the group's caches."""
+    """Return the transport of the group's caches: the setting, or by default ``shm`` on one host, else
+    ``tcp``.
+    """
     asked = config.transfer.transfer
     if asked != "auto":
         return asked
@@ -48,8 +50,7 @@ def transport_of(config: EngineConfig) -> Literal["shm", "tcp"]:
 
 
 def check_rooms(config: EngineConfig) -> None:
-    """Raises ConfigError for a group that is to move caches or embeddings, and cannot; before weights are
-    loaded."""
+    """Raise ConfigError for a group with unusable transfer settings. Called before weights are loaded."""
     role, takes = config.transfer.role, config.transfer.take_embeddings
     if role == "unified" and not takes:
         return
@@ -58,7 +59,9 @@ def check_rooms(config: EngineConfig) -> None:
 
 
 def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
-    """The caches of the group as rooms describe them. ``kv``: of a rank, with the pools that it has."""
+    """Return the dimensions of the group's caches for transfers. ``kv``: the KV configuration of a rank, with
+    final pool sizes.
+    """
     pairs = zip(kv.pools, config.spec.caches, strict=True)
     whole = tuple(msgspec.structs.replace(pool, cache=cache) for pool, cache in pairs)
     return group_dims(
@@ -71,7 +74,7 @@ def dims_of(config: EngineConfig, kv: KVConfig) -> GroupDims:
 
 
 def embeddings_of(config: EngineConfig) -> Literal["sends", "takes"] | None:
-    """What a group does with embeddings of images between groups."""
+    """Return the group's part in transfers of image embeddings, or None."""
     if config.kv.media is None:
         return None
     if config.transfer.role == "encode":
@@ -80,7 +83,7 @@ def embeddings_of(config: EngineConfig) -> Literal["sends", "takes"] | None:
 
 
 def embedding_dims_of(config: EngineConfig) -> GroupDims:
-    """The group's pool of embeddings as rooms describe it. Of a model that takes images."""
+    """Return the dimensions of the group's embedding pool for transfers. Requires a model with images."""
     limits = config.kv.media
     assert limits is not None
     levels, ranks = 1 + limits.levels, config.parallel.layout.tensor
@@ -88,8 +91,8 @@ def embedding_dims_of(config: EngineConfig) -> GroupDims:
 
 
 def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | None:
-    """What ``rank`` (of all replicas' ranks) moves caches of sequences with, of pools ``kv``; None in a group
-    that neither prefills for others nor decodes for them. See ``_opened``.
+    """Return the KV transfers of ``rank`` (a global rank) over the pools of ``kv``. None unless the role is
+    ``prefill`` or ``decode``. See ``_opened``.
     """
     if config.transfer.role not in ("prefill", "decode"):
         return None
@@ -98,9 +101,9 @@ def open_rooms(config: EngineConfig, kv: KVConfig, rank: int) -> RankRooms | Non
 
 
 def open_embeddings(config: EngineConfig, rank: int) -> RankRooms | None:
-    """What ``rank`` (of all replicas' ranks) moves embeddings of images with; None in a group that neither
-    sends nor takes any. Its memory is the rank's pool of them: one tensor, [layer, block, position, width].
-    See ``_opened``.
+    """Return the embedding transfers of ``rank`` (a global rank). None in a group without embedding
+    transfers. The memory is the rank's embedding pool: one tensor, [layer, block, position, width]. See
+    ``_opened``.
     """
     does = embeddings_of(config)
     if does is None:
@@ -119,13 +122,17 @@ def _opened(
     *,
     sends: bool,
 ) -> RankRooms:
-    """``layouts``: for each kind of ``dims`` the tensors of a rank. Their memory is made here. ``sends``: the
-    rank sends what is in it; else it takes in what others send.
+    """Allocate the memory of a rank's caches, open the transport and return both as ``RankRooms``.
 
-    The socket lies in the folder of the group's (``EngineConfig.domain``), which outlives a rank that is
-    killed and is removed by its owner; without one, in a folder of its own. Raises ConfigError.
+    ``layouts``: for each KV cache group of ``dims`` the tensors of a rank. ``sends``: True if the rank sends,
+    False if the rank receives.
+
+    The socket lies in the group's socket folder (``EngineConfig.domain``). The owner of the folder removes
+    the folder, also after a rank was killed. Without the folder the socket lies in a private folder. Raises
+    ConfigError.
     """
     check_rooms(config)
+    # Transfers number the ranks of a group from 0.
     number = rank - ranks_of(config.replica, config.parallel.layout.tensor)[0]
     with ExitStack() as resources:
         caches = _caches(config, layouts, resources, sends=sends)
@@ -146,15 +153,15 @@ def _opened(
 
 class _Caches(NamedTuple):
     memory: list[list[torch.Tensor]]
-    """For each kind its tensors."""
+    """Tensors of each KV cache group."""
     shared: list[SharedMemory]
-    """Their memory, in the same order, where peers may read it themselves."""
+    """Shared memory of the tensors, in the same order, if peers may read the memory directly; else empty."""
     staged: Staged | None
-    """Where they may not."""
+    """Staging ring in host memory, if peers may not read the memory directly; else None."""
 
 
 def is_staged(config: EngineConfig) -> bool:
-    """Whether what moves passes through a ring of host memory: always where the caches are on a GPU."""
+    """Return True if transfers pass through a ring of host memory, as always for caches on a GPU."""
     return config.device != "cpu" or env.get("WEFT_STAGED_POOLS") == "1"
 
 
@@ -165,8 +172,10 @@ def _caches(
     staged, device = is_staged(config), torch.device(config.device)
     for kind in layouts:
         tensors = []
+        # The transport sees each staged tensor as flat bytes, [nbytes].
         for layout in kind:
             dtype = getattr(torch, layout.dtype)
+            # Peers cannot map staged memory: all bytes go through a ring of host memory.
             if staged:
                 tensors.append(zeros(layout.shape, dtype, device))
                 flat.append(tensors[-1].view(-1).view(torch.uint8))

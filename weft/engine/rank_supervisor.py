@@ -1,7 +1,8 @@
-"""Supervises the worker processes of a server's replicas. They outlive their heads, but not the server.
+"""Supervises the worker processes of a server's replicas. Workers outlive engine processes, but not the
+server.
 
-A head asks for ranks to be started or killed (``weft.engine.supervised_ranks``). The next head of its replica
-finds the ranks that still run. All ranks end with this process, however it ends.
+An engine process requests starts and kills of ranks (``weft.engine.supervised_ranks``). The next engine
+process of the replica takes over the running ranks. The kernel ends all ranks with the supervisor's process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.engine.ranks import RankProcesses, end_of
 log = get_logger(__name__)
 
 _TURN = 0.1
-"""Seconds between two checks of the processes; a head waits at most this long for an answer."""
+"""Seconds between two checks of the processes. Also the maximum wait of an engine process for an answer."""
 
 
 class _Replica:
@@ -30,23 +31,27 @@ class _Replica:
         self.number = number
         self.processes = processes
         self.pipe: Connection | None = None
-        """The pipe to the replica's present head; None while there is none."""
+        """Pipe to the current engine process of the replica; None without an engine process."""
         self._told: dict[int, None] = {}
-        """Process ids whose end the present head knows of."""
+        """Process ids of ended processes already reported to the current engine process."""
 
     def follow(self, pipe: Connection) -> None:
-        """Takes over the pipe of a new head. Unread requests of the head before it are dropped."""
+        """Use the pipe of a new engine process. Unread requests of the previous engine process are
+        dropped.
+        """
         if self.pipe is not None:
             self.pipe.close()
         self.pipe = pipe
         self._told = {}
 
     def serve(self) -> None:
-        """Reads and answers one request, which must be in the pipe."""
+        """Read and answer one request. A request, or the end of the engine process, must be pending in the
+        pipe.
+        """
         assert self.pipe is not None
         try:
             request = protocol.from_head.decode(self.pipe.recv_bytes(protocol.MOST_BYTES))
-        except (OSError, EOFError):  # it is gone: another one will follow, or none
+        except (OSError, EOFError):  # the engine process is gone; another engine process may follow
             self.pipe.close()
             self.pipe = None
             return
@@ -59,7 +64,7 @@ class _Replica:
             self._tell(protocol.RankEnded(request.rank, request.pid, -signal.SIGKILL))
 
     def look(self) -> None:
-        """Sends the head RankEnded for processes that ended by themselves."""
+        """Send RankEnded to the engine process for each process ended without a request."""
         for rank, status in self.processes.ended():
             pid = self.processes.pid(rank)
             if pid not in self._told:
@@ -70,17 +75,15 @@ class _Replica:
 
     def _tell(self, message: protocol.RankRuns | protocol.RankEnded) -> None:
         if self.pipe is not None:
-            with suppress(OSError):  # see ``serve``
+            with suppress(OSError):  # `serve` will notice the loss of the engine process
                 self.pipe.send_bytes(protocol.encode(message))
 
 
 class RankSupervisor:
-    """Supervises all worker processes of a server. ``link`` and ``close`` may be called from any
-    thread.
-    """
+    """Supervises all worker processes of a server. ``link`` and ``close`` are safe from any thread."""
 
     def __init__(self, replicas: int, processes: Callable[[int], RankProcesses]) -> None:
-        """``processes(replica)``: starts the workers of a replica."""
+        """``processes(replica)`` returns the process starter of a replica."""
         self._replicas = [_Replica(number, processes(number)) for number in range(replicas)]
         self._new: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -89,7 +92,9 @@ class RankSupervisor:
         self._thread.start()
 
     def link(self, replica: int) -> Connection:
-        """The head's end of a new pipe. Give it to the head's process, and close it in this one."""
+        """Return the engine's end of a new pipe. Pass the pipe to the engine's process, then close the pipe
+        here.
+        """
         ours, theirs = Pipe()
         with self._lock:
             unseen, self._new[replica] = self._new.get(replica), ours
@@ -98,7 +103,7 @@ class RankSupervisor:
         return theirs
 
     def close(self, seconds: float) -> None:
-        """Waits ``seconds`` for all workers, which were told to stop, then kills the rest."""
+        """Wait up to ``seconds`` for all workers, which have received a shutdown, then kill the rest."""
         self._stop.set()
         self._thread.join(protocol.ANSWER_S)
         until = time.monotonic() + seconds
@@ -120,5 +125,6 @@ class RankSupervisor:
                     if replica.pipe in ready:
                         replica.serve()
                     replica.look()
-                except Exception:  # of one replica, whose head hears nothing and ends in time
+                # An error concerns one replica: the engine process gets no answer and ends by time-out.
+                except Exception:
                     log.exception("the ranks of replica %d", replica.number)

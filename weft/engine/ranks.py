@@ -1,4 +1,4 @@
-"""The worker processes of a group on this host."""
+"""The worker processes of a group on one host."""
 
 from __future__ import annotations
 
@@ -23,37 +23,42 @@ log = get_logger(__name__)
 
 
 class Ranks(Protocol):
-    """The worker processes of one group on this host, as its head sees them."""
+    """The worker processes of one group on the engine's host, as seen by the engine process."""
 
     outlive: bool
-    """Whether the processes outlive the head, for the next one."""
+    """True if the processes outlive the engine process and serve the next engine."""
 
     def spawn(self, rank: int) -> bool:
-        """Starts the process of ``rank``, unless it runs; returns whether it ran. Does not wait for it."""
+        """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
+        for the start.
+        """
 
     def keeps(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is on this host."""
+        """Return True if the process of ``rank`` is on the local host."""
 
     def dead(self) -> list[tuple[int, str]]:
-        """(rank, how it ended) of processes that have ended. Never waits. From any thread."""
+        """Return (rank, description of the end) of each ended process. Does not block. Safe from any
+        thread.
+        """
 
     def kill(self, rank: int) -> None:
-        """Kills the rank's process at once, and forgets it."""
+        """Kill the rank's process at once and forget the process."""
 
     def close(self, seconds: float) -> None:
-        """Called when the head ends. Ranks that do not outlive it were told to stop; they get ``seconds`` for
-        that.
+        """Release the processes when the engine process ends. Processes with ``outlive`` False have received
+        a shutdown and get ``seconds`` to end.
         """
 
 
 START_S = 60.0
-"""Seconds within which the system starts a process."""
+"""Maximum seconds for the system to start a process."""
 
 
 class RankProcesses:
-    """Starts and ends ranks, and tells which have ended. They end with this process, however it ends.
+    """Starts and ends worker processes and reports ended ones. The processes end with the owning process in
+    every case.
 
-    Not thread-safe, but for ``dead``.
+    Not thread-safe, except ``dead``.
     """
 
     outlive = False
@@ -61,17 +66,22 @@ class RankProcesses:
     def __init__(
         self, config: EngineConfig, address: str, log_level: str, start: Start = start_process
     ) -> None:
-        """``address``: the control channel where ranks say hello."""
+        """``address``: the control channel at which ranks say hello."""
         self._begin = start
         self._engine, self._config = config, msgspec.msgpack.encode(config)
         self._address = address
         self._level = log_level
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        # The kernel ends a child with the thread that made it: this one runs as long as this object.
+        # The kernel kills a child at the end of the starting thread. The thread here lives as long as the
+        # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-ranks")
 
     def spawn(self, rank: int) -> bool:
-        """Starts the process of ``rank``, unless it runs; returns whether it ran. Does not wait for it."""
+        """Start the process of ``rank`` unless already running. Return True if already running. Does not wait
+        for the hello.
+
+        Raises EngineDead if the system cannot start a process within ``START_S`` seconds.
+        """
         process = self._running.get(rank)
         if process is not None and process.poll() is None:
             return True
@@ -85,39 +95,39 @@ class RankProcesses:
         return False
 
     def keeps(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is on this host."""
+        """Return True if the process of ``rank`` is on the local host."""
         return rank in self._running
 
     def ended(self) -> list[tuple[int, int]]:
-        """(rank, status) of every process that has ended."""
+        """Return (rank, exit status) of every ended process."""
         each = [(rank, process.poll()) for rank, process in list(self._running.items())]
         return [(rank, status) for rank, status in each if status is not None]
 
     def ranks(self) -> list[int]:
-        """Ranks that were spawned and not killed."""
+        """Return the ranks spawned and not killed."""
         return list(self._running)
 
     def send_signal(self, rank: int, number: int) -> None:
-        """Sends a signal to the rank's process, which stays known."""
+        """Send a signal to the rank's process, which stays registered."""
         self._running[rank].send_signal(number)
 
     def pid(self, rank: int) -> int:
-        """Process id of ``rank``."""
+        """Return the process id of ``rank``."""
         return self._running[rank].pid
 
     def dead(self) -> list[tuple[int, str]]:
-        """See ``Ranks``."""
+        """Return (rank, description of the end) of each ended process. See ``Ranks``."""
         return [(rank, end_of(status)) for rank, status in self.ended()]
 
     def kill(self, rank: int) -> None:
-        """Kills the rank's process at once, and forgets it."""
+        """Kill the rank's process at once, wait for the end and forget the process."""
         process = self._running.pop(rank, None)
         if process is not None:
             process.kill()
             process.wait(30.0)
 
     def close(self, seconds: float) -> None:
-        """Waits ``seconds`` for all ranks, which were told to stop, then kills the rest."""
+        """Wait up to ``seconds`` for all ranks, which have received a shutdown, then kill the rest."""
         until = time.monotonic() + seconds
         for rank, process in list(self._running.items()):
             try:
@@ -135,22 +145,25 @@ class RankProcesses:
 
 
 def end_of(status: int) -> str:
-    """How a process ended, in words, from its exit status."""
+    """Return a description of the exit status of a process."""
     return f"its process ended with {f'signal {-status}' if status < 0 else f'status {status}'}"
 
 
 def threads_each(config: EngineConfig, cores: int) -> int:
-    """CPU threads of each rank: as set, or its host's ``cores`` divided among all ranks of all groups.
+    """Return the CPU threads of each rank: the setting, or the host's ``cores`` divided among all ranks of
+    all groups.
 
-    More threads than cores would spin for each other's core (docs/adr/0007).
+    With more threads than cores, spinning threads would take cores from each other (docs/adr/0007).
     """
     return config.runner.threads or max(1, cores // config.ranks_beside)
 
 
 def rank_address(config: EngineConfig) -> str:
-    """Where supervised ranks say hello: the same address for all heads that their replica has over time.
+    """Return the address at which supervised ranks say hello, equal for all successive engine processes of
+    the replica.
 
-    Not where a replica, one of several, lies over hosts: each of its heads listens elsewhere, see the board.
+    Not for one of several replicas spanning hosts: each successive engine process has another address,
+    published in the rendezvous store.
     """
     if not replica_spans(config.parallel, config.replica):
         return f"ipc://{config.domain}/ranks{config.replica}"
@@ -159,11 +172,13 @@ def rank_address(config: EngineConfig) -> str:
 
 
 def are_supervised(parallel: ParallelSection, replica: int) -> bool:
-    """Whether the workers on the head's host belong to the server's rank supervisor, and outlive the head."""
+    """Return True if the server's rank supervisor owns the workers on the engine's host. Such workers outlive
+    an engine process.
+    """
     moves = uses_board(parallel) and replica_spans(parallel, replica)
     return parallel.tensor_parallel_size > 1 and not moves
 
 
 def ranks_of(replica: int, tensor: int) -> Sequence[int]:
-    """The ranks of a replica. The first one is its head."""
+    """Return the ranks of a replica. The first rank is the engine's."""
     return range(replica * tensor, (replica + 1) * tensor)

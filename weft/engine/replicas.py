@@ -1,6 +1,7 @@
-"""Several replicas of a model, of one group or more, as one engine for callers in this process: a head each.
+"""Several replicas of a model, in one or more groups, as one engine for callers in the local process.
 
-The heads are those of ``weft serve``, as are messages and fleet; only HTTP and text are missing in between.
+Each replica has an engine process. Engine processes, messages and fleet are the same as in ``weft serve``.
+HTTP and text are absent.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ from weft.types import messages as m
 from weft.types.measures import Measures
 
 STEP_S = 0.1
-"""Seconds that ``step`` waits for events."""
+"""Maximum seconds for ``step`` to wait for events."""
 ANSWER_S = 10.0
 CLOSE_S = 5.0
 
 
 def start_engine(config: EngineConfig) -> EngineCore | Replicas:
-    """The engine of ``config`` in this process, or of its replicas behind this process. See both.
+    """Return the engine of ``config``: in the local process for one replica, else over the replicas'
+    processes.
 
-    Raises ConfigError for a role: nothing in this process pairs groups.
+    Raises ConfigError for a role, because nothing in the local process pairs groups.
     """
     transfer = config.transfer
     if transfer.role != "unified" or transfer.prefill or transfer.encode:
@@ -53,27 +55,30 @@ def start_engine(config: EngineConfig) -> EngineCore | Replicas:
 
 
 class Replicas:
-    """The interface of ``EngineCore`` (submit, step, finish) over all groups' replicas. Not thread-safe.
+    """The interface of ``EngineCore`` (submit, step, finish) over the replicas of all groups. Not
+    thread-safe.
 
-    A replica that shares no experts may die: its sequences go on elsewhere, while some are left that serve
-    them. With any other ends the engine.
+    If a replica without shared experts dies, the sequences continue on the remaining replicas, if possible.
+    The death of any other replica ends the engine.
     """
 
     def __init__(self, groups: Iterable[EngineConfig]) -> None:
-        """``groups``: a unified one, or those of a topology.
+        """Start all engine processes and block until all engines have loaded. Raises ConfigError or
+        EngineDead.
 
-        Starts all heads and waits until they have loaded. Raises ConfigError, and EngineDead.
+        ``groups``: one unified group, or the groups of a topology.
         """
         self._groups = tuple(groups)
         self.config = face(self._groups)
-        """What holds for all groups."""
+        """Settings common to all groups."""
         self._capacity = {
             instance_name(group, replica): _capacity(group)
             for group in self._groups
             for replica in range(group.parallel.data_parallel_size)
         }
         self._folder = private_folder()
-        # The kernel ends a child with the thread that made it: this one runs as long as this object.
+        # The kernel kills a child at the end of the starting thread. The thread here lives as long as the
+        # object.
         self._maker = ThreadPoolExecutor(1, thread_name_prefix="weft-heads")
         level = logging.getLevelName(logging.getLogger("weft").getEffectiveLevel()).lower()
         self._heads: HeadGroups | None = None
@@ -95,7 +100,8 @@ class Replicas:
     def _links(self) -> Links:
         heads = self._heads
         assert heads is not None
-        # Nothing is started again, so nothing is ever started by another thread than this.
+        # With `restarts=0` no engine process is started again, so no thread other than `_maker` ever starts
+        # an engine.
         transfer = self.config.transfer
         enough = functools.partial(serves, fallback=transfer.prefill_fallback)
         owner = HeadOwner(heads.members, heads, restarts=0, serves=enough)
@@ -109,26 +115,27 @@ class Replicas:
 
     @property
     def thread(self) -> LinksThread:
-        """The links to the heads. To be read only."""
+        """The links to the engine processes. Read-only."""
         assert self._thread is not None
         return self._thread
 
     @property
     def heads(self) -> HeadGroups:
-        """The processes. To be read only."""
+        """The heades. Read-only."""
         assert self._heads is not None
         return self._heads
 
     @property
     def deterministic(self) -> bool:
-        """See ``EngineCore.deterministic``."""
+        """True if every replica is connected and deterministic. See ``EngineCore.deterministic``."""
         welcomes = [instance.welcome for instance in self.thread.links.instances]
         return all(welcome is not None and welcome.deterministic for welcome in welcomes)
 
     def submit(self, submit: m.Submit) -> list[m.TokenEvent]:
-        """Sends a sequence to a replica. What is wrong with it comes as an event.
+        """Send a sequence to a replica. Return no events: errors of the sequence arrive later, as an event of
+        ``step``.
 
-        Raises Overloaded when every replica's queue is full, and EngineDead when none is left.
+        Raises Overloaded when every replica's queue is full, and EngineDead when no replica is left.
         """
         if (failure := self.thread.links.failure) is not None:
             raise EngineDead(failure.message)
@@ -140,48 +147,52 @@ class Replicas:
         return []
 
     def finish(self, sequence: int) -> list[m.TokenEvent]:
-        """Ends a sequence wherever it is. Idempotent; nothing more is heard of it."""
+        """End a sequence in any state. Idempotent. No further events of the sequence follow."""
         self.thread.finish(sequence)
         return []
 
     def has_work(self) -> bool:
-        """Whether sequences are open."""
+        """Return True if sequences are open."""
         return self.thread.open_sequences > 0
 
     awaiting = False
-    """Replicas hear by themselves of what their sequences await: see ``EngineCore.awaiting``."""
+    """Always False: the replicas wait for external input on their own. See ``EngineCore.awaiting``."""
 
     def hear(self) -> list[m.TokenEvent]:
-        """See ``awaiting``."""
+        """Return no events. See ``awaiting``."""
         return []
 
     def sleep(self, seconds: float) -> None:
-        """See ``awaiting``: nobody has to."""
+        """Return at once. See ``awaiting``."""
 
     def step(self) -> list[m.TokenEvent]:
-        """What came from replicas; waits a moment for it. Raises EngineDead."""
+        """Return events of the replicas. Block up to ``STEP_S`` seconds for the first. Raises EngineDead."""
         return self.thread.step(STEP_S)
 
     def stats(self) -> m.HeadStats:
-        """All replicas' counters and gauges, asked for now; of fill levels the highest. Raises EngineDead."""
+        """Request and return the counters and gauges of all replicas: sums, and the highest fill level.
+        Raises EngineDead.
+        """
         return summed(self.thread.stats(ANSWER_S))
 
     def stats_of(self) -> dict[str, tuple[m.Role, m.HeadStats]]:
-        """Name of each replica -> (role, counters and gauges), asked for now. Raises EngineDead."""
+        """Request the counters and gauges now. Return replica name -> (role, counters and gauges). Raises
+        EngineDead.
+        """
         all_stats = self.thread.stats(ANSWER_S)
         pairs = zip(self.thread.links.instances, all_stats, strict=True)
         return {instance.name: (instance.role or "unified", stats) for instance, stats in pairs}
 
     def welcome(self, incarnation: int) -> m.Welcome:
-        """What a front must know of this engine."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         return msgspec.structs.replace(self.thread.welcome, incarnation=incarnation)
 
     def close(self) -> None:
-        """Has every head end, and ends those that do not."""
+        """Stop every engine process, and kill engines that do not end within ``CLOSE_S`` seconds."""
         self._end()
 
     def _end(self) -> list[int]:
-        """See ``close``. The heads' statuses."""
+        """Stop every engine process. Return the exit statuses of the engine processes."""
         if self._thread is not None:
             self._thread.end()
         statuses = [] if self._heads is None else self._heads.close(CLOSE_S)
@@ -191,14 +202,18 @@ class Replicas:
 
 
 def _capacity(group: EngineConfig) -> int:
-    """Sequences that each of its replicas can have, queued ones among them; 0 where they go on elsewhere."""
+    """Return the maximum sequences of one replica, queued sequences included. Return 0 for ``prefill`` and
+    ``encode``, because the sequences continue elsewhere.
+    """
     if group.transfer.role in ("prefill", "encode"):
         return 0
     return group.scheduler.max_num_seqs + group.scheduler.max_queued_requests
 
 
 def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
-    """Statistics of all heads: sums, element by element in tuples, and the highest fill level."""
+    """Return the combined statistics of all engine processes: sums, element by element for tuples, and the
+    highest fill level.
+    """
     made = {}
     for name in m.HeadStats.__struct_fields__:
         values = [getattr(one, name) for one in stats]
@@ -210,6 +225,7 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
             made[name] = sum(values[1:], values[0])
         elif isinstance(values[0], tuple):
             longest = max(map(len, values))
+            # Tuples of different length are padded with zeros at the end.
             padded = [(*value, *[0] * (longest - len(value))) for value in values]
             made[name] = tuple(map(sum, zip(*padded, strict=True)))
         else:
@@ -218,7 +234,7 @@ def summed(stats: Sequence[m.HeadStats]) -> m.HeadStats:
 
 
 def _summed_transfers(stats: Sequence[m.TransferStats]) -> m.TransferStats | None:
-    """None where no head has a role."""
+    """Return the sums, or None where no engine process has transfers."""
     if not stats:
         return None
     fields = m.TransferStats.__struct_fields__

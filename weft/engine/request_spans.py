@@ -1,14 +1,15 @@
-"""A head's spans of the sequences that a front traces: what each waited for here, and its room.
+"""An engine's spans of traced sequences: the stages of each sequence on the engine process, and the
+transfers.
 
     does all     queue ──admitted──> prefill ──first token──> decode ──> end
     prefills     queue ──admitted──> prefill ──first token──> end          room: send
     decodes      await ──cache is here──> queue ──admitted──> decode ──> end   room: receive
     encodes      queue ──its first image is in a step──> encode ──> end        rooms: send image
 
-Where its images are encoded elsewhere a sequence begins with ``await images``, until all have landed (rooms:
+A sequence with images from encode groups starts with ``await images`` until all images are received (rooms:
 receive image).
 
-Made only with --trace-requests; without it a head asks ``is None`` and nothing else.
+Used only with --trace-requests. Without tracing an engine process pays one ``is None`` test per call.
 """
 
 from __future__ import annotations
@@ -24,25 +25,25 @@ from weft.types.messages import Submit, TokenEvent
 from weft.types.rooms import RoomKey, RoomTicket
 
 MOST_ROOMS = 16384
-"""Spans of rooms that may be open; the oldest one is forgotten beyond it."""
+"""Maximum open transfer spans. Beyond the limit the oldest span is dropped."""
 
 
 @dataclass(slots=True)
 class _Traced:
-    """A live sequence."""
+    """A live traced sequence."""
 
     parent: SpanContext
     span: Span
-    """What it is in now."""
+    """Span of the current stage."""
     attempt: int
     tokens: int = 0
     encodes: bool = False
     images: set[RoomKey] = field(default_factory=set)
-    """Rooms of the images that are still to come."""
+    """Transfers of images not received yet."""
 
 
 class RequestSpans:
-    """One for each head that traces. Used from the thread that steps."""
+    """The request spans of one engine process. Used from the stepping thread."""
 
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
         self._writer = writer
@@ -50,18 +51,19 @@ class RequestSpans:
         self._live: dict[int, _Traced] = {}
         self._rooms: dict[RoomKey, Span] = {}
         self._images: dict[RoomKey, int] = {}
-        """Room of an image that is still to come -> its sequence, which is live."""
+        """Transfer of an image not received yet -> live sequence."""
 
     def follow(self, tallies: Iterable[RoomTally]) -> None:
-        """Hears of the ends of their rooms."""
+        """Subscribe to the ends of the transfers of ``tallies``."""
         for tally in tallies:
             tally.ended = self.room_ended
 
     def submitted(self, submit: Submit, arrived: float) -> None:
-        """A sequence was taken in that came at ``arrived``."""
+        """Open the spans of a sequence, starting at ``arrived``. Untraced sequences are ignored."""
         parent = parse_traceparent(submit.trace)
         if parent is None:
             return
+        # The first stage depends on the input for which the sequence is blocked.
         fetches = submit.room is not None and not submit.room.sends
         tickets = [item.room for item in submit.media if item.room is not None]
         images = {ticket.key for ticket in tickets if not ticket.sends}
@@ -82,7 +84,7 @@ class RequestSpans:
     def _open(
         self, ticket: RoomTicket, name: str, parent: SpanContext, arrived: float, submit: Submit
     ) -> None:
-        """The span of a room."""
+        """Open the span of a transfer."""
         if len(self._rooms) >= MOST_ROOMS:
             del self._rooms[next(iter(self._rooms))]
         room = self._span(parent, name, arrived, submit.sequence, submit.attempt)
@@ -90,7 +92,7 @@ class RequestSpans:
         self._rooms[ticket.key] = room
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """A step was planned that gives slots to them."""
+        """Record the slots given to ``sequences`` by a planned step. A second admission is only a mark."""
         for sequence in sequences:
             traced = self._live.get(sequence)
             if traced is None:
@@ -102,7 +104,7 @@ class RequestSpans:
                 traced.span.mark("admitted again", now)
 
     def told(self, events: list[TokenEvent]) -> None:
-        """What the head tells fronts."""
+        """Advance or close the spans of sequences according to ``events``."""
         if not events or not self._live:
             return
         now = self._now()
@@ -115,6 +117,8 @@ class RequestSpans:
         if event.token_ids:
             first = not traced.tokens
             traced.tokens += len(event.token_ids)
+            # A first token while blocked on KV came from the prefill group with the cache: the sequence is
+            # queued now.
             name = traced.span.name
             if name == "await":
                 self._next(traced, event.sequence, "queue", now)
@@ -133,7 +137,7 @@ class RequestSpans:
             self._writer.write(span, now, None if event.error is None else event.error.code)
 
     def _next(self, traced: _Traced, sequence: int, name: str, now: float) -> None:
-        """The sequence is in another stage now."""
+        """Close the current span of the sequence and open the span of stage ``name``."""
         self._writer.write(traced.span, now)
         traced.span = self._span(traced.parent, name, now, sequence, traced.attempt)
 
@@ -141,7 +145,7 @@ class RequestSpans:
         return child_of(parent, name, start, sequence=f"{sequence:x}", attempt=attempt)
 
     def room_ended(self, key: RoomKey, notes: RoomNotes, now: float, error: ErrorInfo | None) -> None:
-        """A room has landed, or failed. Again is fine."""
+        """Close the span of a transfer. Idempotent."""
         if error is None:
             self._image_landed(key, now)
         span = self._rooms.pop(key, None)
@@ -154,7 +158,7 @@ class RequestSpans:
         self._writer.write(span, now, error.code if error is not None and failed else None)
 
     def _image_landed(self, key: RoomKey, now: float) -> None:
-        """With the last one its sequence is queued."""
+        """Record a received image. After the last image the sequence is queued."""
         sequence = self._images.pop(key, None)
         traced = None if sequence is None else self._live.get(sequence)
         if sequence is None or traced is None:
@@ -164,7 +168,7 @@ class RequestSpans:
             self._next(traced, sequence, "queue", now)
 
     def close(self) -> None:
-        """The head ends, and with it all that is open."""
+        """Write all open spans as failed and close the writer, at the end of the engine process."""
         now = self._now()
         for span in [*(traced.span for traced in self._live.values()), *self._rooms.values()]:
             self._writer.write(span, now, "the head ended")

@@ -1,9 +1,11 @@
-"""Messages of rooms between heads of different groups: bytes, whose they are, and which process sent them.
+"""The channel for transfer messages between engine processes of different groups: bytes with the sender and
+the sender's process.
 
-Each head listens at an address of its own, another one at every start, and connects to a peer when it has
-something to say: a Unix socket where all groups are on one host, otherwise a port, which only who knows the
-groups' secret is heard at and can listen at. Messages may be lost: whoever needs an answer says them again.
-Every message tells the process that sent it (``weft.engine.peers``), so its end can be seen.
+Each engine process listens at a separate address, new at every start, and connects to a peer for the first
+message. The address is a Unix socket where all groups are on one host. Otherwise the address is a TCP port,
+protected by the secret of the groups. Messages may be lost: a sender in need of an answer repeats the
+message. Every message names the sending process (``weft.engine.peers``), so the end of the process can be
+observed.
 """
 
 from __future__ import annotations
@@ -28,35 +30,37 @@ log = get_logger(__name__)
 
 VERSION = 1
 MOST_PATH = 107
-"""Bytes of a Unix socket's path."""
+"""Maximum bytes of a Unix socket path."""
 QUEUE = 10_000
-"""Messages that a peer may leave unread; more are lost."""
+"""Maximum unread messages of a peer; further messages are lost."""
 UNUSED_S = 300.0
-"""Seconds after which a connection that carries nothing is closed; the next message makes another."""
+"""Seconds after which an unused connection is closed. The next message opens a new connection."""
 _ENVELOPE = 4096
-"""Bytes of an envelope at most, beside its message."""
+"""Maximum bytes of an envelope without the message."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What travels on the channel."""
+    """One message of the channel."""
 
     version: int
     address: str
     incarnation: U64
     process: Process
     asks: bool
-    """Whether the sender does not know yet which process it speaks to: that answers, if with nothing else."""
+    """True if the sender does not know the receiver's process yet. The receiver must answer, if only with an
+    empty message.
+    """
     body: bytes
     """A message (``rooms.encode``), or empty."""
 
     @property
     def peer(self) -> Peer:
-        """Who sent it."""
+        """Sender of the message."""
         return Peer(self.address, self.incarnation)
 
 
 class Arrived(NamedTuple):
-    """``RoomChannel.receive``."""
+    """The result of ``RoomChannel.receive``."""
 
     peer: Peer
     process: Process
@@ -65,38 +69,38 @@ class Arrived(NamedTuple):
 
 
 class RoomChannel(Protocol):
-    """One head's end of the channel for messages of rooms. Used from one thread."""
+    """The end of one engine process on the channel for transfer messages. Used from one thread."""
 
     address: str
     bad: int
-    """Messages that were dropped, as they are none."""
+    """Number of messages dropped because of their form."""
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To poll while idle."""
+        """Sockets to poll while idle."""
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
-        """Queues a message; does not wait. It may be lost."""
+        """Queue a message. Does not block. The message may be lost."""
 
     def receive(self) -> Arrived | None:
-        """The next one that has come; None when there is none. Does not wait."""
+        """Return the next message, or None when there is none. Does not block."""
 
     def drop(self, peer: Peer) -> None:
-        """The peer has ended."""
+        """Close the connection to an ended peer."""
 
     def tidy(self) -> None:
-        """Closes what nobody uses any more."""
+        """Close connections unused for ``UNUSED_S`` seconds."""
 
     def close(self) -> None:
-        """What was sent is still delivered, if that takes no longer than a moment."""
+        """Close the channel. Sent messages are still delivered, within a fraction of a second."""
 
 
 class ZmqRooms:
-    """A ``RoomChannel`` over ipc, or with ``keys`` over tcp."""
+    """A ``RoomChannel`` over ipc, or over tcp with ``keys``."""
 
     def __init__(self, endpoint: str, incarnation: int, keys: CurveKeys | None = None) -> None:
-        """``endpoint``: an ``ipc://`` path, free, in a folder that only this user can enter; with ``keys`` a
-        ``tcp://`` address of this host.
+        """``endpoint``: a free ``ipc://`` path in a folder private to this user; with ``keys`` a ``tcp://``
+        address of the local host.
         """
         self._keys = keys
         self._incarnation = incarnation
@@ -119,7 +123,9 @@ class ZmqRooms:
         self.address = self._mine.getsockopt_string(zmq.LAST_ENDPOINT)
         self.bad = 0
         self.folder: Path | None = None
-        """Of the socket, if it is to go with it."""
+        """Private folder of the socket, removed with the channel; None if the folder belongs to somebody
+        else.
+        """
         self._others: dict[Peer, Any] = {}
         self._used: dict[Peer, float] = {}
         self._encoder = msgspec.msgpack.Encoder()
@@ -130,6 +136,7 @@ class ZmqRooms:
         return (self._mine,)
 
     def send(self, peer: Peer, body: bytes, asks: bool) -> None:
+        # A peer chooses the address, so connect only to addresses of the expected form.
         if not self._reachable(peer.name):
             return
         socket = self._others.get(peer)
@@ -142,11 +149,13 @@ class ZmqRooms:
         envelope = Envelope(VERSION, self.address, self._incarnation, self._process, asks, body)
         try:
             socket.send(self._encoder.encode(envelope), zmq.NOBLOCK)
-        except zmq.ZMQError:  # it does not read, or is gone: the message is said again
+        except zmq.ZMQError:  # the queue is full or the peer is gone: the sender repeats the message
             return
 
     def _connected(self, address: str) -> Any:
-        """A socket; None where the system has no more, or refuses the address."""
+        """Return a socket that connects to ``address``, or None if the system refuses a socket or the
+        address.
+        """
         socket = None
         try:
             socket = self._context.socket(zmq.DEALER)
@@ -166,7 +175,7 @@ class ZmqRooms:
         return socket
 
     def receive(self) -> Arrived | None:
-        while int(self._mine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than to fail
+        while int(self._mine.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception
             try:
                 parts = self._mine.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -178,6 +187,7 @@ class ZmqRooms:
         return None
 
     def _parsed(self, parts: list[bytes]) -> Envelope | None:
+        # A ROUTER socket puts the identity of the sender in front.
         if len(parts) != 2:
             return None
         try:
@@ -201,6 +211,7 @@ class ZmqRooms:
         for socket in (self._mine, *self._others.values()):
             socket.close()
         self._others.clear()
+        # `term` in `_end` blocks for the linger time of the sockets above.
         self._end()
         if self._keys is None:
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -213,7 +224,9 @@ class ZmqRooms:
         self._context.term()
 
     def _reachable(self, address: str) -> bool:
-        """Whether ``address``, which anybody may have said, can be one of a head that speaks as this one."""
+        """Return True if ``address``, an unverified claim of a peer, has the form of a peer of the same
+        channel.
+        """
         if self._keys is not None:
             return address.startswith("tcp://") and _is_numeric(address.removeprefix("tcp://"))
         path = address.removeprefix("ipc://")
@@ -221,14 +234,14 @@ class ZmqRooms:
 
 
 def _watch(socket: zmq.Socket[bytes]) -> None:
-    """A connection that carries nothing any more breaks, and is made anew."""
+    """Let zmq detect a dead connection and connect again."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 1000)
 
 
 def _is_numeric(place: str) -> bool:
-    """Whether it is ``HOST:PORT`` without a name, which zmq would look up."""
+    """Return True for ``HOST:PORT`` with a numeric host. zmq would resolve a host name, which blocks."""
     host, _, port = place.rpartition(":")
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))

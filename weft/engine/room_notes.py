@@ -1,4 +1,4 @@
-"""What a head notes of its rooms while they are open: when what happened, for counters, log and traces."""
+"""Notes of an engine process about open transfers: times of the stages, for counters, the log and traces."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ FIRST_TOKEN, POSTPONED, LANDED, FAILED = "first token", "postponed", "landed", "
 
 @dataclass(slots=True)
 class RoomNotes:
-    """What is remembered of a room that has not ended here."""
+    """Notes about one open transfer."""
 
     peer: Peer
     marks: dict[str, float] = field(default_factory=dict)
-    """What happened -> when."""
+    """Stage name -> time."""
     nbytes: int = 0
     transports: frozenset[str] = frozenset()
-    """Of the receiver's ranks."""
+    """Transports of the receiver's ranks."""
     failed: bool = False
 
     def mark(self, name: str, now: float) -> None:
-        """Notes when ``name`` happened: the first time, but of the last byte the last."""
+        """Record the time of stage ``name``: the first occurrence, except the last occurrence for
+        ``LAST_BYTE``.
+        """
         if name == LAST_BYTE or name not in self.marks:
             self.marks[name] = now
 
 
 Ended: TypeAlias = Callable[[RoomKey, RoomNotes, float, ErrorInfo | None], None]
-"""Called once or more when a room has landed or failed (or has ended otherwise), and when that was."""
+"""Callback for the end of a transfer: key, notes, time, error (None on success). Called at least once."""
 
 
 class RoomTally:
-    """Counts, logs and tells the ends of rooms."""
+    """Counts and logs the ends of transfers, and reports the ends to request traces."""
 
     def __init__(self, sends: bool) -> None:
         self._sends = sends
         self.stats = TransferStats()
         self.ended: Ended | None = None
-        """Who traces requests; None when nobody does."""
+        """Callback for request traces; None without tracing."""
 
     def landed(self, key: RoomKey, notes: RoomNotes | None, now: float) -> None:
-        """All bytes of the room are at the receiver."""
+        """Count a completed transfer. Ignored without notes."""
         if notes is None:
             return
         notes.mark(LANDED, now)
@@ -79,13 +81,15 @@ class RoomTally:
     def failed(
         self, key: RoomKey, notes: RoomNotes | None, error: ErrorInfo, now: float, address: str
     ) -> None:
-        """Logs and counts that the room failed. ``address``: of this head."""
+        """Log and count a failed transfer. ``address``: of the local engine process. Cancellations by the
+        client side are not counted.
+        """
         if notes is not None:
             notes.failed = True
             notes.mark(FAILED, now)
             if self.ended is not None:
                 self.ended(key, notes, now, error)
-        if error.blame == "client":  # it left, or the sequence ended with its prefill
+        if error.blame == "client":  # the client disconnected, or the sequence ended during prefill
             return
         corrupt = error.code == "transfer_corrupt"
         self.stats = msgspec.structs.replace(

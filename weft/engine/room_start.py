@@ -1,4 +1,6 @@
-"""From a configuration to a head's part in rooms, of caches and of embeddings."""
+"""Creates the transfers of an engine process, for KV caches and for image embeddings, from a
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ from weft.parallel.secret import read_keys
 def make_rooms(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """A head's rooms for caches of sequences; None for a group that neither prefills for others nor decodes
-    for them: then nothing was made. ``incarnation``: of this head. Raises EngineDead when ranks have no
-    transfers.
+    """Return the KV transfers of an engine process, or None for a group with another role than ``prefill`` or
+    ``decode``.
+
+    ``incarnation``: the engine's number. Raises EngineDead when the ranks have no transfers.
     """
     role = config.transfer.role
     if role not in ("prefill", "decode"):
@@ -36,7 +39,9 @@ def make_rooms(
 def make_embeddings(
     config: EngineConfig, group: GroupExecutor, incarnation: int, clock: Clock
 ) -> HeadRooms | None:
-    """A head's rooms for embeddings of images; None for a group that neither sends nor takes any."""
+    """Return the embedding transfers of an engine process, or None for a group without embedding
+    transfers.
+    """
     does = embeddings_of(config)
     if does is None:
         return None
@@ -51,15 +56,18 @@ def _made(
     incarnation: int,
     clock: Clock,
 ) -> HeadRooms:
-    """On one host it listens in the folder of its group's sockets (``EngineConfig.domain``), or in one of its
-    own, which goes with it."""
+    """Open the channel of an engine process and return the transfers.
+
+    On one host the channel's socket lies in the group's socket folder (``EngineConfig.domain``). Without the
+    folder the socket lies in a private folder, removed with the channel.
+    """
     if ranks is None:
         raise EngineDead(f"the ranks of a group of role {config.transfer.role} take no part in transfers")
     if config.parallel.nnodes > 1:
         return HeadRooms(sends, ranks, _over_hosts(config, incarnation), incarnation=incarnation, clock=clock)
     folder = Path(config.domain) if config.domain else private_folder()
     try:
-        # A Unix socket's path is short.
+        # Short name: the path of a Unix socket is limited to 107 bytes.
         channel = ZmqRooms(f"ipc://{folder}/{name}{config.replica}-{secrets.token_hex(4)}", incarnation)
     except BaseException:
         if not config.domain:
@@ -71,7 +79,7 @@ def _made(
 
 
 def _over_hosts(config: EngineConfig, incarnation: int) -> ZmqRooms:
-    """At a port of this host that the system chooses."""
+    """Return a channel at a TCP port of the local host, chosen by the system."""
     assert config.parallel.group_secret is not None, "checked when the configuration was resolved"
     keys = read_keys(config.parallel.group_secret)
     host = own_address(*meeting_place(config.parallel))

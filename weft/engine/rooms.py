@@ -1,17 +1,18 @@
-"""A head's part in the rooms of its group: between its scheduler, its ranks, and the heads of other groups.
+"""The engine's side of the transfers of a group: between the scheduler, the ranks and the engine processes of
+other groups.
 
     scheduler   room_requests() ──►┐        ┌──► ranks       Push, Expect, Stop: frames, in order with steps
-    ranks       what they say ────►│ rooms  ├──► heads       messages
-    heads       messages ─────────►│        ├──► scheduler   room(event)
-    peers       processes' ends ──►┘        └──► log, counters
+    ranks       reports ──────────►│ rooms  ├──► engines     messages
+    engines     messages ─────────►│        ├──► scheduler   room(event)
+    peers       ends of processes ►┘        └──► log, counters
 
-What follows from what is decided in ``weft.transfer``; here it is carried out, on the head's thread, and
-nothing waits. When nothing happens a turn costs a few looks at queues.
+``weft.transfer`` decides; the module executes the decisions on the engine's thread and never blocks. A turn
+without news costs a few checks of queues.
 
-* Memory of a sender whose peer has ended, or does not answer: see ``weft.engine.peers``.
-* A group that is lost, and formed anew: all its rooms fail at once, as what they move may be gone. Ranks that
-  run on are told to stop, and are told again once the group is whole, as a frame may have been lost with its
-  connection. Of a rank that was replaced the process has ended, which ends what it moved.
+* Memory of a sender after the end or silence of a peer: see ``weft.engine.peers``.
+* When a group is lost and formed again, all transfers fail at once, because the memory may be gone. Surviving
+  ranks receive ``StopRoom``, and again after the recovery, because the connection may have lost the first
+  frame. The end of a replaced rank's process ends the rank's transfers.
 """
 
 from __future__ import annotations
@@ -46,23 +47,25 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 TICK_S = 0.1
-"""Seconds between two looks at deadlines."""
+"""Seconds between two checks of deadlines."""
 TIDY_S = 30.0
-"""Between two looks for connections that nobody uses."""
+"""Seconds between two checks for unused connections."""
 MEET_S = 30.0
-"""Within which a peer of a room must have said which process it is: until then its end would not be seen."""
+"""Seconds within which a peer must report its process id. Before the report the end of the peer is not
+visible.
+"""
 ASK_S = 1.0
-"""Between two questions for that."""
+"""Seconds between two requests for the process id of a peer."""
 POSTPONE_S = 0.5
-"""Until a sender asks again, while the group is being formed anew, if that takes as long."""
+"""Seconds after which a sender asks again while the local group is in recovery."""
 HASH_BYTES = 16
-"""Of one base block, in an offer."""
+"""Bytes of the hash of one base block in an offer."""
 MOST_MESSAGES = 256
-"""Of one turn: steps go on meanwhile."""
+"""Maximum messages handled in one turn, to keep steps on time."""
 
 
 class RoomScheduler(Protocol):
-    """What is asked of a scheduler: see ``weft.scheduler.scheduler.Scheduler``."""
+    """The transfer interface of ``weft.scheduler.scheduler.Scheduler``."""
 
     def room(self, event: r.RoomEvent, now: float) -> list[TokenEvent]: ...
 
@@ -72,7 +75,7 @@ class RoomScheduler(Protocol):
 
 
 class RoomRanks(Protocol):
-    """The ranks of a group: ``weft.engine.group_rooms.GroupRooms``."""
+    """The ranks of a group: see ``weft.engine.group_rooms.GroupRooms``."""
 
     @property
     def dims(self) -> GroupDims: ...
@@ -91,7 +94,7 @@ class RoomRanks(Protocol):
 
 
 class HeadRooms:
-    """The rooms of one head, as an ``AwaitedSource``. Used from the thread that steps."""
+    """The transfers of one engine process, as an ``AwaitedSource``. Used from the stepping thread."""
 
     def __init__(
         self,
@@ -104,8 +107,9 @@ class HeadRooms:
         patience: Patience = Patience(),
         peers: Peers | None = None,
     ) -> None:
-        """``sends``: whether it sends caches; else it receives them. ``incarnation``: of this head's process,
-        as its Welcome has it."""
+        """``sends``: True for the sender's side, False for the receiver's side. ``incarnation``: the engine's
+        number, as in the Welcome.
+        """
         self._sends = sends
         self._ranks, self._channel, self._clock = ranks, channel, clock
         self._machine: SendingRooms | ReceivingRooms
@@ -116,37 +120,37 @@ class HeadRooms:
         self._peers: Peers = peers or PeerWatch()
         self._lost: set[Peer] = set()
         self._whole = True
-        """Whether all ranks carry out what they are told."""
+        """False from the loss of ranks until the group runs again."""
         self._put_off: dict[RoomKey, ev.Action] = {}
-        """What the scheduler hears once they do."""
+        """Offers received during a recovery. The scheduler receives the offers after the recovery."""
         self._gone: set[int] = set()
         self._records: dict[RoomKey, RoomNotes] = {}
         self._stops: dict[RoomKey, set[int]] = {}
-        """Rooms that ranks were told to stop, and those that have not said that they did."""
+        """Transfers with a pending ``StopRoom`` -> ranks without an acknowledgement."""
         self._actions: deque[ev.Action] = deque()
         self._tick_at = self._tidy_at = self._ask_at = 0.0
         self._unmet: dict[RoomKey, float] = {}
-        """Rooms whose peer is not known, and until when that may be so."""
+        """Transfers with an unknown peer process -> time at which the transfer is given up."""
         self.tally = RoomTally(self._sends)
         self._strangers = CountedLog(log)
         self.bad = 0
-        """Messages that were dropped, as they could not be read."""
+        """Number of unreadable or invalid messages, which were dropped."""
 
-    # ---- what a loop asks
+    # ---- the interface for the step loop
 
     @property
     def address(self) -> str:
-        """Where peers reach it."""
+        """Address of the engine process for peers."""
         return self._channel.address
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To sleep on."""
+        """Sockets and descriptors to poll while idle."""
         return [*self._channel.sockets, *self._ranks.sockets, *self._peers.sockets]
 
     @property
     def next_due(self) -> float | None:
-        """When ``take`` has something to do though nothing came; None: never, as things stand."""
+        """Time at which ``take`` has work even without input; None if there is no deadline."""
         due = self._machine.next_due()
         if self._unmet:
             due = self._ask_at if due is None else min(due, self._ask_at)
@@ -154,11 +158,11 @@ class HeadRooms:
 
     @property
     def moving(self) -> bool:
-        """Whether a room may still be done: a head that drains waits for it."""
+        """True while a transfer may still complete. A draining engine process waits for the transfers."""
         return any(not record.failed for record in self._records.values())
 
     def stats(self, of_scheduler: TransferStats | None) -> TransferStats:
-        """Counters of both."""
+        """Return the transfer counters, merged with the gauges of the scheduler."""
         stats = msgspec.structs.replace(self.tally.stats, rooms=len(self._machine))
         if of_scheduler is None:
             return stats
@@ -171,13 +175,15 @@ class HeadRooms:
         )
 
     def open(self, ticket: r.RoomTicket) -> None:
-        """A Submit with a room was taken in. ``asked`` is to follow."""
+        """Register the transfer of a Submit. Known keys are ignored. The caller must call ``asked``
+        afterwards.
+        """
         key, peer = ticket.key, ticket.peer
         if key in self._records:
             return
         self._records[key] = RoomNotes(peer)
         self._on(ev.Open(key, peer, ticket.seconds))
-        if self._machine.state(key) is r.State.done:  # an old Submit, which nobody answers
+        if self._machine.state(key) is r.State.done:  # a late Submit of a finished transfer: no answer is due
             del self._records[key]
         if peer in self._lost:
             self._on(ev.PeerLost(peer))
@@ -186,7 +192,7 @@ class HeadRooms:
             self._channel.send(peer, b"", asks=True)
 
     def take(self, scheduler: RoomScheduler) -> list[TokenEvent]:
-        """Takes in what came, and what time brings. Does not wait."""
+        """Handle ended peers, received messages and deadlines. Return the events. Does not block."""
         for peer in self._peers.take():
             self._peer_ended(peer)
         for _ in range(MOST_MESSAGES):
@@ -200,12 +206,15 @@ class HeadRooms:
         return self.asked(scheduler)
 
     def asked(self, scheduler: RoomScheduler) -> list[TokenEvent]:
-        """Carries out what the scheduler asks for, and takes in what ranks said. To be called whenever it
-        was given something, and when a step was launched or committed. Does not wait.
+        """Execute the scheduler's requests and handle the reports of ranks. Return the events. Does not
+        block.
+
+        Call ``asked`` after each input to the scheduler, and after each launch or commit of a step.
         """
         for word in self._ranks.take():
             self._rank_said(word)
         events: list[TokenEvent] = []
+        # An executed action may create requests, and a request may create actions: loop until both are empty.
         while True:
             while self._actions:
                 self._carry_out(self._actions.popleft(), scheduler, events)
@@ -216,15 +225,17 @@ class HeadRooms:
                 self._request(request)
 
     def lose(self) -> None:
-        """Ranks of this group are lost, and with them the steps in flight. ``asked`` is to follow."""
+        """Fail all transfers after the loss of ranks. The caller must call ``asked`` afterwards."""
         self._whole = False
         lost = Unavailable("processes of a group that had a part in the transfer were lost").info()
         for key in list(self._records):
             self._on(ev.Cancel(key, lost))
 
     def regain(self) -> None:
-        """The group is whole again. ``asked`` is to follow."""
-        for word in self._ranks.take():  # what ended did so before
+        """Resume after the recovery: repeat pending stops and release deferred offers. The caller must call
+        ``asked``.
+        """
+        for word in self._ranks.take():  # reports from before the recovery
             self._rank_said(word)
         self._whole = True
         for rank in self._gone:
@@ -236,7 +247,9 @@ class HeadRooms:
         self._put_off.clear()
 
     def close(self) -> None:
-        """Tells peers that nothing more comes, and ends. The ranks' transfers end with their processes."""
+        """Send a cancellation of every transfer to the peer and close the channel. The transfers of the ranks
+        end with the processes.
+        """
         ends = Unavailable("the head of a group that had a part in the transfer ends").info()
         for key in list(self._records):
             self._on(ev.Cancel(key, ends))
@@ -247,7 +260,7 @@ class HeadRooms:
         self._channel.close()
         self._peers.close()
 
-    # ---- what comes in
+    # ---- input
 
     def _on(self, event: ev.SenderEvent | ev.ReceiverEvent) -> None:
         machine = self._machine
@@ -302,13 +315,14 @@ class HeadRooms:
             return
         try:
             self._on(ev.Heard(peer, message))
-        except Exception:  # what a peer says ends its room, and nothing else
+        except Exception:  # an invalid message must end only the message's own transfer
             log.exception("a message of %s could not be taken in", peer.name)
             self.bad += 1
             bad = r.RoomMessageError("the other end of the transfer said what cannot be right")
             self._on(ev.Cancel(message.key, bad.info()))
 
     def _rank_said(self, word: RankWord) -> None:
+        # A failed outcome leaves no mark; the state machine receives every report below.
         match word:
             case ev.RankReport(key, _, outcome) if outcome is not Outcome.failed:
                 self._mark(key, notes.FIRST_BYTE)
@@ -348,8 +362,10 @@ class HeadRooms:
             self._channel.tidy()
 
     def _meet(self, now: float) -> None:
-        """Asks peers that have never been heard of which process they are, or gives their rooms up: one that
-        ended before it said so would be waited for until the room's time, which may not have begun.
+        """Request the process id of unknown peers again, and cancel transfers of silent peers.
+
+        Without the process id, the early end of a peer would go unnoticed until the transfer's own deadline,
+        which may not have begun.
         """
         self._ask_at = now + ASK_S
         for key, until in list(self._unmet.items()):
@@ -364,13 +380,13 @@ class HeadRooms:
             else:
                 self._channel.send(record.peer, b"", asks=True)
 
-    # ---- what goes out
+    # ---- output
 
     def _carry_out(self, action: ev.Action, scheduler: RoomScheduler, events: list[TokenEvent]) -> None:
         match action:
             case ev.Send(peer, message):
                 self._send(peer, message)
-            case ev.Tell(r.RoomWanted(key)) if not self._whole:  # nothing could be taken in yet
+            case ev.Tell(r.RoomWanted(key)) if not self._whole:  # the scheduler cannot act on an offer yet
                 self._put_off[key] = action
                 self._on(ev.Postpone(key, POSTPONE_S))
             case ev.Tell(event):
@@ -392,7 +408,9 @@ class HeadRooms:
                 self._revoke(key, peer)
 
     def _begins(self, key: RoomKey, offer: r.Admitted, bound: r.Bound) -> bool:
-        """Whether ranks can be told to begin with a room; else it fails."""
+        """Record the volume of a transfer and return True if ranks may begin. During a recovery, cancel and
+        return False.
+        """
         if not self._whole:
             self._on(ev.Cancel(key, Unavailable("the group is being formed anew").info()))
             return False
@@ -414,8 +432,10 @@ class HeadRooms:
         self._channel.send(peer, body, asks=not self._peers.knows(peer))
 
     def _revoke(self, key: RoomKey, peer: Peer) -> None:
-        """See ``weft.engine.peers``."""
+        """Release the memory of a sender once no peer can use the bytes: see ``weft.engine.peers``."""
         record = self._records.get(key)
+        # Over TCP only own ranks read the memory. Over shared memory, the end of the peer's process is the
+        # proof.
         if record is None or record.transports <= {"tcp"}:
             self._on(ev.Revoked(key))
         elif peer in self._lost:

@@ -1,7 +1,8 @@
-"""Scripts of a scripted head: a file of entries, each an output that is played to prompts that it matches.
+"""Scripts of a scripted engine process: a file of entries. Each entry is an output, played to matching
+prompts.
 
-The form is documented in ``docs/scripted.md``. A file is read once, when a head starts; whatever is wrong in
-it is a ConfigError that names the entry and its line.
+``docs/scripted.md`` documents the form. A file is read once, when an engine process starts. Every error in
+the file is a ConfigError with the entry and the line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Millis = Annotated[float, Meta(ge=0, le=3.6e6)]
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an entry and each of its choices may say of an output. None: as the entry, or the default."""
+    """The output fields of an entry and of each choice. None inherits from the entry, then the default."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -54,44 +55,46 @@ class _Entry(_Fields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output that one choice gets."""
+    """The output of one choice."""
 
     ids: tuple[int, ...]
     finish: Finish
     error: WeftError | None
-    """With ``finish`` "error"."""
+    """Error of the output if ``finish`` is "error"; else None."""
     chunks: tuple[int, ...]
-    """Tokens of each event; the last number counts for all that follow."""
+    """Tokens of each event; the last number applies to all further events."""
     delay: float
-    """Seconds for each token."""
+    """Seconds per token."""
     wait: float
     """Seconds before the first event."""
 
     def chunk(self, number: int) -> int:
-        """Tokens of event ``number``, from 0."""
+        """Return the tokens of event ``number``, counted from 0."""
         return self.chunks[min(number, len(self.chunks) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry: which prompts it is for, and what they get."""
+    """One entry: the condition on prompts, and the outputs."""
 
     contains: tuple[str, ...]
     regex: re.Pattern[str] | None
     request: int | None
-    """Number of the prompt at this head, from 1; None: any."""
+    """Number of the prompt on the engine process, counted from 1; None matches any prompt."""
     times: int | None
-    """Prompts that it answers; None: any number."""
+    """Maximum prompts answered by the entry; None: unlimited."""
     num_cached: int
     outputs: tuple[Output, ...]
 
     @property
     def reads(self) -> bool:
-        """Whether it looks at the prompt's text."""
+        """True if the condition needs the prompt's text."""
         return bool(self.contains) or self.regex is not None
 
     def matches(self, prompt: str, number: int) -> bool:
-        """``prompt``: its text, special tokens included; not looked at unless ``reads``."""
+        """Return True if the prompt matches. ``prompt``: the text with special tokens, unused unless
+        ``reads``. ``number``: the number of the prompt on the engine process.
+        """
         if self.request is not None and self.request != number:
             return False
         if not all(part in prompt for part in self.contains):
@@ -99,14 +102,14 @@ class Entry:
         return self.regex is None or self.regex.search(prompt) is not None
 
     def output(self, choice: int) -> Output:
-        """The output of a choice; with more choices than outputs they start again."""
+        """Return the output of a choice. Choices beyond the last output start again at the first output."""
         return self.outputs[choice % len(self.outputs)]
 
 
 def read_script(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tuple[Entry, ...]:
-    """The entries of a YAML file, or of one with a JSON object a line (``.jsonl``).
+    """Return the entries of a YAML file, or of a ``.jsonl`` file with one JSON object per line.
 
-    Raises ConfigError naming the file, the entry and its line.
+    Raises ConfigError with the file, the entry and the line.
     """
     name = f"--scripted {Path(path).name}"
     made = []
@@ -123,7 +126,7 @@ def read_script(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> tupl
 
 
 def _load(path: Path, name: str) -> list[tuple[int, Any]]:
-    """(line, entry as the file has it) of each."""
+    """Return (line number, raw entry) for each entry of the file."""
     if path.suffix == ".jsonl":
         return _json_lines(path, name)
     loaded = load_yaml(path, name, "--scripted")
@@ -134,6 +137,7 @@ def _load(path: Path, name: str) -> list[tuple[int, Any]]:
             f"{name} must be a list of entries, e.g. - text: hello (or, called *.jsonl, one a line)",
             param="--scripted",
         )
+    # The values are loaded already. Parse again for the line number of each entry.
     root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     assert isinstance(root, yaml.SequenceNode)
     nodes = root.value
@@ -149,6 +153,7 @@ def _json_lines(path: Path, name: str) -> list[tuple[int, Any]]:
     except UnicodeDecodeError:
         raise ConfigError(f"{name} is not UTF-8 text", param="--scripted") from None
     found = []
+    # Not splitlines: JSON strings may contain other line separators.
     for line, content in enumerate(text.split("\n"), 1):
         if content.strip():
             try:
@@ -159,7 +164,7 @@ def _json_lines(path: Path, name: str) -> list[tuple[int, Any]]:
 
 
 class _Maker:
-    """Makes one entry of what its file says."""
+    """Makes one entry from the data of the file."""
 
     def __init__(self, where: str, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._where = where
@@ -177,6 +182,7 @@ class _Maker:
             raise self._wrong(f"match.regex is no regular expression ({error})") from None
         if data.repeat is False:
             raise self._wrong("repeat must be a number of at least 1, or true for any number")
+        # A choice without text takes no text from the entry, so text beside choices would have no effect.
         if data.choices is not None and (data.text is not None or data.token_ids is not None):
             raise self._wrong("text or token_ids beside choices: write them in each choice")
         return Entry(
@@ -190,6 +196,7 @@ class _Maker:
 
     def _output(self, data: _Fields, entry: _Entry) -> Output:
         def field(name: str, default: Any) -> Any:
+            # A choice's own value wins over the entry's value.
             own = getattr(data, name)
             value = getattr(entry, name) if own is None else own
             return default if value is None else value
@@ -224,6 +231,7 @@ class _Maker:
             ids = self._tokenizer.encode(data.text, add_special_tokens=False, parse_special=True)
         except InvalidRequest as error:
             raise self._wrong(f"text: {error.message}") from None
+        # Tokenizers can normalize text. Encode and decode again to be sure of playing exactly this text.
         again = self._tokenizer.decode(ids, skip_special_tokens=False)
         if again != data.text:
             at = next((i for i, (a, b) in enumerate(zip(again, data.text, strict=False)) if a != b), -1)

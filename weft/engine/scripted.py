@@ -1,9 +1,9 @@
-"""A head without a model: it plays the outputs of a script (``weft.engine.script``) over the real messages.
+"""An engine process without a model: plays the outputs of a script (``weft.engine.script``) over the real
+messages.
 
-``ScriptedEngine`` stands where ``EngineCore`` stands elsewhere, behind the same protocol and the same loop. A
-step gives each sequence whose time has come its next event. Steps are at least ``STEP_S`` apart, so that a
-front is not flooded. Sampling parameters other than ``max_tokens`` and stop ids have no effect, and neither
-has a grammar: what is written is played.
+``ScriptedEngine`` replaces ``EngineCore`` behind the same protocol and the same loop. A step returns the next
+event of each due sequence. Steps are at least ``STEP_S`` apart, to avoid flooding an API server. Sampling
+parameters other than ``max_tokens`` and stop ids have no effect, and a grammar has none either.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from weft.types.messages import (
 log = get_logger(__name__)
 
 STEP_S = 0.001
-"""Seconds between two steps at least."""
+"""Minimum seconds between two steps with events."""
 MOST_REQUESTS = 4096
-"""Requests whose entry is remembered, for choices and attempts that come later."""
+"""Maximum requests with a remembered entry, for further choices and later attempts."""
 SHOWN_CHARS = 60
-"""Of a prompt's end, in the error of one that no entry matches."""
+"""Characters shown of the end of an unmatched prompt, in the error."""
 _PROBE = Output(ids=(0,), finish="length", error=None, chunks=(1,), delay=0.0, wait=0.0)
 
 
@@ -56,18 +56,18 @@ class _Playing:
     submit: Submit
     output: Output
     ids: tuple[int, ...]
-    """All output tokens, those that the client has already included."""
+    """All output tokens, including tokens already sent to the client."""
     limit: int
-    """Output tokens at which it ends with "length"."""
+    """Number of output tokens at which the sequence ends with "length"."""
     num_cached: int
     due: float
-    """When its next event leaves."""
+    """Time at which the next event leaves."""
     sent: int
-    """Output tokens that the client has."""
+    """Number of output tokens sent to the client."""
     events: int = 0
 
     def next(self) -> TokenEvent:
-        """Its next event. The last one has ``finish``."""
+        """Return the next event and advance. The last event has ``finish``."""
         first, self.events = self.events == 0, self.events + 1
         until = min(self.sent + self.output.chunk(self.events - 1), len(self.ids), self.limit)
         params = self.submit.params
@@ -75,13 +75,15 @@ class _Playing:
         ends = [n for n, one in enumerate(tokens) if one in params.stop_ids]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         self.sent += len(tokens)
-        self.due += self.output.delay * max(len(tokens), 1)  # the script's pace, however late this one is
+        # From the old due time: keeps the script's pace after a late event.
+        self.due += self.output.delay * max(len(tokens), 1)
         finish, error = None, None
         if ends:
             finish = "stop"
         elif self.sent >= self.limit:
             finish = "length"
-        elif self.sent >= len(self.ids) and not (self.output.error and tokens):  # an error comes alone
+        # An error is a separate event.
+        elif self.sent >= len(self.ids) and not (self.output.error and tokens):
             finish = self.output.finish
             error = None if self.output.error is None else self.output.error.info()
         return TokenEvent(
@@ -98,7 +100,7 @@ class _Playing:
 
 
 class ScriptedEngine:
-    """Plays the entries of a script. Control only: ``clock`` is its one input besides calls."""
+    """Plays the entries of a script. Pure control: ``clock`` is the only input besides calls."""
 
     sockets: Sequence[Any] = ()
     recovering = False
@@ -116,7 +118,7 @@ class ScriptedEngine:
         self.steps = 0
         self._entries = entries
         self._left = [entry.times for entry in entries]
-        """Prompts that each entry may still answer; None: any number."""
+        """Prompts left for each entry; None: unlimited."""
         self._text = text
         self._config = config
         self._vocab_size = vocab_size
@@ -124,17 +126,19 @@ class ScriptedEngine:
         self._ends = tuple(dict.fromkeys((*text.end_ids, *config.spec.eos_ids)))
         self._live: dict[int, _Playing] = {}
         self._chosen: Recent[int, Entry] = Recent(MOST_REQUESTS)
-        """Entry of each request: all its choices, and later attempts at it, share one."""
+        """Entry of each request. All choices of a request, and later attempts, share one entry."""
         self._prompts = 0
-        """Prompts that have come."""
+        """Number of prompts received."""
         self._stepped = -math.inf
         self._read_tokens = 0
         self._made_tokens = 0
 
-    # -- what a head's protocol asks of an engine
+    # -- the interface for `HeadProtocol`
 
     def submit(self, submit: Submit) -> list[TokenEvent]:
-        """Begins to play. Raises InvalidRequest where no entry matches, Overloaded as a real head does."""
+        """Start to play an output and return no events. Raises InvalidRequest where no entry matches, and
+        Overloaded as a real engine process does.
+        """
         kv = self._config.kv
         tokens, num_prompt = check_submit(submit, self._vocab_size, kv.max_model_len)
         if submit.sequence in self._live:
@@ -149,6 +153,8 @@ class ScriptedEngine:
         else:
             entry = self._entry_of(submit, emitted)
             output, cached = entry.output(submit.choice), min(entry.num_cached, num_prompt - 1)
+        # A continued sequence carries tokens emitted by another engine process; the script must agree with
+        # such tokens.
         ids = self._with_end(output, submit)
         if ids[: len(emitted)] != emitted:
             raise InvalidRequest(
@@ -167,17 +173,17 @@ class ScriptedEngine:
         return []
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence. Idempotent; unknown ids are fine."""
+        """End a sequence and return the abort event. Idempotent; unknown ids return no events."""
         if self._live.pop(sequence, None) is None:
             return []
         return [TokenEvent(sequence=sequence, finish="abort")]
 
     def has_work(self) -> bool:
-        """Whether a sequence is live."""
+        """Return True if a sequence is live."""
         return bool(self._live)
 
     def stats(self) -> HeadStats:
-        """Counters and gauges; a script has no blocks."""
+        """Return counters and gauges. A script has no blocks."""
         return HeadStats(
             steps=self.steps,
             running=len(self._live),
@@ -187,11 +193,11 @@ class ScriptedEngine:
         )
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        """There is no prefix cache."""
+        """Return None: there is no prefix cache."""
         return None
 
     def welcome(self, incarnation: int) -> Welcome:
-        """What a front must know."""
+        """Return the ``Welcome`` message, a description of the engine for API servers."""
         kv = self._config.kv
         return Welcome(
             versions=(OLDEST, VERSION),
@@ -204,25 +210,25 @@ class ScriptedEngine:
             block_size=kv.block_size,
         )
 
-    # -- what its loop asks
+    # -- the interface for the step loop
 
     def check(self) -> None:
-        """There are no ranks to look after."""
+        """Do nothing: there are no ranks."""
 
     def hear(self) -> list[TokenEvent]:
-        """Nothing comes from elsewhere."""
+        """Return no events: there is no external input."""
         return []
 
     def wait_ms(self) -> int:
-        """Milliseconds until ``step`` has something to give, ``IDLE_POLL_MS`` at most."""
+        """Return the milliseconds until ``step`` has an event, at most ``IDLE_POLL_MS``."""
         due = min((one.due for one in self._live.values()), default=math.inf)
         seconds = max(due, self._stepped + STEP_S) - self._clock.now()
         return IDLE_POLL_MS if seconds > IDLE_POLL_MS / 1e3 else max(math.ceil(seconds * 1e3), 0)
 
     def step(self) -> list[TokenEvent]:
-        """The events that are due. None where the last ones left just now."""
+        """Return the due events; empty within ``STEP_S`` after the last events."""
         now = self._clock.now()
-        self.steps += 1  # it proves that the loop turns, also while nothing is due
+        self.steps += 1  # counted also without events: heartbeats report `steps` as proof of progress
         if now < self._stepped + STEP_S:
             return []
         events = [one.next() for one in self._live.values() if one.due <= now]
@@ -235,16 +241,18 @@ class ScriptedEngine:
         return events
 
     def describe_speculation(self) -> None:
-        """There are no drafts."""
+        """Return None: there are no drafts."""
 
     def close(self, failed: bool = False) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
-    # -- which entry, which tokens
+    # -- choice of entry and tokens
 
     def _entry_of(self, submit: Submit, emitted: tuple[int, ...]) -> Entry:
-        """That of the prompt. Where another head began the sequence, the first one that begins with
-        ``emitted``, which is then not used up.
+        """Return the entry for the prompt of ``submit``. Raises InvalidRequest if no entry is left.
+
+        If another engine process began the sequence, take the first matching entry whose output begins with
+        ``emitted``, and do not count the use.
         """
         entry = self._chosen.get(submit.request)
         if entry is not None:
@@ -258,6 +266,8 @@ class ScriptedEngine:
             left = self._left[number]
             if not entry.matches(text, self._prompts):
                 continue
+            # A continued sequence must find the entry that another engine process played. The entry may be
+            # used up there, not here.
             if emitted:
                 ids = self._with_end(entry.output(submit.choice), submit)
                 if ids[: len(emitted)] != emitted:
@@ -274,7 +284,9 @@ class ScriptedEngine:
         )
 
     def _with_end(self, output: Output, submit: Submit) -> tuple[int, ...]:
-        """The output's tokens, with one that ends a turn behind them where it stops and has none."""
+        """Return the output's tokens. If a "stop" output has no stop token, append an end token from the stop
+        ids.
+        """
         stops = submit.params.stop_ids
         if output.finish != "stop" or any(one in stops for one in output.ids):
             return output.ids
@@ -283,7 +295,7 @@ class ScriptedEngine:
 
 
 def _check_playable(submit: Submit) -> None:
-    """Raises InvalidRequest for what no script can answer."""
+    """Raise InvalidRequest for logprobs and embeddings, which a script cannot provide."""
     params = submit.params
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) >= 0:
@@ -293,9 +305,10 @@ def _check_playable(submit: Submit) -> None:
 
 
 def run_scripted(config: EngineConfig, listener: Listener) -> None:
-    """Reads the script and plays it at ``listener`` until told to stop. The entry of the head process.
+    """Read the script and play the script at ``listener`` until shutdown. The entry point of the engine
+    process.
 
-    Raises ConfigError for a script that cannot be played.
+    Raises ConfigError for an invalid script.
     """
     try:
         text = TextModel.load(config.tokenizer_path)

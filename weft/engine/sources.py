@@ -1,4 +1,4 @@
-"""What tells a head that input has come which its sequences await."""
+"""Sources of external input for blocked sequences, such as KV of another group or a compiled grammar."""
 
 from __future__ import annotations
 
@@ -16,40 +16,45 @@ if TYPE_CHECKING:
 
 
 class AwaitedSource(Protocol):
-    """Tells a head that input which its sequences await has come: KV of another engine, a mask.
+    """Notifies an engine of external input for blocked sequences.
 
-    The step loop does not poll it: while it is idle, it sleeps on the source's sockets, too.
+    The step loop does not poll a source. An idle loop sleeps on the source's sockets, too.
     """
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """zmq sockets or descriptors that are readable once there is something to ``take``."""
+        """zmq sockets or descriptors, readable once ``take`` has input."""
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Tells the scheduler what came since the last call. Does not wait."""
+        """Pass new input to the scheduler. Return the events. Does not block."""
 
     def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Carries out what the scheduler asks for: called whenever it was given something, and behind each
-        step that was launched or committed. Does not wait; cheap when there is nothing.
+        """Execute the scheduler's requests and return the events. Does not block; cheap when there are no
+        requests.
+
+        The engine calls ``asked`` after each input to the scheduler, and after each launch or commit of a
+        step.
         """
 
 
 class MediaScheduler(Protocol):
-    """A scheduler whose group sends or takes embeddings."""
+    """A scheduler of a group with embedding transfers."""
 
     @property
     def embeddings(self) -> RoomScheduler | None: ...
 
 
 class EmbeddingSource:
-    """The ``AwaitedSource`` of rooms of embeddings: these speak to a part of the scheduler."""
+    """The ``AwaitedSource`` of embedding transfers. The transfers use the ``embeddings`` part of the
+    scheduler.
+    """
 
     def __init__(self, rooms: HeadRooms) -> None:
         self._rooms = rooms
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To sleep on."""
+        """Sockets to poll while idle."""
         return self._rooms.sockets
 
     def take(self, scheduler: MediaScheduler) -> list[TokenEvent]:
@@ -68,30 +73,30 @@ def _part(scheduler: MediaScheduler) -> RoomScheduler:
 
 
 class StepEnds:
-    """The ``AwaitedSource`` of steps that nobody waits for otherwise."""
+    """The ``AwaitedSource`` of step ends, for engines that do not wait inside ``step``."""
 
     def __init__(self, bell: Doorbell) -> None:
         self._bell = bell
 
     @property
     def sockets(self) -> Sequence[Any]:
-        """To sleep on."""
+        """Descriptor to poll while idle."""
         return [self._bell.descriptor]
 
     def take(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """The engine looks at its steps by itself."""
+        """Reset the wake-up socket. The engine checks the steps, so there are no events."""
         self._bell.hear()
         return []
 
     def asked(self, scheduler: StepScheduler) -> list[TokenEvent]:
-        """Nothing is asked of a bell."""
+        """Return no events: the scheduler requests nothing from a wake-up socket."""
         return []
 
 
 def sources_of(
     grammars: GrammarSource, rooms: HeadRooms | None, embeddings: HeadRooms | None, bell: Doorbell | None
 ) -> list[AwaitedSource]:
-    """All that a head has."""
+    """Return the sources of an engine, without the absent ones. The grammar source comes first."""
     of_images = None if embeddings is None else EmbeddingSource(embeddings)
     of_steps = None if bell is None else StepEnds(bell)
     return [grammars, *(source for source in (rooms, of_images, of_steps) if source is not None)]

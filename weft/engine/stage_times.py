@@ -2,8 +2,8 @@
 
     submitted ──queue──> admitted ──prefill──> first token
 
-A sequence that goes on after a preemption or at another engine is not measured again. Where requests are
-traced, their spans hear of the same events.
+A continued sequence is not measured again, neither after a preemption nor from another engine. The spans of
+traced requests receive the same events.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from weft.types.messages import READINESS_SALT, Submit, TokenEvent
 
 
 class StageTimes:
-    """Measures of one engine. Used from the thread that steps."""
+    """Queue and prefill times of one engine. Used from the stepping thread."""
 
     def __init__(self, writer: SpanWriter | None, now: Callable[[], float]) -> None:
-        """``writer``: where spans go; None where requests are not traced."""
+        """``writer``: receives the spans; None if requests are not traced."""
         self._spans = None if writer is None else RequestSpans(writer, now)
         self._now = now
         self._queued: dict[int, float] = {}
-        """Sequence without a slot so far -> its arrival."""
+        """Sequence without a slot so far -> its arrival time."""
         self._prefilling: dict[int, float] = {}
-        """Sequence with a slot and without a token -> when it got the slot."""
+        """Sequence with a slot and without a token -> time at which the sequence got the slot."""
         self.queue = Measures()
         self.prefill = Measures()
 
     def follow(self, tallies: Iterable[RoomTally]) -> None:
-        """Hears of the ends of rooms."""
+        """Record the ends of the transfers of ``tallies`` in the spans."""
         if self._spans is not None:
             self._spans.follow(tallies)
 
     def submitted(self, submit: Submit, arrived: float) -> None:
-        """A sequence was taken in."""
+        """Record the arrival of a sequence. Continued sequences and readiness probes are not measured."""
         if not submit.emitted_ids and submit.salt != READINESS_SALT:
             self._queued[submit.sequence] = arrived
         if self._spans is not None and submit.trace:
             self._spans.submitted(submit, arrived)
 
     def admitted(self, sequences: Iterable[int], now: float) -> None:
-        """A step was planned that gives slots to ``sequences``."""
+        """Record the slots given to ``sequences`` by a planned step."""
         if self._spans is not None:
             sequences = list(sequences)
             self._spans.admitted(sequences, now)
@@ -55,9 +55,12 @@ class StageTimes:
                 self._prefilling[sequence] = now
 
     def told(self, events: list[TokenEvent]) -> None:
-        """``events`` leave the engine."""
+        """Record ``events``, which leave the engine: first tokens end the prefill time, finishes end
+        everything.
+        """
         if self._spans is not None:
             self._spans.told(events)
+        # Called for every step: cheap without open times.
         if not (events and (self._prefilling or self._queued)):
             return
         now = self._now()
@@ -70,11 +73,11 @@ class StageTimes:
                 self.forget(event.sequence)
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Drop the open times of an ended sequence."""
         self._queued.pop(sequence, None)
         self._prefilling.pop(sequence, None)
 
     def close(self) -> None:
-        """Ends the spans."""
+        """Close the spans."""
         if self._spans is not None:
             self._spans.close()

@@ -1,4 +1,4 @@
-"""From a configuration to a group with this process as its head."""
+"""Creates a group from a configuration, with the local process as the engine process."""
 
 from __future__ import annotations
 
@@ -44,13 +44,15 @@ log = get_logger(__name__)
 
 CLOSE_S = 5.0
 PORT_S = 30.0
-"""Seconds that the port of ``--rdzv`` may be held by the head before this one, which was killed."""
+"""Maximum seconds to wait for the port of ``--rdzv``, which a killed engine process may still occupy."""
 STORE_S = 30.0
-"""Seconds for each operation on the store that the first head hosts; clients of it set their own."""
+"""Timeout in seconds of each operation on the communicator store of the first engine process. Clients have
+separate timeouts.
+"""
 
 
 def layout_of(config: EngineConfig) -> Layout:
-    """How the model lies over ranks."""
+    """Return the layout of the model over ranks."""
     parallel = config.parallel
     return Layout(
         tensor=parallel.tensor_parallel_size,
@@ -60,7 +62,7 @@ def layout_of(config: EngineConfig) -> Layout:
 
 
 def take_threads(config: EngineConfig) -> None:
-    """Gives this process the CPU threads of one rank, and says how many."""
+    """Set the CPU threads of the process to the share of one rank, and log the number."""
     cores = usable_cores()
     ranks = config.ranks_beside
     set_threads(config.runner.threads, threads_each(config, cores))
@@ -68,10 +70,10 @@ def take_threads(config: EngineConfig) -> None:
 
 
 def set_threads(asked: int | None, most: int | None = None) -> None:
-    """Sets the CPU threads of this process's operators: ``asked``, or else at most ``most`` (its cores).
+    """Set the CPU threads of torch in the process: ``asked``, or at most ``most`` (default: usable cores).
 
-    Never more than torch would take by itself, unless they are asked for: OMP_NUM_THREADS is heeded. torch
-    follows the affinity, but takes a thread for each core of the host where a cgroup's quota leaves two.
+    Without ``asked``, never more threads than torch's own default, which follows OMP_NUM_THREADS. torch
+    respects the CPU affinity but not a cgroup quota, so the default alone can be too high.
     """
     torch.set_num_threads(asked or min(usable_cores() if most is None else most, torch.get_num_threads()))
 
@@ -79,22 +81,25 @@ def set_threads(asked: int | None, most: int | None = None) -> None:
 def start_executor(
     config: EngineConfig, *, progress: bool = True, supervised: SupervisedRanks | None = None
 ) -> GroupExecutor:
-    """The group of one replica, ready for its first step: starts its workers on this host, loads this rank's
-    share, and forms an epoch.
+    """Start the group of one replica and return the group, ready for the first step.
 
-    ``supervised``: the workers, where the server keeps them. Those that outlived another head have their
-    weights. Raises ConfigError for what cannot be served as configured, and GroupLost when a rank does not
-    come up.
+    Starts the local workers, loads the local share of the model and forms an epoch. Blocks meanwhile.
+
+    ``supervised``: the workers, if the server owns the workers. Workers of an earlier engine process have
+    weights already. Raises ConfigError for an unusable configuration, and GroupLost when a rank does not
+    start.
     """
     layout = layout_of(config)
     timeout = config.parallel.rank_timeout
     take_threads(config)
     head, *workers = ranks_of(config.replica, layout.tensor)
     faults = Faults(config.faults, head)
+    # A single rank needs no workers, channels or stores.
     if layout.domain == 1:
         faults.reach("load")
         loaded = load_rank(config, progress=progress)
         return alone(loaded.kv, lambda kv: faults.around(loaded.runner(kv)))
+    # The stack closes everything if the start fails. `pop_all` hands the resources to the group.
     with ExitStack() as resources:
         folder = _folder(config)
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -135,35 +140,41 @@ def start_executor(
 
 
 def alone(kv: KVConfig, runner: Callable[[KVConfig], RankRunner]) -> GroupExecutor:
-    """A group of one rank. See ``Share``."""
+    """Return a group of one rank. See ``Share``."""
     return GroupExecutor(Membership(0, {}, settings={}), lambda: Share(kv, runner), Links())
 
 
 def _folder(config: EngineConfig) -> Path:
-    """A folder for this head's sockets. If the head is killed, the process that started it removes the
-    folder.
+    """Create a folder for the engine's sockets and return the path. If the engine process is killed, the
+    starter of the engine removes the folder.
     """
     return Path(tempfile.mkdtemp(prefix="stores-", dir=config.domain)) if config.domain else private_folder()
 
 
 def mesh_host(config: EngineConfig) -> str | None:
-    """The address that a rank of this replica listens at for collectives; None: only this host reaches it."""
+    """Return the address on which a rank of the replica listens for collectives, or None if all ranks of the
+    expert-parallel group are on one host.
+    """
     if not domain_spans(config.parallel, config.replica):
         return None
     return own_address(*meeting_place(config.parallel))
 
 
 def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
-    """(for frames, for heartbeats)."""
+    """Open the control channels of the engine process. Return (channel for frames, channel for heartbeats).
+
+    Raises ConfigError or EngineDead when an address cannot be opened or published.
+    """
     parallel = config.parallel
     replica = config.replica
-    if not replica_spans(parallel, replica):  # in a server's folder the next head will listen there, too
+    # Inside a server's folder, the next engine process will listen at the same address.
+    if not replica_spans(parallel, replica):
         ranks = rank_address(config) if config.domain else f"ipc://{folder}/ranks"
         return ZmqHead(ranks), ZmqHead(f"{ranks}.heartbeats")
     place, keys = board_place(parallel)
     where, port = meeting_place(parallel)
     host = own_address(where, port)
-    if not uses_board(parallel):  # the only head: its address is known
+    if not uses_board(parallel):  # the only engine process, so the address is known in advance
         return ZmqHead(rank_address(config), keys, PORT_S), ZmqHead(tcp(host, "*"), keys)
     channel = ZmqHead(tcp(host, "*"), keys)
     heartbeats = ZmqHead(tcp(host, "*"), keys)
@@ -176,7 +187,8 @@ def _channels(config: EngineConfig, folder: Path) -> tuple[ZmqHead, ZmqHead]:
 
 
 def _stores(config: EngineConfig, folder: Path, host: str | None, resources: ExitStack) -> str:
-    """The prefix of the addresses of epochs' stores; empty where the first head hosts them.
+    """Return the prefix of the addresses of communicator stores, or "" where the first engine process hosts
+    the stores.
 
     ``host``: see ``mesh_host``. Raises CommLost.
     """
@@ -186,15 +198,15 @@ def _stores(config: EngineConfig, folder: Path, host: str | None, resources: Exi
     if shares and config.replica:
         return ""
     store, address = host_store(host, STORE_S)
-    resources.callback(lambda: store)  # it is there as long as the group
+    resources.callback(lambda: store)  # the closure keeps the store alive as long as the group
     return address
 
 
 def _domain(
     config: EngineConfig, layout: Layout, host: str | None, stores: str
 ) -> tuple[Domain | None, Meeting | None, Leases | None]:
-    """The domain of this replica, its meeting and its leases, if there are other replicas. Raises
-    ConfigError.
+    """Return the expert-parallel group of the replica, with meeting and leases. All None without other
+    replicas. Raises ConfigError.
     """
     replica = config.replica
     if layout.domain == layout.tensor:

@@ -1,4 +1,6 @@
-"""Pixels in frames of steps: to ranks on the head's host go the names of the memory that has them."""
+"""Pixels in step frames: ranks on the engine's host receive the names of shared memory in place of the
+pixels.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,19 @@ class _Member(Protocol):
 
 
 class StepPixels:
-    """Pixels in the frames of steps, on the head's side. Used from the thread that steps."""
+    """Pixels in step frames, on the engine's side. Used from the stepping thread."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[int, list[bytes]]] = deque()
-        """By step, what ranks may still have to open."""
+        """(step, pixels) that ranks may still open."""
         self._by_name = True
 
     def framed(self, plan: StepPlan, members: Iterable[_Member]) -> StepPlan:
-        """``plan`` as its frame has it."""
+        """Return ``plan`` for a frame: with names if all ranks are local, else with pixels."""
         ops = [op for op in plan.ops if isinstance(op, Encode) and op.shared is not None]
         if not ops:
             return plan
+        # Names are useful only where every rank can open the memory. Ranks on other hosts need the pixels.
         by_name = self._by_name and all(member.local for member in members)
         if by_name:
             self._held.append((plan.step, [op.pixels for op in ops]))
@@ -43,7 +46,7 @@ class StepPixels:
         return msgspec.structs.replace(plan, ops=framed)
 
     def heard(self, frame: f.ToHead) -> f.ToHead:
-        """``frame``. A rank that cannot open what it is told is sent pixels from then on."""
+        """Return ``frame``. After a rank has failed to open a name, later frames carry pixels."""
         if (
             isinstance(frame, f.Failed)
             and frame.error.code in (PixelsLost.code, UNREACHABLE)
@@ -54,12 +57,12 @@ class StepPixels:
         return frame
 
     def settled(self, step: int) -> None:
-        """All ranks have carried out ``step``, and those before it."""
+        """Release the pixels of ``step`` and earlier steps, which all ranks have executed."""
         while self._held and self._held[0][0] <= step:
             self._held.popleft()
 
     def clear(self) -> None:
-        """The epoch has ended."""
+        """Release all pixels at the end of an epoch."""
         self._held.clear()
 
 
@@ -70,7 +73,7 @@ def _framed(op: Op, by_name: bool) -> Op:
 
 
 def opened(plan: StepPlan) -> StepPlan:
-    """A rank's side: ``plan`` with all pixels. Raises PixelsLost."""
+    """Return ``plan`` with all pixels, on a rank's side. Raises PixelsLost."""
     if not any(isinstance(op, Encode) and op.shared is not None for op in plan.ops):
         return plan
     return msgspec.structs.replace(plan, ops=tuple(map(_opened, plan.ops)))

@@ -1,4 +1,4 @@
-"""What an engine asks of its scheduler, and which one a group has."""
+"""The scheduler interface of an engine, and the choice of the scheduler by role."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weft.types.messages import HeadStats, Submit, TokenEvent
 from weft.types.plan import StepPlan, StepResult, TokenMasks
 
 REMEMBERED_BYTES = 64 << 20
-"""Of earlier prompts, where misses of the prefix cache are explained."""
+"""Maximum bytes of earlier prompts kept to explain prefix cache misses."""
 
 
 class StepScheduler(RoomScheduler, Protocol):
-    """The methods of ``weft.scheduler.Scheduler`` that an engine calls, and its sources. See there."""
+    """The methods of ``weft.scheduler.Scheduler`` for an engine and the engine's sources. See there."""
 
     @property
     def embeddings(self) -> RoomScheduler | None: ...
@@ -75,7 +75,7 @@ class StepScheduler(RoomScheduler, Protocol):
 
 
 def make_scheduler(config: EngineConfig, kv: KVConfig) -> StepScheduler:
-    """By the group's role. ``kv``: of its ranks."""
+    """Return the scheduler for the group's role. ``kv``: the KV configuration of the group's ranks."""
     if config.transfer.role == "encode":
         assert kv.media is not None, "checked when the configuration was resolved"
         return EncodeScheduler(kv.media, config.scheduler, config.media.media_memory)

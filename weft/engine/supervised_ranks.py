@@ -1,14 +1,14 @@
-"""A head's side of the rank supervisor: worker processes that outlive their head and serve the next one.
+"""An engine's side of the rank supervisor, which owns worker processes that outlive their engine process.
 
 The server's process runs the supervisor (``weft.engine.rank_supervisor``). Messages of the pipe between them:
 
-    head                     supervisor
-     │ StartRank(rank) ───────► │   starts the process, unless it runs
-     │ ◄─────── RankRuns(rank)  │   its process id, and whether it ran before
+    engine                   supervisor
+     │ StartRank(rank) ───────► │   starts the process, unless the process runs
+     │ ◄─────── RankRuns(rank)  │   process id, and whether the process ran before
      │ EndRank(rank) ─────────► │   kills the process
-     │ ◄────── RankEnded(rank)  │   also sent unasked, when a process ended by itself
+     │ ◄────── RankEnded(rank)  │   also sent without a request, when a process ended by itself
 
-Each head has its own pipe: the next head does not see the messages of the one before.
+Each engine process has a separate pipe, so an engine never reads messages for an earlier engine.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from weft.common.errors import EngineDead
 from weft.engine.ranks import end_of
 
 ANSWER_S = 60.0
-"""Seconds within which the supervisor must answer."""
+"""Maximum seconds for an answer of the supervisor."""
 MOST_BYTES = 4096
-"""Size of a message at most."""
+"""Maximum bytes of a message."""
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: start the process of ``rank``, unless it runs. Answered by RankRuns."""
+    """Engine to supervisor: start the process of ``rank`` unless the process runs. Answered by RankRuns."""
 
     rank: int
 
 
 class EndRank(msgspec.Struct, frozen=True, tag=True):
-    """Head to supervisor: kill process ``pid`` of ``rank``. Answered by RankEnded."""
+    """Engine to supervisor: kill process ``pid`` of ``rank``. Answered by RankEnded."""
 
     rank: int
     pid: int
 
 
 class RankRuns(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor to head: the process of ``rank`` runs."""
+    """Supervisor to engine: the process of ``rank`` runs."""
 
     rank: int
     pid: int
     before: bool
-    """Whether it ran before StartRank came."""
+    """True if the process already ran when StartRank arrived."""
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor to head: a process ended, by itself or after EndRank."""
+    """Supervisor to engine: a process has ended, with or without EndRank."""
 
     rank: int
     pid: int
     status: int
-    """Exit status; for a signal its negative number."""
+    """Exit status; for a signal the negative signal number."""
 
 
 _from_supervisor = msgspec.msgpack.Decoder(RankRuns | RankEnded)
@@ -67,7 +67,7 @@ encode = msgspec.msgpack.encode
 
 
 class SupervisedRanks:
-    """``Ranks`` of a head whose workers belong to the server's rank supervisor. Thread-safe."""
+    """``Ranks`` of an engine process with workers owned by the server's rank supervisor. Thread-safe."""
 
     outlive = True
 
@@ -75,11 +75,15 @@ class SupervisedRanks:
         self._pipe = pipe
         self._pids: dict[int, int] = {}
         self._ended: dict[int, int] = {}
-        """Process -> status."""
+        """Process id -> exit status."""
         self._lock = threading.Lock()
 
     def spawn(self, rank: int) -> bool:
-        """See ``Ranks``. Raises EngineDead when the supervisor is gone or does not answer."""
+        """Start the process of ``rank`` unless the process runs. Return True if the process ran already. See
+        ``Ranks``.
+
+        Raises EngineDead when the supervisor is gone or does not answer.
+        """
         with self._lock:
             answer = self._ask(StartRank(rank), lambda got: isinstance(got, RankRuns) and got.rank == rank)
             assert isinstance(answer, RankRuns)
@@ -87,16 +91,20 @@ class SupervisedRanks:
             return answer.before
 
     def keeps(self, rank: int) -> bool:
-        """See ``Ranks``."""
+        """Return True if the process of ``rank`` is on the local host."""
         return rank in self._pids
 
     def pid(self, rank: int) -> int:
-        """Process id of ``rank``."""
+        """Return the process id of ``rank``."""
         return self._pids[rank]
 
     def dead(self) -> list[tuple[int, str]]:
-        """See ``Ranks``. Never waits for the supervisor; without a supervisor this head ends, too."""
-        if not self._lock.acquire(blocking=False):  # the supervisor is being asked: look again later
+        """Return (rank, description of the end) of each ended process. Never blocks. Empty while another
+        thread waits for an answer of the supervisor. A lost supervisor is ignored here, because the engine
+        process ends, too.
+        """
+        # Another thread waits for the supervisor: check again later.
+        if not self._lock.acquire(blocking=False):
             return []
         try:
             with suppress(EngineDead):
@@ -107,14 +115,14 @@ class SupervisedRanks:
             self._lock.release()
 
     def kill(self, rank: int) -> None:
-        """See ``Ranks``. Raises EngineDead as ``spawn`` does."""
+        """Kill the process of ``rank`` and forget the process. Raises EngineDead as ``spawn`` does."""
         with self._lock:
             pid = self._pids.pop(rank, None)
             if pid is not None and pid not in self._ended:
                 self._ask(EndRank(rank, pid), lambda got: isinstance(got, RankEnded) and got.pid == pid)
 
     def close(self, seconds: float) -> None:
-        """Closes the pipe. The ranks go on running."""
+        """Close the pipe. The ranks keep running."""
         self._pipe.close()
 
     def _ask(
@@ -125,6 +133,7 @@ class SupervisedRanks:
         except (OSError, ValueError) as error:
             raise EngineDead("the rank supervisor is gone") from error
         until = time.monotonic() + ANSWER_S
+        # Ends of other processes may arrive before the answer: `_receive` records the ends.
         while (left := until - time.monotonic()) > 0:
             got = self._receive(left)
             if got is not None and answers(got):
@@ -132,7 +141,10 @@ class SupervisedRanks:
         raise EngineDead(f"the rank supervisor did not answer within {ANSWER_S:g} s")
 
     def _receive(self, wait: float) -> RankRuns | RankEnded | None:
-        """The supervisor's next message; None when none came within ``wait`` seconds."""
+        """Return the supervisor's next message, or None if no message came within ``wait`` seconds.
+
+        Records the status of an ended process. Raises EngineDead when the supervisor is gone.
+        """
         try:
             if not self._pipe.poll(wait):
                 return None

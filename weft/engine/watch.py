@@ -1,7 +1,7 @@
-"""Heartbeats between a head and its ranks, from threads that do nothing else.
+"""Heartbeats between an engine process and the ranks of a group, sent and answered by dedicated threads.
 
-A heartbeat proves that a process runs, not that it gets on: that is seen by what a step's outcome waits for.
-Heartbeats have connections of their own, so they pass steps however large these are.
+A heartbeat proves a running process, not progress. Progress is checked where a step waits for outcomes.
+Heartbeats have connections of their own, so a large step frame does not delay a heartbeat.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ strangers = CountedLog(get_logger(__name__))
 
 
 class _Thread:
-    """A thread that works every so often, until it is closed."""
+    """A thread that calls ``work`` repeatedly until ``close``."""
 
     def __init__(self, name: str, rank_timeout: float) -> None:
         self._interval = min(0.5, rank_timeout / 16)
@@ -33,7 +33,7 @@ class _Thread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; returns when it has."""
+        """Stop the thread and wait up to 5 seconds for the end."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(5.0)
@@ -46,7 +46,9 @@ class _Thread:
             self.end()
 
     def _take_all(self) -> None:
-        """Takes the frames of one interval, and those that came before it: they were sent in time."""
+        """Handle the frames of one interval, then all frames already received, because a late thread must not
+        count frames sent in time as missing.
+        """
         until = time.monotonic() + self._interval
         while (left := until - time.monotonic()) > 0 and not self._stop.is_set():
             self.take(left)
@@ -54,7 +56,7 @@ class _Thread:
             pass
 
     def take(self, wait: float) -> bool:
-        """One frame; whether there was one within ``wait`` seconds."""
+        """Handle one frame. Return False if no frame arrived within ``wait`` seconds."""
         raise NotImplementedError
 
     def work(self) -> None:
@@ -65,7 +67,7 @@ class _Thread:
 
 
 class HeadWatch(_Thread):
-    """The head's side: answers heartbeats. Callbacks run in its thread."""
+    """The engine's side: answers heartbeats. The callbacks run in the watch's thread."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class HeadWatch(_Thread):
         heard: Callable[[RankHeartbeat], RankHeartbeat],
         looked: Callable[[], None],
     ) -> None:
-        """``heard(heartbeat)`` returns the answer. ``looked`` is called when all received heartbeats were
+        """``heard(heartbeat)`` returns the answer. ``looked`` is called after all received heartbeats were
         handled.
         """
         super().__init__("weft-watch", rank_timeout)
@@ -100,13 +102,13 @@ class HeadWatch(_Thread):
                 self._channel.send(peer, encode(self._heard(heartbeat)))
         except FrameError as error:
             strangers.say("dropped a frame beside the heartbeats: %s", error.message)
-        except EngineDead:  # it is gone: its silence will tell
+        except EngineDead:  # the rank is gone, and the silence will be noticed
             pass
         return True
 
 
 class RankWatch(_Thread):
-    """A rank's side: learns which epoch has ended, or that the head is gone."""
+    """A rank's side: learns which epoch has ended, and detects the loss of the engine process."""
 
     def __init__(
         self,
@@ -116,8 +118,8 @@ class RankWatch(_Thread):
         ended: Callable[[int], None],
         orphaned: Callable[[], None],
     ) -> None:
-        """``ended(epoch)``: that epoch, and all before it, are over. ``orphaned``: the head fell silent, has
-        given this rank up, or another head answers in its place; called again and again.
+        """``ended(epoch)`` reports the end of the epoch and of all earlier epochs. ``orphaned`` is called
+        repeatedly while the engine process is silent, has given this rank up, or another engine answers.
         """
         super().__init__("weft-heartbeats", rank_timeout)
         self._channel = channel
@@ -129,14 +131,14 @@ class RankWatch(_Thread):
         self._replaced = False
 
     def work(self) -> None:
-        with suppress(EngineDead):  # it shows in what does not come back
+        with suppress(EngineDead):  # the missing answer will be noticed
             self._channel.send(encode(self._heartbeat()))
         self._take_all()
         if self._liveness.silent(time.monotonic()) is not None or self._replaced:
             self._orphaned()
 
     def end(self) -> None:
-        self._channel.close(deliver=False)  # nobody needs to hear a heartbeat late
+        self._channel.close(deliver=False)  # a late heartbeat has no use
 
     def take(self, wait: float) -> bool:
         data = self._channel.receive(wait)
@@ -149,6 +151,8 @@ class RankWatch(_Thread):
             return True
         if not isinstance(heartbeat, RankHeartbeat):
             return True
+        # Another incarnation answers at the old address: the rank's own engine process is gone. An engine
+        # process that has given this rank up waits for a new hello. Its frame ``Refused`` may be lost.
         if heartbeat.given_up or heartbeat.incarnation != self._heartbeat().incarnation:
             self._replaced = True
         else:

@@ -1,14 +1,16 @@
-"""A rank that is not the head: receives a step, checks it, carries it out, answers.
+"""The loop of a worker rank: receives a step, checks the step, executes the step, reports the outcome.
 
     no epoch ──Form──► running ──Abort, or a failure here──► no epoch ──Form──► ...
                           └── StepFrame: same step number, same digest, or the rank stops
               LateMasks: of the step before, if that is constrained; nothing else may follow it
 
-It decides nothing. Whatever fails is told to the head; then the rank waits, with its weights, for the next
-epoch, in which all its slots are empty. When the head is gone it can join another one.
+A worker decides nothing. The worker reports every failure to the engine process. Then the worker keeps the
+weights and waits for the next epoch, in which all slots are empty. After the loss of the engine process, a
+worker can join another engine.
 
-Transfers to and from other groups outlast epochs: the head begins and stops them, room by room. What the
-rank's transfers tell goes to the head that named the room; a rank that joins another head stops all rooms.
+Transfers to and from other groups outlast epochs: the engine process starts and stops each transfer. Reports
+go only to the engine process that named the transfer. A rank stops all transfers before joining another
+engine process.
 """
 
 from __future__ import annotations
@@ -35,17 +37,21 @@ from weft.types import frames as f
 log = get_logger(__name__)
 
 _IDLE = 0.5
-"""Seconds of one wait for frames when nothing runs."""
+"""Seconds of one wait for frames while no step runs."""
 _BUSY = 0.0005
-"""The same while a step runs behind the launch of it."""
+"""Seconds of one wait for frames while a step runs."""
 
 
 class GivenUp(EngineDead):
-    """The head refused this rank, or gave it up."""
+    """Raised when the engine process has refused or dropped the rank, or when the process cannot serve any
+    engine.
+    """
 
 
 class Worker:
-    """One worker rank's loop. ``turn`` handles one frame or result; ``run`` calls it until the end."""
+    """The loop of one worker rank. ``turn`` handles one frame or result. ``run`` calls ``turn`` until the
+    end.
+    """
 
     def __init__(
         self,
@@ -57,7 +63,7 @@ class Worker:
         rank_timeout: float = 10.0,
         incarnation: str = "",
     ) -> None:
-        """``incarnation``: of the head at the other end of ``channel``."""
+        """``incarnation``: identifies the engine process at the other end of ``channel``."""
         self.rank = rank
         self._runner = runner
         self._mesh = mesh
@@ -67,19 +73,19 @@ class Worker:
         self._digest = SlotDigest(runner.kv.num_slots, len(runner.kv.pools))
         self._in_flight: deque[StepHandle] = deque()
         self._unsampled: StepHandle | None = None
-        """The last of them, while its masks are to come."""
+        """Newest step in flight while awaiting masks; else None."""
         self._store: Any = None
         self.epoch = -1
-        """The one that runs, or ran last."""
+        """Current epoch, or the last epoch; -1 before the first."""
         self._running = False
         self._next: int | None = None
         self.step = -1
-        """The last one that ended here."""
+        """Last step completed on the rank; -1 before the first."""
         self.stopped = False
-        """Whether the head said Shutdown."""
+        """True after a Shutdown from the engine process."""
         self._orphan = False
         self._served = False
-        """Whether this head has begun an epoch."""
+        """True if the current engine process has begun an epoch."""
         self._rooms: dict[f.Cache, WorkerRooms] = {
             cache: WorkerRooms(rank, cache) for cache in get_args(f.Cache)
         }
@@ -89,9 +95,10 @@ class Worker:
     # ---- the loop
 
     def run(self) -> None:
-        """Works until the head says Shutdown (``stopped``) or is gone; then ``join`` may follow.
+        """Work until the engine process sends Shutdown (``stopped``) or is gone. After the loss of the engine
+        process, ``join`` may follow.
 
-        Raises EngineDead when the head will not have this rank.
+        Raises EngineDead when the engine process refuses the rank.
         """
         embeddings = None if self._runner.embeddings is None else self._runner.embeddings.endpoint
         ready = f.Ready(rank=self.rank, endpoint=self._runner.endpoint, embeddings=embeddings)
@@ -101,10 +108,11 @@ class Worker:
         self._leave()
 
     def join(self, channel: RankChannel, incarnation: str) -> None:
-        """Works for another head from now on, which has welcomed this rank.
+        """Work for another engine process, which has welcomed the rank.
 
-        Nothing of a transfer may touch the caches any more when that head hears that they are there. Raises
-        EngineDead when it does not end; then this process is to end.
+        First stop all transfers: no transfer of the old engine process may touch the caches when the new
+        engine reads Loaded. Raises EngineDead when a transfer does not end. The caller must then end the
+        process.
         """
         self._leave()
         self._channel = channel
@@ -115,7 +123,10 @@ class Worker:
         self._send(f.Loaded(rank=self.rank, blocks=blocks_of(self._runner.kv)))
 
     def turn(self, wait: float = 0.0) -> bool:
-        """Reads a step that is done, or takes a frame; waits ``wait`` seconds for one. False: neither."""
+        """Read a completed step or handle one frame. Block up to ``wait`` seconds for a frame. Return False
+        if there was neither.
+        """
+        # Report a completed step before waiting for further frames.
         if self._in_flight and self._runner.done(self._in_flight[0]):
             self._attempt(self._answer)
             return True
@@ -127,7 +138,7 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """Frees everything."""
+        """Free all resources."""
         self._leave()
         self._runner.close()
         self._mesh.close()
@@ -140,25 +151,29 @@ class Worker:
         return f.RankHeartbeat(rank=self.rank, epoch=epoch, step=self.step, incarnation=self._incarnation)
 
     def ended(self, epoch: int) -> bool:
-        """Aborts a collective that cannot end. Returns whether this rank is still in that epoch."""
+        """Abort collectives of an ended epoch, which cannot complete. Return True if the rank is still in the
+        epoch.
+        """
         late = self._running and epoch >= self.epoch
         if late:
             self._mesh.abort()
         return late
 
     def orphaned(self) -> None:
-        """The head is gone."""
+        """Stop the loop after the loss of the engine process."""
         self._orphan = True
         self._mesh.abort()
 
-    # ---- what frames do. Those that name no slot come first: nothing is looked up for them.
+    # ---- frames. Frames without a slot come first: no lookup is needed.
 
     def _take(self, frame: f.ToRank) -> None:
+        # RankWelcome and RankHeartbeat have no branch: the join and the heartbeat thread handle these frames.
         if isinstance(frame, f.Shutdown):
             self.stopped = True
         elif isinstance(frame, f.Refused):
             raise GivenUp(f"this rank was refused: {frame.error.message}")
         elif isinstance(frame, f.Abort):
+            # Ignore a late Abort of an earlier epoch.
             if frame.epoch >= self.epoch:
                 self._leave()
         elif isinstance(frame, f.Pools):
@@ -173,8 +188,9 @@ class Worker:
             self._sample(frame)
 
     def _tell(self) -> bool:
-        """Passes on what the rank's transfers have told. False: nothing. Raises GivenUp when this process can
-        have no part in transfers any more: another one can.
+        """Send the reports of the rank's transfers to the engine process. Return False if there were none.
+
+        Raises GivenUp when the transfer thread has failed. A new process can transfer again.
         """
         some = False
         for cache, rooms in self._rooms.items():
@@ -190,7 +206,10 @@ class Worker:
         return some
 
     def _fits(self, frame: f.Pools) -> None:
-        """Caches are those of the first head; of fewer blocks, as another one says, the rest lies idle."""
+        """Check the pools of the rank against the engine's sizes. Surplus blocks stay unused.
+
+        Raises GivenUp otherwise.
+        """
         has = blocks_of(self._runner.kv)
         if len(frame.blocks) != len(has) or any(a > b for a, b in zip(frame.blocks, has, strict=True)):
             raise GivenUp(f"the head's caches have {list(frame.blocks)} blocks, this rank's {list(has)}")
@@ -204,7 +223,8 @@ class Worker:
         self._served = True
         self._digest.clear()
         self._runner.reset()
-        self._running = True  # from here on the end of the epoch ends what follows, too
+        # Set before connecting: the end of the epoch must abort the connection attempt, too.
+        self._running = True
         patience = COLLECTIVE * self._timeout
         if frame.store:
             self._store = join_store(frame.store, patience)
@@ -214,6 +234,7 @@ class Worker:
     def _step(self, frame: f.StepFrame) -> None:
         if not self._current(frame.epoch):
             return
+        # Every check below finds a lost, repeated or reordered frame, or a difference of slot tables.
         if self._unsampled is not None:
             raise EngineDead(f"step {frame.step} came where the masks of step {frame.step - 1} were due")
         if self._next is not None and frame.step != self._next:
@@ -251,14 +272,17 @@ class Worker:
         self._send(f.Outcome(rank=self.rank, epoch=self.epoch, step=result.step, checksum=checksum(result)))
 
     def _current(self, epoch: int) -> bool:
-        """Whether frames of ``epoch`` are meant for what runs here; older ones, and those to a rank that
-        has stopped, are not: the head knows, or will."""
+        """Return True if frames of ``epoch`` concern the running epoch. Late frames are dropped: the engine
+        process has ended, or will end, the epoch.
+        """
         return self._running and epoch == self.epoch
 
     # ---- failing
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """``work()``; whatever it raises is told to the head, and ends the epoch here."""
+        """Run ``work()``. Report an error to the engine process and leave the epoch. Raises GivenUp and
+        PeerGone, and any error after a Shutdown or before the first epoch.
+        """
         try:
             work()
         except Exception as error:
@@ -271,6 +295,7 @@ class Worker:
         was_running = self._running
         log.error("rank %d: %s", self.rank, known.message, exc_info=not isinstance(error, WeftError))
         self._leave()
+        # Without any epoch there is nothing to continue: the process ends.
         if not was_running and self.epoch < 0:
             raise known from error
         step = self.step + 1
@@ -278,7 +303,7 @@ class Worker:
         self._send(f.Failed(rank=self.rank, epoch=self.epoch, step=step, error=known.info(), comm=lost))
 
     def _leave(self) -> None:
-        """Ends the epoch here: communicators are closed, steps in flight end and are forgotten."""
+        """Leave the epoch: abort communicators, wait for the steps in flight and drop the results."""
         self._running = False
         self._unsampled = None
         self._mesh.abort()

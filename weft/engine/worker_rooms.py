@@ -1,5 +1,6 @@
-"""What a rank that is not its head's own does about rooms: it carries out what its head says, and passes on
-what its transfers tell, to the head that named the room and to no other.
+"""The transfers of a worker rank: executes the engine's commands and returns the reports of the transfers.
+
+Reports go only to the engine process that named the transfer.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from weft.types.rooms import RoomKey
 
 
 class WorkerRooms:
-    """A worker's rooms of one kind of transfers, used from the thread that serves its head."""
+    """The transfers of a worker for one cache type. Used from the thread that serves the engine process."""
 
     def __init__(self, rank: int, cache: f.Cache = "kv") -> None:
         self._rank, self._cache = rank, cache
         self._named: set[RoomKey] = set()
-        """Those that this head has named and not stopped."""
+        """Transfers started and not stopped by the current engine process."""
         self._stopping: set[RoomKey] = set()
-        """Those that it is to be told the end of."""
+        """Transfers stopped by the current engine process, without a report of the end."""
 
     def joined(self, transfer: Transfer | None) -> None:
-        """The rank works for another head: all rooms of the one before stop."""
+        """Forget and stop all transfers of the previous engine process."""
         self._named.clear()
         self._stopping.clear()
         if transfer is not None:
             transfer.stop_all()
 
     def take(self, frame: f.RoomToRank, transfer: Transfer | None) -> None:
-        """Carries ``frame`` out. Raises EngineDead where there is nothing to do so with."""
+        """Execute ``frame``. Raises EngineDead if the rank has no transfers."""
         if transfer is None:
             raise EngineDead("a transfer between groups came to a rank that takes part in none")
         if isinstance(frame, f.StopRoom):
@@ -46,7 +47,9 @@ class WorkerRooms:
             transfer.expect(frame.offer, frame.bound)
 
     def said(self, words: Iterable[RankReport | RankStopped]) -> Iterator[f.RoomToHead]:
-        """What the head is to hear of what the rank's transfers have told."""
+        """Yield the frames for the engine process. Reports about transfers of an earlier engine process are
+        dropped.
+        """
         for word in words:
             if isinstance(word, RankReport):
                 if word.key in self._named:

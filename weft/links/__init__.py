@@ -1,1 +1,1 @@
-"""The asyncio shell of the fleet: connections to heads, and the flows of requests. No torch."""
+"""The asyncio shell of the fleet: connections to engine processes, and the flows of requests. No torch."""

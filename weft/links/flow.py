@@ -1,7 +1,7 @@
-"""Where one request's token events wait between the head client and the handler that answers the client.
+"""Queues of token events between the links and the handler of a client request.
 
-Unread events are merged, sequence by sequence, so that their number is bounded by the context
-length and a slow client never holds up another one.
+Unread events are merged per sequence. So the context length bounds the number of events, and a slow client
+never delays another client.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from weft.common.errors import WeftError
 from weft.types.messages import LogprobColumns, TokenEvent
 
 MERGE_AT = 32
-"""Waiting events of one sequence that are merged into one."""
+"""Number of unread events of one sequence at which the events are merged."""
 
 
 Observer: TypeAlias = Callable[[TokenEvent], None]
 
 
 class Flow:
-    """Events of the sequences of one request. One writer (the head client), one reader, one event loop.
+    """Events of the sequences of one request. One writer (the links), one reader, one event loop.
 
-    ``fail`` ends it: what was pushed before is dropped, and every later ``next`` raises the error.
+    ``fail`` ends the flow: unread events are dropped, and every later ``next`` raises the error.
     """
 
     def __init__(self, sequences: Sequence[int], observe: Observer | None = None) -> None:
         self.open: dict[int, None] = dict.fromkeys(sequences)
-        """Sequences the head may still work on, in order. The head client removes what ended."""
+        """Sequences that an engine process may still work on, in order. The links remove ended sequences."""
         self._waiting: dict[int, list[TokenEvent]] = {}
         self._wake = asyncio.Event()
         self._error: WeftError | None = None
         self._observe = observe
 
     def push(self, event: TokenEvent) -> None:
-        """Adds an event. Never waits. The observer sees each one as it arrives, unmerged."""
+        """Append an event. Does not block. The observer receives each event at once, unmerged."""
         if self._observe is not None:
             self._observe(event)
         events = self._waiting.setdefault(event.sequence, [])
@@ -51,18 +51,19 @@ class Flow:
         return self._error is not None
 
     def fail(self, error: WeftError) -> None:
-        """Ends the flow for its reader. The first error stays."""
+        """End the flow with ``error`` for the reader. Only the first error counts."""
         if self._error is None:
             self._error = error
         self._waiting.clear()
         self._wake.set()
 
     def wake(self) -> None:
-        """Lets the reader look up, if only to find nothing."""
+        """Wake the reader, even without events."""
         self._wake.set()
 
     async def next(self) -> list[TokenEvent]:
-        """All that came since the last call: one event or more, or none after ``wake``.
+        """Return all events since the last call: at least one event, or none after ``wake``. Blocks until
+        then.
 
         Raises the error given to ``fail``.
         """
@@ -76,7 +77,7 @@ class Flow:
 
 
 def merge(events: list[TokenEvent]) -> list[TokenEvent]:
-    """``events`` in fewer: neighbours become one unless their logprobs have unlike shapes."""
+    """Return ``events`` with neighbours joined, except neighbours with logprobs of different shapes."""
     if len(events) < 2:
         return events
     merged: list[TokenEvent] = []
@@ -91,7 +92,9 @@ def merge(events: list[TokenEvent]) -> list[TokenEvent]:
 
 
 def _alike(first: TokenEvent, other: TokenEvent) -> bool:
-    """Whether both can be one event. Tokens and logprobs must come from both or neither, in equal widths."""
+    """Return True if both events can be joined. Tokens and logprobs must be present in both or absent in
+    both, with equal widths. Prompt logprobs must not follow tokens.
+    """
     return _shape(first) == _shape(other) and (other.prompt_logprobs is None or not first.token_ids)
 
 
@@ -110,6 +113,7 @@ def _join(run: list[TokenEvent]) -> TokenEvent:
         return run[0]
     last = run[-1]
     return msgspec.structs.replace(
+        # All other fields come from the last event, which has the end, if there is one.
         last,
         token_ids=tuple(token for event in run for token in event.token_ids),
         logprobs=_join_columns([event.logprobs for event in run]),

@@ -1,14 +1,14 @@
-"""The link to the process of an instance: one zmq DEALER after the other, and what is known of that process.
+"""The link to the process of an instance: one zmq DEALER after another, and the state of the process.
 
     connecting ──handshake: Linked──► up ──broken──► connecting, with another socket
                                                        │ 1 s: Unreachable
                                                        ▼ the process ended, or patience is over: Lost
 
-Messages leave through one queue, in order, so a Finish can't overtake its Submit. The link reports events of
-``weft.routing.events`` to its owner, and decides nothing.
+Messages leave through one queue, in order, so a Finish cannot overtake a Submit. The link reports events of
+``weft.routing.events`` to the owner and decides nothing.
 
-A connection that breaks takes messages of both directions with it, and nobody knows which. So each connection
-has a socket of its own: no message that was queued for the one before reaches the head ahead of a new Hello.
+A broken connection loses messages of both directions, and nobody knows which. So each connection has a
+separate socket: no message queued for the old connection reaches the engine process before the new Hello.
 """
 
 from __future__ import annotations
@@ -37,45 +37,53 @@ log = get_logger(__name__)
 POLL = 0.2
 """Seconds between two checks of processes."""
 STATUS_S = 1.0
-"""Seconds that a process gets to end after its connection broke: its exit status says more."""
+"""Seconds for a process to end after the connection broke. An exit status explains more than a broken
+connection.
+"""
 CONNECT_MS = 1000
-"""Milliseconds after which a connection that gets no answer is tried anew."""
+"""Milliseconds after which an unanswered connection attempt is repeated."""
 HIGH_WATER = 10_000
-"""Messages zmq may hold in each direction."""
+"""Maximum messages in zmq's queue, for each direction."""
 SENT_AT_ONCE = 256 << 10
-"""Bytes that are sent before the event loop's other tasks get their turn."""
+"""Bytes sent before other tasks of the event loop run."""
 MESSAGE_COST = 4 << 10
-"""Bytes whose sending takes as long as a message's own handling."""
+"""Fixed cost of a message, as a number of bytes with the same sending time."""
 FLUSH_S = 1.0
-"""Seconds in which waiting messages are still sent when the link is closed."""
+"""Maximum seconds to send queued messages when the link is closed."""
 
 
 class Process(Protocol):
-    """The part of ``subprocess.Popen`` that a link needs."""
+    """The interface of ``subprocess.Popen`` for a link."""
 
     def poll(self) -> int | None: ...
 
 
 Endpoint: TypeAlias = str | Callable[[], str | None]
-"""Where a head listens; a function where that is known only after the head has started."""
+"""Address of an engine process, or a function where the address is known only after the engine has started.
+The function returns None before.
+"""
 
 
 class Address(NamedTuple):
-    """Where a head is: the socket that it listens at, its process and, on another host, the keys to it."""
+    """The location of an engine process: socket address, process and, on another host, keys."""
 
     endpoint: Endpoint
     process: Process
     keys: CurveKeys | None = None
     incarnation: int = 0
-    """Number of the instance's process, to tell it from earlier ones."""
+    """Number of the instance's process start. Distinguishes the process from earlier processes."""
     draining: bool = False
-    """Whether it should get no new sequences."""
+    """True if the engine process must not receive new sequences."""
     domain: str = ""
-    """Heads of one domain work together or not at all; "" is none."""
+    """Expert-parallel group of the engine process: the engines of one group work together or not at all. ""
+    for no group.
+    """
 
 
 class Link:
-    """``number`` tells the links of one instance apart. Used from one event loop."""
+    """The link to one process of an instance. ``number`` distinguishes the links of one instance. Used from
+    one event loop.
+    """
 
     def __init__(
         self,
@@ -86,7 +94,9 @@ class Link:
         timeout: float,
         report: Callable[[e.Event], None],
     ) -> None:
-        """``timeout``: seconds after which a process that does not even answer pings counts as gone."""
+        """Start to connect, in a task. ``timeout``: seconds without an answer to pings after which the
+        process counts as gone.
+        """
         self.instance = instance
         self.number = number
         self.process = address.process
@@ -102,40 +112,44 @@ class Link:
         self._linked = False
         """True after the first handshake."""
         self._broken_at: float | None = None
-        """When the connection broke; None while there is one, and before a first one was tried."""
+        """Time at which the connection broke, or of the first failed attempt; None while connected or not
+        tried.
+        """
         self._heard = 0.0
-        """When the last message came, or the last handshake."""
+        """Time of the last message, or of the last handshake."""
         self._until = 0.0
-        """A broken connection is tried anew until then at least. All times are those of the event loop."""
+        """Time until which a broken connection is retried at least. All times are times of the event loop."""
         self._unreachable = False
         """True after ``Unreachable`` was reported, until the next handshake."""
         self._by_name = False
-        """Whether the head can open memory of this process."""
+        """True if the engine process can open shared memory of the local process."""
         self._over = False
-        """Whether the loss of the process was reported, or need not be."""
+        """True after the loss of the process was reported, or after ``close``."""
         self._socket: zmq.asyncio.Socket | None = None
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._guard(self._connect()))]
 
     @property
     def waiting(self) -> int:
-        """Messages that wait to be sent."""
+        """Number of queued messages."""
         return len(self._outbox)
 
     def send(self, message: m.ToHead) -> None:
-        """Queues a message. Never waits."""
+        """Queue a message. Does not block."""
         self._outbox.append(message)
         self._out.set()
 
     def look(self, now: float) -> None:
-        """Reports the process as lost if it has ended, or its connection has been broken for too long."""
+        """Report the process as lost if the process has ended or the connection has been broken for too
+        long.
+        """
         if self._over:
             return
         status = self.process.poll()
         if status is not None:
             self._lose(EngineDead(f"the engine's process ended with status {status}"))
         elif not self._linked or self._broken_at is None or now - self._broken_at < STATUS_S:
-            return  # before the first handshake it loads: the fleet bounds that
+            return  # before the first handshake the engine process is loading; the fleet bounds the load
         elif now >= self._until:
             self._lose(EngineDead("the engine's process does not answer"))
         elif not self._unreachable:
@@ -143,12 +157,11 @@ class Link:
             self._report(e.Unreachable(self.instance, self.number))
 
     def excuse(self, now: float) -> None:
-        """This process stood still: a connection that broke meanwhile proves no loss for a while."""
+        """Extend the patience with a broken connection, because the local process was stalled meanwhile."""
         self._until = now + self._timeout
 
     async def close(self, flush: bool) -> None:
-        """Ends the link; ``flush``: waiting messages are sent first, for at most ``FLUSH_S`` seconds.
-
+        """Close the link. With ``flush``, first send queued messages for at most ``FLUSH_S`` seconds.
         Idempotent.
         """
         self._over = True
@@ -171,12 +184,15 @@ class Link:
             self._socket.close(linger=linger)
 
     async def _connect(self) -> None:
-        """Connects when the head is there, and again whenever the connection breaks."""
+        """Connect when the engine process is there, and again whenever the connection breaks. Runs until
+        cancelled.
+        """
         endpoint = self._address.endpoint
         while (place := endpoint if isinstance(endpoint, str) else endpoint()) is None:
             await asyncio.sleep(POLL)
         self._report(e.Located(self.instance, self.number))
-        # Within one host a connection breaks only when an end is gone. A network may break it any time.
+        # On one host a connection breaks only when an end is gone. A network can break a connection at any
+        # time.
         patience = self._timeout if place.startswith("tcp:") else 0.0
         while True:
             socket, monitor = self._make_socket(place)
@@ -192,22 +208,24 @@ class Link:
                 self._tasks.remove(task)
             await asyncio.gather(*work, return_exceptions=True)
             await self._take_rest(socket)
-            # A head in a long step sends nothing and answers pings, so some patience is left in any case.
+            # An engine process in a long step sends nothing but answers pings, so always leave some patience.
             self._until = max(self._until, self._heard + patience, (self._broken_at or 0.0) + 0.3 * patience)
             self._close_socket(linger=0)
 
     def _make_socket(self, place: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """A socket that connects to ``place``, and its monitor."""
+        """Return a socket that connects to ``place``, and the monitor socket."""
         self._socket = socket = self._context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM):
             socket.setsockopt(option, HIGH_WATER)
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_FRAME)
-        # Answered by a thread of zmq itself, however busy the head is: no answer, no process.
+        # zmq's own thread answers pings, even while the engine process is busy. So no answer means no
+        # process.
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(int(self._timeout * 200), 1))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(int(self._timeout * 800), 1))
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-        if self._linked:  # a head that loads answers its first handshake late
+        # Only from the second connection on: a loading engine process answers the first handshake late.
+        if self._linked:
             socket.setsockopt(zmq.HANDSHAKE_IVL, max(int(self._timeout * 300), CONNECT_MS))
         if self._address.keys is not None:
             self._address.keys.guard_rank(socket)
@@ -232,16 +250,17 @@ class Link:
                     continue
                 if len(frames) == 1:
                     await socket.send(frames[0])
-                else:  # pixels are not copied: they stay as they are until they are sent
+                else:  # no copy of pixels: the buffers must stay unchanged until sent
                     await socket.send_multipart(frames, copy=False)
+                # Pop after sending: `waiting` counts the message until zmq has accepted the message.
                 self._outbox.popleft()
                 sent += len(frames[0]) + len(frames) * MESSAGE_COST
-                if sent > SENT_AT_ONCE:  # a send that need not wait does not let others run
+                if sent > SENT_AT_ONCE:  # `send` may complete without yielding to other tasks
                     sent = 0
                     await asyncio.sleep(0)
 
     def _refuse(self, message: m.ToHead, error: WeftError) -> None:
-        """A Submit that can't be sent is answered as a head would."""
+        """Answer an unsendable Submit with an error event, as an engine process would."""
         if isinstance(message, m.Submit):
             end = m.TokenEvent(
                 sequence=message.sequence, attempt=message.attempt, finish="error", error=error.info()
@@ -253,7 +272,7 @@ class Link:
             self._take(await socket.recv_multipart())
 
     async def _take_rest(self, socket: zmq.asyncio.Socket) -> None:
-        """Takes in messages that came before the connection broke: a head may have said why it ends."""
+        """Handle messages received before the connection broke: the last message may contain the reason."""
         with contextlib.suppress(zmq.Again):
             while True:
                 self._take(await socket.recv_multipart(zmq.NOBLOCK))
@@ -278,12 +297,12 @@ class Link:
         self._report(e.Received(self.instance, self.number, message))
 
     async def _until_linked(self, monitor: zmq.asyncio.Socket) -> None:
-        """Returns after the handshake, which is reported."""
+        """Wait for the handshake and report ``Linked``."""
         loop = asyncio.get_running_loop()
         while await _event(monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._broken_at is None:
                 self._broken_at = loop.time()
-        if self._linked:  # what waits was meant for the connection that broke
+        if self._linked:  # queued messages were for the broken connection
             self._outbox.clear()
             log.warning("the connection to engine %s is there again", self.instance)
         self._linked, self._broken_at, self._unreachable = True, None, False
@@ -301,7 +320,7 @@ class Link:
             self._report(e.Lost(self.instance, self.number, error))
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs one of the link's tasks. A task that fails takes the link down, never silently."""
+        """Run one task of the link. A failed task is logged and reported as a loss, never silent."""
         with contextlib.suppress(asyncio.CancelledError):
             try:
                 await work
@@ -311,7 +330,7 @@ class Link:
 
 
 async def _event(monitor: zmq.asyncio.Socket) -> int:
-    """The next event of a socket: a constant ``zmq.EVENT_*``."""
+    """Return the next event of a socket: a constant ``zmq.EVENT_*``."""
     return int(parse_monitor_message(await monitor.recv_multipart())["event"])
 
 

@@ -1,10 +1,11 @@
-"""The links of one front to its heads: carries out what ``weft.routing.fleet`` decides.
+"""The links of one API server to the engine processes: executes the decisions of ``weft.routing.fleet``.
 
-    submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ head 0
-      ▲         │ ▲              Link 1 ──zmq──→ head 1
+    submit ─► Fleet ─► Send ─► Link 0 ──zmq──→ engine 0
+      ▲         │ ▲              Link 1 ──zmq──→ engine 1
     flow ◄─ Deliver ╰──── Received, Lost, .. ◄──╯
 
-``Links`` decides nothing: events go to the fleet, whose actions are carried out at once, on the event loop.
+``Links`` decides nothing. Events go to the fleet, and the fleet's actions are executed at once, on the event
+loop.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ from weft.types import messages as m
 log = get_logger(__name__)
 
 OUTBOX_LIMIT = 20_000
-"""Messages that may wait for one head; requests beyond it are refused."""
+"""Maximum queued messages per engine process. Requests beyond the limit are rejected."""
 STALL_S = 1.0
-"""Seconds by which a tick may be late; more, and this process stood still."""
+"""Maximum seconds of delay of a tick. Beyond the limit the local process counts as stalled."""
 
 
 class Links:
-    """The links of one front, used from its event loop. Their owner gives instances their names."""
+    """The links of one API server, used from the server's event loop. The owner of the processes names the
+    instances.
+    """
 
     def __init__(
         self,
@@ -59,8 +62,9 @@ class Links:
         clock: Clock | None = None,
         spans: SpanWriter | None = None,
     ) -> None:
-        """``link_timeout``: seconds after which a process that does not even answer pings counts as dead.
-        ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: where traced requests are written to.
+        """``link_timeout``: seconds without an answer to pings after which a process counts as dead.
+        ``joining``, ``local_prefill``: see ``Fleet``. ``spans``: receives the spans of traced requests; None
+        disables tracing.
         """
         present = owner.present()
         domains = {n: one.domain if isinstance(one, Address) else "" for n, one in present.items()}
@@ -71,7 +75,7 @@ class Links:
         self._clock = clock or SystemClock()
         self._placements = None if spans is None else Placements(spans, self._clock.now)
         self._links: dict[str, Link] = {}
-        """The present link of each instance."""
+        """The current link of each instance."""
         self._started = 0
         self._flows: dict[int, Flow] = {}
         self._pending: deque[e.Event] = deque()
@@ -79,73 +83,82 @@ class Links:
         self._context = zmq.asyncio.Context()
         self._ticking: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        """Links that are being closed."""
+        """Tasks closing old links."""
         self._ready = asyncio.Event()
         self._past_bad_frames = 0
         self.welcome: m.Welcome | None = None
-        """The Welcome that holds for all heads."""
+        """The common Welcome of all engine processes; None before ``start`` returns."""
         self.died = asyncio.Event()
-        """Set when no head is left and none will be started again."""
+        """Set when no engine process is left and none will be started again."""
 
     # -- life ---------------------------------------------------------------------------------------
 
     async def start(self) -> m.Welcome:
-        """Connects to every head; returns when all have answered. Raises WeftError when one never will."""
+        """Connect to every engine process and wait until all engines have answered. Return the common
+        Welcome.
+
+        Raises WeftError when an engine process can never answer.
+        """
         if all(one.state is InstanceState.RETIRED for one in self.instances):
             raise EngineDead("no engine is left")
         self._follow_owner()
         self._ticking = asyncio.create_task(self._tick())
         ended = [asyncio.create_task(event.wait()) for event in (self._ready, self.died)]
         try:
-            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)  # the fleet has the deadlines
+            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)  # the fleet checks the deadlines
         finally:
             for task in ended:
                 task.cancel()
         if self._fleet.failure is not None:
             raise self._fleet.failure
+        # A prompt must fit on every engine process, so the smallest context length is the common limit.
         welcomes = [one.welcome for one in self._computing if one.welcome is not None]
         self.welcome = min(welcomes, key=lambda welcome: welcome.max_model_len)
         return self.welcome
 
     async def close(self, shutdown: bool = True) -> None:
-        """Fails what is still open and closes the sockets; ``shutdown``: tells every head to stop first."""
+        """Fail all open sequences and close the sockets. With ``shutdown``, first stop every engine
+        process.
+        """
         self._feed(e.Closing(shutdown))
         if self._ticking is not None:
             self._ticking.cancel()
             await asyncio.gather(self._ticking, return_exceptions=True)
         answered = {one.name for one in self.instances if one.welcome is not None}
-        # A head that has not answered yet is still loading, and its process is ended by its owner.
+        # An engine process without an answer is still loading. The owner ends the process.
         await asyncio.gather(*(link.close(flush=name in answered) for name, link in self._links.items()))
         await asyncio.gather(*self._ending, return_exceptions=True)
-        self._context.destroy()  # what lingers still does
+        self._context.destroy()  # sockets still linger
 
     @property
     def instances(self) -> Sequence[Instance]:
-        """The instances, in order; read only."""
+        """The instances, in order. Read-only."""
         return list(self._fleet.table.instances.values())
 
     @property
     def _computing(self) -> list[Instance]:
-        """Those that make tokens."""
+        """Instances that produce tokens: all except encode groups."""
         return [one for one in self.instances if one.role != "encode"]
 
     @property
     def failure(self) -> WeftError | None:
-        """Why no head is left and none will be started again; None while some are."""
+        """The reason why no engine process is left and none will be started again; None while an engine
+        process is left.
+        """
         return self._fleet.failure
 
     @property
     def alive(self) -> bool:
-        """Whether heads are alive that can serve requests."""
+        """True if the engine processes that are alive can serve requests."""
         return self._fleet.table.alive
 
     @property
     def whole(self) -> bool:
-        """Whether all heads are alive, and can serve requests."""
+        """True if all engine processes are alive and can serve requests."""
         return self._fleet.table.whole
 
     def progressing(self, window: float) -> bool:
-        """Whether heads that can serve requests proved progress in the last ``window`` seconds."""
+        """Return True if engine processes with progress in the last ``window`` seconds can serve requests."""
         now = self._clock.now()
         return self._fleet.table.serve(one for one in self.instances if one.progressing(window, now))
 
@@ -155,12 +168,12 @@ class Links:
 
     @property
     def bad_frames(self) -> int:
-        """Frames from heads that were dropped."""
+        """Number of dropped frames from engine processes."""
         return self._past_bad_frames + sum(link.bad_frames for link in self._links.values())
 
     @property
     def fleet(self) -> Fleet:
-        """What is decided by; to be read only."""
+        """The state machine with all decisions. Read-only."""
         return self._fleet
 
     @property
@@ -169,12 +182,12 @@ class Links:
 
     @property
     def paired(self) -> int:
-        """Sequences that were sent to a head that prefills and one that decodes."""
+        """Number of sequences sent to a pair of engine processes, for prefill and decode."""
         return self._fleet.paired
 
     @property
     def local_prefills(self) -> int:
-        """Sequences that a head prefilled whose role is to decode."""
+        """Number of sequences prefilled on an engine process with the role ``decode``."""
         return self._fleet.local_prefills
 
     @property
@@ -194,13 +207,16 @@ class Links:
         hashes: Mapping[int, PromptHashes] | None = None,
         trace: SpanContext | None = None,
     ) -> Flow:
-        """Sends one request's sequences, those of one prompt to one head, and opens their flow.
+        """Send the sequences of one request and return the new flow. Sequences of one prompt go to one engine
+        process.
 
-        ``hashes``: what ``hash_prompts`` made of them. ``trace``: the request's span. Raises WeftError; then
-        none of them runs.
+        ``hashes``: the result of ``hash_prompts``. ``trace``: the span of the request. Raises WeftError; then
+        no sequence was sent.
         """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
+        # Checked before anything is opened: a rejected request leaves no trace. One engine process with space
+        # is enough.
         waiting = [self._links[one.name].waiting for one in self._computing if one.alive]
         if waiting and min(waiting) >= OUTBOX_LIMIT:
             raise Overloaded("too many requests wait for the engine")
@@ -211,9 +227,15 @@ class Links:
         return self._open(opened, observe)
 
     def hash_prompts(self, submits: Sequence[m.Submit]) -> dict[int, PromptHashes]:
-        """What placing ``submits`` needs, made ahead, since long prompts take long. From any thread."""
+        """Return the prompt hashes for placing ``submits``: request -> block size -> hashes. Safe from any
+        thread.
+
+        Computed before ``submit``, because hashing a long prompt takes long. Empty if there is no choice of
+        engine processes.
+        """
         roles = Counter(instance.role for instance in self._computing)
-        blocks = {block_of(one) for one in self._computing if roles[one.role] > 1}  # of others none is chosen
+        # With a single instance of a role there is no choice.
+        blocks = {block_of(one) for one in self._computing if roles[one.role] > 1}
         if not blocks:
             return {}
         return {
@@ -225,8 +247,9 @@ class Links:
         }
 
     def submit_each(self, submits: Sequence[m.Submit]) -> Flow:
-        """Sends one of ``submits`` to each live head that makes tokens; it is not moved to another head.
-        Raises WeftError."""
+        """Send one of ``submits`` to each live engine process that produces tokens, and return the new flow.
+        The sequences never move to other engine processes. Raises WeftError.
+        """
         if (refusal := self._fleet.refusal()) is not None:
             raise refusal
         pairs = list(zip(submits, [one for one in self._computing if one.alive], strict=False))
@@ -237,38 +260,45 @@ class Links:
         return flow
 
     def extend(self, flow: Flow, submit: m.Submit, hashes: Mapping[int, PromptHashes]) -> None:
-        """Sends one more sequence, whose events come to a flow that is open."""
+        """Send one more sequence, with events in the open ``flow``."""
         flow.open[submit.sequence] = None
         self._flows[submit.sequence] = flow
         self._feed(e.Opened((submit,), hashes))
 
     def finish(self, flow: Flow, sequence: int) -> None:
-        """Ends one sequence of a flow, if it is open: its head is told, later events of it are dropped."""
+        """End one sequence of a flow, if open: the engine process is notified, and later events are
+        dropped.
+        """
         if sequence in flow.open:
             self._close([sequence], flow)
 
     def release(self, flow: Flow) -> None:
-        """Ends the flow's open sequences. Idempotent; every handler calls it at its end."""
+        """End the open sequences of the flow. Idempotent; every handler calls ``release`` at the end."""
         self._close(list(flow.open), flow)
 
     def fail_all(self, error: WeftError) -> None:
-        """Fails every open flow with ``error``."""
+        """Fail every open flow with ``error``."""
         for flow in list({id(flow): flow for flow in self._flows.values()}.values()):
             flow.fail(error)
 
     def pause(self, flow: Flow) -> None:
-        """Takes the flow's open sequences from their heads until ``resume``. Idempotent. What heads have sent
-        by now is kept; what they send later is computed again."""
+        """Stop the open sequences of the flow on the engine processes until ``resume``. Idempotent.
+
+        Events received before the pause are retained. Tokens sent later are computed again after ``resume``.
+        """
         self._feed(e.Paused(tuple(flow.open)))
 
     def resume(self, flow: Flow) -> None:
-        """Goes on with what ``pause`` took from its heads. Idempotent."""
+        """Continue the sequences stopped by ``pause``. Idempotent."""
         self._feed(e.Resumed(() if flow.failed else tuple(flow.open)))
 
     async def stats(self, timeout: float) -> list[m.HeadStats]:
-        """Asks every live head for its counters. Raises EngineDead when one does not answer."""
+        """Request and return the counters of every live engine process. Raises EngineDead when an engine
+        process does not answer within ``timeout`` seconds.
+        """
         asked = {name: link.heartbeats for name, link in self._links.items() if self._lives(name)}
         for name in asked:
+            # An engine process answers a Hello with a heartbeat, which carries the counters.
             self._links[name].send(m.Hello(versions=(m.OLDEST, m.VERSION), front=self._name))
         try:
             async with asyncio.timeout(timeout):
@@ -279,14 +309,16 @@ class Links:
         return [one.stats for one in self.instances]
 
     def profile(self, seconds: float) -> int:
-        """Has the heads profile their steps for so long; 0: no longer. How many were told."""
+        """Start a profile of ``seconds`` on the engine processes; 0 ends a profile. Return the number of
+        engine processes notified.
+        """
         able = [one.name for one in self.instances if one.alive and one.version >= PROFILES_SINCE]
         for name in able:
             self._links[name].send(m.Profile(seconds=seconds))
         return len(able)
 
     def revive(self, group: str) -> list[str]:
-        """Has the retired heads of a group started again. See ``Owner.revive``."""
+        """Start the retired engine processes of a group again. Return the names. See ``Owner.revive``."""
         return self._owner.revive(group)
 
     def _lives(self, name: str) -> bool:
@@ -311,8 +343,12 @@ class Links:
     # -- the fleet ----------------------------------------------------------------------------------
 
     def _feed(self, event: e.Event) -> None:
-        """Gives the fleet an event and carries out its actions, then events that these caused."""
+        """Pass an event to the fleet and execute the resulting actions, then handle all events caused by the
+        actions.
+        """
         self._pending.append(event)
+        # Reentrant: an action may call `_feed`. The outer call then handles the event, so the order of events
+        # is kept.
         if self._feeding:
             return
         self._feeding = True
@@ -327,7 +363,7 @@ class Links:
             self._feeding = False
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Calls ``work()``; an error in it is logged and stops nothing else."""
+        """Call ``work()``. An error is logged and stops nothing else."""
         try:
             work()
         except Exception:
@@ -339,6 +375,7 @@ class Links:
                 for event in events:
                     self._deliver(event)
             case e.Send(instance, number, message):
+                # A late action of the fleet may name a replaced link, so compare the numbers.
                 if (link := self._links[instance]).number == number:
                     if self._placements is not None:
                         version = self._fleet.table.instances[instance].version
@@ -368,12 +405,12 @@ class Links:
         flow.push(event)
 
     def _replace(self, name: str, error: WeftError) -> None:
-        """Has the owner replace a process."""
+        """Request the replacement of a process from the owner."""
         self._owner.replace(name, self._links[name].incarnation, error)
         self._follow_owner()
 
     def _follow_owner(self) -> None:
-        """Tells the fleet what its instances' owner has changed."""
+        """Compare the owner's processes with the fleet's instances and feed the differences to the fleet."""
         present = self._owner.present()
         for name, instance in self._fleet.table.instances.items():
             address = present.get(name)
@@ -387,7 +424,7 @@ class Links:
                 gone = instance.state in (InstanceState.DOWN, InstanceState.RETIRED)
                 if link is None or gone or not self._fleet.table.complete:
                     self._connect(name, address)
-                else:  # another front lost it: a Replace follows, and then this again
+                else:  # another API server lost the process: a Replace follows, then `_follow_owner` again
                     self._feed(e.Lost(name, link.number, EngineDead("the engine was replaced")))
             elif address.draining and instance.state in (InstanceState.UP, InstanceState.HALF_OPEN):
                 self._feed(e.Draining(name))

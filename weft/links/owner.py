@@ -1,4 +1,4 @@
-"""The owner of the instances' processes, as the links of a front see it."""
+"""The owner of the instances' processes, as an interface for the links of an API server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from weft.links.link import Address
 
 
 class Owner(Protocol):
-    """The owner of the instances' processes. See ``weft.cluster``. Never waits."""
+    """The owner of the instances' processes. See ``weft.cluster``. No method blocks."""
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """For each instance the address of its present process, or why none will be started again. Polled."""
+        """Return for each instance the address of the current process, or an error if no process will be
+        started again. Polled.
+        """
 
     def replace(self, instance: str, incarnation: int, error: WeftError) -> None:
-        """This front has lost the process. The owner's reaction shows in ``present``."""
+        """Report the loss of a process. ``present`` shows the owner's reaction."""
 
     def drain(self) -> None:
-        """This front finishes its requests, and ends."""
+        """Report that the API server finishes all requests and then ends."""
 
     def revive(self, name: str) -> list[str]:
-        """Has retired processes started again, with a new budget of restarts: those of the group ``name``, or
-        of one head. Returns the names of their instances. Raises NotFound, InvalidRequest or Unavailable.
+        """Start retired processes again, with a new restart budget. ``name``: a group, or one engine process.
+        Return the names of the instances. Raises NotFound, InvalidRequest or Unavailable.
         """

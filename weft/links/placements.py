@@ -1,5 +1,5 @@
-"""A front's spans of the places of its traced sequences: one from each Submit that is sent to an instance
-until that instance has said its last of the sequence, lost it, or was told to end it.
+"""Placement spans of an API server's traced sequences. A span starts when a Submit is sent to an instance.
+The span ends with the instance's last event of the sequence, the loss of the instance, or a Finish.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from weft.tracing.writer import SpanWriter
 from weft.types import messages as m
 
 SINCE = 3
-"""Messages' version from which a Submit names its span."""
+"""First protocol version with a span in Submit."""
 
 
 class Placements:
-    """One for the links of a front that traces. Used from their event loop."""
+    """The placement spans of the links of one API server. Used from the event loop of the links."""
 
     def __init__(self, writer: SpanWriter, now: Callable[[], float]) -> None:
         self._writer, self._now = writer, now
         self._parents: dict[int, SpanContext] = {}
-        """Of each open sequence that is traced."""
+        """Traced open sequence -> span of the request."""
         self._open: dict[tuple[int, str], tuple[Span, int]] = {}
-        """(sequence, instance) -> its span, and the attempt."""
+        """(sequence, instance) -> (open span, attempt)."""
 
     def open(self, sequence: int, parent: SpanContext) -> None:
-        """Follows ``sequence``, which is a part of the request ``parent``."""
+        """Trace ``sequence``, a part of the request with span ``parent``."""
         self._parents[sequence] = parent
 
     def sent(self, instance: str, version: int, message: m.ToHead) -> m.ToHead:
-        """``message`` is about to be sent; returns what to send, which names the span."""
+        """Open or close spans for a message to be sent. Return the message to send instead, with the span's
+        context.
+        """
         if isinstance(message, m.Finish):
             self._end(message.sequence, instance, "left")
         if not isinstance(message, m.Submit):
@@ -57,12 +59,13 @@ class Placements:
         return msgspec.structs.replace(message, trace=span.context.traceparent())
 
     def heard(self, received: e.Event) -> None:
-        """Marks spans by a message that is about to be given to the fleet."""
+        """Mark and close spans according to an event for the fleet."""
         if not isinstance(received, e.Received) or not isinstance(received.message, m.Tokens):
             return
         instance = received.instance
         for event in received.message.events:
             found = self._open.get((event.sequence, instance))
+            # Events of an earlier attempt belong to a closed span.
             if found is None or found[1] != event.attempt:
                 continue
             if event.token_ids and not found[0].events:
@@ -72,12 +75,12 @@ class Placements:
                 self._end(event.sequence, instance, event.finish, error)
 
     def lost(self, instance: str) -> None:
-        """The process that was the instance is gone."""
+        """Close the spans of an instance after the loss of the process."""
         for sequence, name in [key for key in self._open if key[1] == instance]:
             self._end(sequence, name, "lost", "the instance was lost")
 
     def closed(self, sequence: int) -> None:
-        """Ends the spans of a sequence that has ended for its client."""
+        """Close the spans of a sequence, which has ended for the client."""
         if self._parents.pop(sequence, None) is not None:
             for key in [key for key in self._open if key[0] == sequence]:
                 self._end(*key, "left")
@@ -90,7 +93,7 @@ class Placements:
 
 
 def _part(message: m.Submit) -> str:
-    """What an instance does with it."""
+    """Return the instance's part in the sequence: "prefill", "decode", "encode" or "all"."""
     if message.room is not None:
         return "prefill" if message.room.sends else "decode"
     encodes = any(item.room is not None and item.room.sends for item in message.media)

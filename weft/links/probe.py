@@ -1,4 +1,6 @@
-"""What an owner hears of a head, beside the links of fronts: whether it answers, and whether it has work."""
+"""An owner's connection to an engine process, besides the links of API servers: shows if the engine answers
+and has work.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +15,29 @@ from weft.types import messages as m
 
 LINGER_MS = 500
 GREET_S = 2.0
-"""Seconds between two Hellos to a head that has answered: a connection that was made anew needs one."""
+"""Seconds between two Hellos to a running engine process. A new connection needs a new Hello."""
 
 
 class HeadProbe:
-    """One connection to the process at an address. Never waits. Used from one thread."""
+    """One connection to the process at an address. No method blocks, except ``close`` briefly. Used from one
+    thread.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self.answers = False
-        """Whether it has loaded its model and answers."""
+        """True if the engine process has loaded its model and has answered."""
         self.idle: bool | None = None
-        """Whether it has no sequence of any front, and no transfer touches its memory, by the last word that
-        the last ``look`` found; None: there was none."""
+        """True if the engine process has no sequence and no open transfer, according to the last heartbeat
+        found by the last ``look``. None if ``look`` found no heartbeat.
+        """
         self._ends = False
         self._greeted = 0.0
 
     def look(self) -> None:
-        """Takes in what has come."""
+        """Handle received messages, and connect or greet if due."""
         self.idle = None
         if self._socket is None and not self._connect():
             return
@@ -47,13 +52,14 @@ class HeadProbe:
                     self._take(m.decode_to_front(frame))
 
     def quit(self) -> None:
-        """Has the head finish its step and end."""
+        """Make the engine process finish the step and end."""
         self._ends = True
         self._send(m.Shutdown())
 
     def close(self) -> None:
-        """Says goodbye, unless the head ends. Idempotent."""
-        if self._ends or self._address.process.poll() is not None:  # nobody takes it: destroy would wait
+        """Send a goodbye, unless the engine process ends. Idempotent."""
+        # Nobody receives a goodbye: with a linger time, destroy would block.
+        if self._ends or self._address.process.poll() is not None:
             self._context.destroy(0)
             return
         self._send(m.Goodbye())

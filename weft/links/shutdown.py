@@ -1,4 +1,4 @@
-"""Tells heads to stop, from a process that has no links to them."""
+"""Stops engine processes from a process without links to the engines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from weft.links.link import Address
 from weft.types import messages as m
 
 LINGER_MS = 1000
-"""In which what is sent must leave. A head that is gone hears nothing."""
+"""Maximum milliseconds to send the messages. A dead engine process receives nothing."""
 
 
 def shut_down(addresses: Iterable[Address]) -> None:
-    """Has each head finish its step and end. Returns when that was said, or cannot be."""
+    """Send each engine process a shutdown: the engine finishes the step and ends. Return after sending,
+    without waiting for the engine processes.
+    """
     context = zmq.Context()
     try:
         for address in addresses:

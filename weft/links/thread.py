@@ -1,4 +1,4 @@
-"""``Links`` in a thread of their own, for callers without an event loop: events come by ``step``."""
+"""``Links`` in a dedicated thread, for callers without an event loop. ``step`` returns the events."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 CALL_S = 60.0
-"""Seconds that the thread may take for what does not wait for heads."""
+"""Maximum seconds for calls that do not wait for engine processes."""
 
 
 class LinksThread:
-    """Submits, steps and finishes as ``EngineCore`` does. Not thread-safe: one thread calls it."""
+    """Submit, step and finish with the interface of ``EngineCore``. Not thread-safe: one thread calls the
+    methods.
+    """
 
     def __init__(self, make: Callable[[], Links]) -> None:
-        """``make`` is called in the thread, on its loop. Waits for all heads to load. Raises WeftError."""
+        """Start the thread and block until all engine processes have loaded. Raises WeftError.
+
+        ``make`` creates the links and is called on the thread's event loop.
+        """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-links", daemon=True)
         self._thread.start()
@@ -42,36 +47,41 @@ class LinksThread:
 
     @property
     def links(self) -> Links:
-        """To be read only."""
+        """The links. Read-only."""
         assert self._links is not None
         return self._links
 
     @property
     def welcome(self) -> m.Welcome:
-        """What all heads can serve."""
+        """The common Welcome of all engine processes."""
         return self._welcome
 
     @property
     def open_sequences(self) -> int:
-        """Sequences whose end was not returned by ``step`` yet."""
+        """Number of sequences without an end event from ``step``."""
         return len(self._flows)
 
     def submit(self, submit: m.Submit) -> None:
-        """Sends a sequence to a head. What is wrong with it comes as an event. Raises WeftError."""
+        """Send a sequence to an engine process. Errors of the sequence arrive later, as an event. Raises
+        WeftError.
+        """
         links = self.links
-        self._call(_later(lambda: self._open(links, submit)))  # an interrupt leaves nothing unknown
+        # On the loop: an interrupt here cannot leave an unknown sequence.
+        self._call(_later(lambda: self._open(links, submit)))
 
     def _open(self, links: Links, submit: m.Submit) -> None:
         self._flows[submit.sequence] = links.submit([submit], self._events.put)
 
     def finish(self, sequence: int) -> None:
-        """Ends a sequence wherever it is. Idempotent; nothing more is heard of it."""
+        """End a sequence in any state. Idempotent. No further events of the sequence follow."""
         flow = self._flows.pop(sequence, None)
         if flow is not None:
             self._loop.call_soon_threadsafe(self.links.release, flow)
 
     def step(self, wait: float) -> list[m.TokenEvent]:
-        """What came since the last call; waits ``wait`` seconds for the first. Raises EngineDead."""
+        """Return the events since the last call. Block up to ``wait`` seconds for the first. Raises
+        EngineDead.
+        """
         events = []
         try:
             events.append(self._events.get(timeout=wait))
@@ -81,6 +91,7 @@ class LinksThread:
             pass
         if self.links.failure is not None:
             raise EngineDead(self.links.failure.message)
+        # Drop late events of sequences already finished here.
         fresh = [event for event in events if event.sequence in self._flows]
         for event in fresh:
             if event.finish is not None:
@@ -88,11 +99,11 @@ class LinksThread:
         return fresh
 
     def stats(self, timeout: float) -> list[m.HeadStats]:
-        """See ``Links.stats``."""
+        """Return the statistics of all engine processes. See ``Links.stats``."""
         return self._call(self.links.stats(timeout), timeout + CALL_S)
 
     def end(self) -> None:
-        """Tells every head to stop, and ends the thread. Idempotent."""
+        """Stop every engine process and end the thread. Idempotent."""
         if self._loop.is_closed():
             return
         try:
@@ -105,7 +116,7 @@ class LinksThread:
         self._loop.close()
 
     def _stop(self) -> None:
-        """Ends the loop, after those who still wait for something on it have heard so."""
+        """Stop the event loop, after cancelling tasks to release waiting callers."""
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
         self._loop.call_soon(self._loop.stop)

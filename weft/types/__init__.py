@@ -1,1 +1,1 @@
-"""The data types that packages exchange: sampling parameters, plans, results, messages. No torch."""
+"""The data types exchanged by packages: sampling parameters, plans, results, messages. No torch."""

@@ -1,7 +1,7 @@
-"""Pixels of a Submit on the wire: raw frames behind the message, so nobody copies megabytes to pack them.
+"""Pixels of a Submit on the wire: raw frames after the message, to avoid copies of megabytes.
 
-One frame for each image of ``Submit.media``, in order, or none at all. To a head of the same host goes the
-name of the memory that has them instead: then the frame is empty.
+There is one frame for each image of ``Submit.media``, in order, or no frame at all. For an engine process on
+the same host, an image may be sent as the name of shared memory. Then the frame of the image is empty.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from weft.common.errors import InvalidRequest
 from weft.types.messages import MAX_FRAME, Submit, ToHead, decode_to_head, encode
 
 MAX_ATTACHED = 1 << 30
-"""Bytes of all attachments of a message; of each one ``MAX_FRAME``."""
+"""Maximum bytes of all attachments of a message. A single attachment is limited to ``MAX_FRAME``."""
 
 
 def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
-    """The message's frames, the attached ones as they are. ``by_name``: whether the head can open shared
-    memory of this process. Raises InvalidRequest over a size limit."""
+    """Return the frames of the message; attached frames are not copied. ``by_name``: True if the engine
+    process can open shared memory of the local process. Raises InvalidRequest over a size limit.
+    """
     if not isinstance(message, Submit) or not any(len(item.pixels) for item in message.media):
         return (encode(message),)
     bare = []
@@ -31,14 +32,15 @@ def encode_parts(message: ToHead, by_name: bool = False) -> tuple[bytes, ...]:
     if max(map(len, attached)) > MAX_FRAME or sum(map(len, attached)) > MAX_ATTACHED:
         raise InvalidRequest("the request's images are too large for one message")
     frame = encode(msgspec.structs.replace(message, media=tuple(bare)))
+    # An empty frame marks a named image; no frames at all if every image is named.
     return (frame, *attached) if any(map(len, attached)) else (frame,)
 
 
 def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
-    """A front's message. ``attached``: the frames behind the first one, which may be views. Of an item with
-    ``shared`` the pixels are still to be had.
+    """Return the message of an API server. ``attached``: the frames after the first frame, possibly views.
 
-    Raises msgspec.DecodeError (or its ValidationError) or ValueError.
+    Items with ``shared`` have no pixels yet. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
     """
     message = decode_to_head(frame)
     if not attached:
@@ -46,6 +48,7 @@ def decode_parts(frame: bytes, attached: Sequence[bytes] = ()) -> ToHead:
     if not isinstance(message, Submit) or len(attached) != len(message.media):
         raise ValueError("frames that belong to no image")
     pairs = list(zip(message.media, attached, strict=True))
+    # The pixels of an image are in one place: inline, in a frame, or in shared memory (with an empty frame).
     twice = any(item.pixels or (item.shared is not None and len(pixels)) for item, pixels in pairs)
     if twice or sum(map(len, attached)) > MAX_ATTACHED:
         raise ValueError("pixels twice, or over the size limit")

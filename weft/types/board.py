@@ -1,19 +1,19 @@
-"""The entries of the board on host 0, by which hosts and heads of one server know of each other, and its
-messages.
+"""The entries of the rendezvous store on host 0, through which hosts and engine processes of one server find
+each other.
 
-    key               who writes it            what it says
-    settings/HOST/MARK  the host, at its start   settings that all hosts must have alike; one entry a process
-    answer/HOST/MARK  the front                empty: the host's process may work; else the reason why not
-    wanted/REPLICA    the front                the incarnation of the head that should run; 0: none
-    head/REPLICA      the head                 Listening: the address that its front connects to
-    ended/REPLICA     the head's host          HeadEnded: the exit status of that incarnation
-    control/REPLICA   the head                 the address that ranks of other hosts connect to
-    lease/REPLICA     the head                 see weft/group/meeting.py
-    over              the front                the server ends with this exit status
-    gone/HOST         the host                 it has read ``over``
+    key                 written by             value
+    settings/HOST/MARK  the host, at its start settings that all hosts must share; one entry per process
+    answer/HOST/MARK    the API server         empty: the host's process may work; else the reason why not
+    wanted/REPLICA      the API server         the incarnation of the engine process to run; 0: none
+    head/REPLICA        the engine process     Listening: the address for the API server
+    ended/REPLICA       the engine's host      HeadEnded: the exit status of the incarnation
+    control/REPLICA     the engine process     the address for ranks on other hosts
+    lease/REPLICA       the engine process     see weft/group/meeting.py
+    over                the API server         the server ends with this exit status
+    gone/HOST           the host               the host has read ``over``
 
-An incarnation is a number that the front gives each start of a head. It is unique over all starts of all
-servers. Entries of an older incarnation are ignored.
+An incarnation is a number for each start of an engine process, given by the API server and unique over all
+starts of all servers. Entries of an older incarnation are ignored.
 """
 
 from __future__ import annotations
@@ -21,47 +21,49 @@ from __future__ import annotations
 import msgspec
 
 MOST_BYTES = 16 << 20
-"""Size of one frame at most."""
+"""Maximum bytes of one frame."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Client to board, at every look: the client's own entries, and the version of the table that it has."""
+    """Client to store, at every poll: the client's own entries, and the version of the client's table."""
 
     number: int
-    """Number of this question; the answer repeats it."""
+    """Number of the poll; repeated in the answer."""
     board: int
     version: int
-    """``board`` and ``version`` of the last table received; the board does not send the same one again."""
+    """``board`` and ``version`` of the last received table. The store does not send an unchanged table
+    again.
+    """
     entries: dict[str, bytes]
 
 
 class Table(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Board to client: the answer to one ``Ask``."""
+    """Store to client: the answer to one ``Ask``."""
 
     number: int
     board: int
-    """Random id of the board's process."""
+    """Random id of the store's process."""
     version: int
     entries: dict[str, bytes]
-    """All entries; empty when the client has this version already."""
+    """All entries; empty if the client has the version already."""
 
 
 class Listening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry ``head/``: the head listens at ``address`` and begins to load."""
+    """Entry ``head/``: the engine process listens at ``address`` and begins to load."""
 
     incarnation: int
     address: str
 
 
 class HeadEnded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Entry ``ended/``: the head's process ended with ``status``, negative for a signal."""
+    """Entry ``ended/``: the engine's process ended with ``status``, negative for a signal."""
 
     incarnation: int
     status: int
 
 
 def settings_key(host: int | None = None, mark: str = "") -> str:
-    """The key of one process; without ``mark`` or ``host`` the prefix of such keys."""
+    """Return the settings key of one process. Without ``host``, return the prefix of all settings keys."""
     return "settings/" if host is None else f"settings/{host}/{mark}"
 
 

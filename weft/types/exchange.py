@@ -1,29 +1,33 @@
-"""How the rows of a step reach experts of other ranks: what a step carries of it, as data."""
+"""The exchange of a step's rows with experts on other ranks, as data."""
 
 from __future__ import annotations
 
 import msgspec
 
 FORMS = ("reduce", "low-latency", "gather", "throughput")
-"""Forms of dispatch, in the order in which votes of replicas for one step are compared: the last wins."""
+"""Forms of dispatch. If the replicas vote for different forms of one step, the form later in the tuple
+wins.
+"""
 
 
 PADS = (1, 2, 4, *range(8, 65, 8))
-"""What replicas agree on in place of the most tokens that one has, if the last of these holds them."""
+"""Agreed sizes of replicas, in place of the exact maximum of tokens, up to the largest size."""
 
 
 def padded(tokens: int) -> int:
-    """The least of ``PADS`` that holds ``tokens``; of more, those: few sizes are met, and can be captured."""
+    """Return the smallest of ``PADS`` not below ``tokens``, or ``tokens`` above the largest. Few different
+    sizes occur, so steps can be captured.
+    """
     return next((pad for pad in PADS if pad >= tokens), tokens)
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """The exchange of one step's rows. What no agreement says is exchanged with the rows."""
+    """The exchange of one step's rows. Values without an agreement are exchanged together with the rows."""
 
     form: str = ""
-    """One of ``FORMS``; empty: the ranks' own rule, which is the same on all of them."""
+    """One of ``FORMS``; empty for the ranks' own rule, which is the same on all ranks."""
     rows: int = 0
-    """At least the most tokens that a replica has in the step; 0: replicas did not agree on it."""
+    """Upper bound of the tokens of a replica in the step; 0 without an agreement of the replicas."""
 
 
 UNAGREED = Exchange()

@@ -1,4 +1,4 @@
-"""Faults that are planted in ranks to see what becomes of them. No flag sets any: tests do, as data."""
+"""Faults planted in ranks by tests, as data. There is no flag for faults."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from typing import Literal, TypeAlias
 import msgspec
 
 Phase: TypeAlias = Literal["load", "form", "stage", "collective", "rebalance", "sample", "read"]
-"""The phase that a rank is in.
+"""The phase of a rank in which a fault happens.
 
-load        before its weights are read
-form        its slots are empty, and it is about to meet the others
-stage       a step came, and nothing of it was launched
-collective  in the middle of a step's forward pass, as a collective is launched: the others are in it
-rebalance   as a collective is launched that moves experts: some have come, others are on their way
-sample      the step was launched, its sampling was not
-read        the step is done, and not reported yet
+load        before the weights are read
+form        the slots are empty, and the rank is about to connect to the other ranks
+stage       a step has arrived, and nothing of the step is launched
+collective  in the middle of a step's forward pass, at the launch of a collective that other ranks have joined
+rebalance   at the launch of a collective that moves experts: some experts have moved, others not yet
+sample      the step is launched, its sampling is not
+read        the step has ended, and its outcome is not reported yet
 """
 Deed: TypeAlias = Literal["kill", "stop", "raise"]
-"""kill: SIGKILL; stop: SIGSTOP, it stays there and does nothing; raise: an exception."""
+"""kill: SIGKILL. stop: SIGSTOP, so the process stays and does nothing. raise: an exception."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fault that happens to ``rank`` once, when it has been in ``phase`` ``after`` times (since
-    ``needs`` is there, if it is given).
+    """A fault of ``rank``. Happens once, after the rank has been in ``phase`` ``after`` times.
+
+    With ``needs``, only visits of the phase after the file ``needs`` exists count.
     """
 
     rank: int
@@ -31,6 +32,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     deed: Deed
     after: int = 0
     mark: str
-    """A file that is made when it befalls, so that no later process of the rank has it again."""
+    """A file created when the fault happens, to prevent a repeat in a later process of the rank."""
     needs: str = ""
-    """The mark of a fault that must have befallen before this one can."""
+    """The mark of another fault. The other fault must happen first."""

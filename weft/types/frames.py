@@ -1,23 +1,23 @@
-"""The boundary between a head and the ranks of its group: typed frames, msgpack on the wire, one tag each.
+"""The protocol between an engine process and the ranks of a group: typed frames, msgpack on the wire, one tag
+each.
 
-    rank                       head
+    rank                       engine process
      │ RankHello ─────────────► │   version and settings; compared before anything is loaded
-     │ ◄───── RankWelcome, or Refused, which names what differs and both values
-     │ Loaded ────────────────► │   weights are there, and so much room for caches
-     │ ◄───────────────── Pools │   as many blocks as every rank has room for
-     │ Ready ─────────────────► │   caches are there
+     │ ◄───── RankWelcome, or Refused, which names the difference and both values
+     │ Loaded ────────────────► │   weights are loaded, and how many blocks fit
+     │ ◄───────────────── Pools │   as many blocks as fit on every rank
+     │ Ready ─────────────────► │   caches are allocated
      │ ◄──────────────── Form   │   an epoch: meet at this store, all slots are empty
      │ Formed ────────────────► │
-     │ ◄─────────── StepFrame   │   one a step, whatever is in it (then LateMasks, where rows are constrained)
+     │ ◄─────────── StepFrame   │   one per step (then LateMasks, where rows are constrained)
      │ Outcome, or Failed ────► │
      │ ◄─ PushRoom | ExpectRoom | StopRoom      of transfers to and from other groups, between steps
      │ RoomReport | RoomStopped ► │
      │ ◄─ Abort | Shutdown      │
      │ ◄─ RankHeartbeat ──────► │   both ways, on a connection of its own
 
-A sequence is named by its slot and by nothing else. Frames that name no slot have tags of their own, so no
-value of a slot can be taken for one. Encoding and decoding are pure; numpy columns travel as little-endian
-int32 bytes. Never pickle.
+A sequence is named only by a slot. Frames without a slot have separate tags, so no special slot value is
+needed. Encoding and decoding are pure. numpy columns travel as little-endian int32 bytes. Never pickle.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from weft.types.rooms import Admitted, Blocks, Bound, Endpoint, RoomKey
 from weft.types.rooms import Outcome as TransferOutcome
 
 VERSION = 10
-"""Version of these frames. A rank with another version is refused, with an error that names both."""
+"""Version of the frame protocol. A rank with another version is rejected with an error naming both
+versions.
+"""
 
 Cache: TypeAlias = Literal["kv", "embeddings"]
-"""What a room moves: caches of sequences, or embeddings of images. A rank has transfers of its own for
-each."""
+"""The data of a transfer: KV caches of sequences, or embeddings of images. A rank has separate transfers for
+each.
+"""
 
 
 class FrameError(EngineDead):
-    """Bytes that are no frame, or a frame that cannot be right."""
+    """Bytes that are no frame, or an invalid frame."""
 
 
 class VersionMismatch(FrameError):
-    """A frame of another version of this protocol; the message names both."""
+    """A frame of another protocol version. The message names both versions."""
 
 
 class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -53,8 +56,8 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 class RankHello(_Frame, frozen=True, kw_only=True):
-    """Rank to head, the first frame: repeated until the head answers, and sent again to a head that replaces
-    it.
+    """Rank to engine, the first frame. Repeated until the engine process answers, and sent again to a
+    replacement engine.
     """
 
     version: int
@@ -63,79 +66,86 @@ class RankHello(_Frame, frozen=True, kw_only=True):
     rank: int
     pid: int
     epoch: int
-    """The last epoch that this process took part in, under any head; -1: none."""
+    """The last epoch of the process, under any engine process; -1 for none."""
     settings: dict[str, str]
-    """Every setting that affects wire, shapes or collectives: its name and value."""
+    """Name and value of every setting with an effect on wire, shapes or collectives."""
 
 
 class RankWelcome(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the rank belongs to the group. It loads its weights now, if it has not yet."""
+    """Engine to rank: the rank belongs to the group. The rank then loads the weights, unless already
+    loaded.
+    """
 
     heartbeats: str
-    """Address of the connection for ``RankHeartbeat``; empty: there is none."""
+    """Address of the connection for ``RankHeartbeat``; empty if there is none."""
     incarnation: str
-    """Random id of the head's process, by which a rank tells a head from the head that replaces it."""
+    """Random id of the engine's process. A rank distinguishes an engine process from a replacement by
+    the id.
+    """
 
 
 class Refused(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the rank does not belong to the group. The rank ends."""
+    """Engine to rank: the rank does not belong to the group. The rank ends."""
 
     error: ErrorInfo
 
 
 class Loaded(_Frame, frozen=True, kw_only=True):
-    """Rank to head: weights are loaded."""
+    """Rank to engine: weights are loaded."""
 
     rank: int
     blocks: tuple[int, ...]
-    """For each pool, the blocks that this rank has room for: as configured, or as measured on its device."""
+    """For each pool, the number of blocks that fit into the rank's memory: as configured, or as measured on
+    the device.
+    """
 
 
 class Pools(_Frame, frozen=True, kw_only=True):
-    """Head to rank: allocate pools of these sizes, equal on all ranks."""
+    """Engine to rank: allocate pools of the given sizes, equal on all ranks."""
 
     blocks: tuple[int, ...]
 
 
 class Ready(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the pools are allocated."""
+    """Rank to engine: the pools are allocated."""
 
     rank: int
     endpoint: Endpoint | None = None
-    """Where it takes bytes of other groups, in a group with a role."""
+    """Address for KV of other groups; None in a group without KV transfers."""
     embeddings: Endpoint | None = None
-    """Where it takes embeddings of other groups."""
+    """Address for embeddings of other groups; None in a group without embedding transfers."""
 
 
 class Form(_Frame, frozen=True, kw_only=True):
-    """Head to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
+    """Engine to rank: epoch ``epoch`` begins. All slots are empty; ranks meet at ``store``."""
 
     epoch: int
     store: str
 
 
 class Formed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: its communicators are connected and its slots are empty."""
+    """Rank to engine: the communicators are connected and the slots are empty."""
 
     rank: int
     epoch: int
 
 
 class StepFrame(_Frame, frozen=True, kw_only=True):
-    """Head to rank: one whole step. Epochs and steps follow each other without gaps."""
+    """Engine to rank: one whole step. Epochs and steps follow each other without gaps."""
 
     version: int = VERSION
     step: int
     epoch: int
     plan: StepPlan
     digest: int
-    """Digest of the slot table after this plan (``weft.kv.digest``)."""
+    """Digest of the slot table after the plan (``weft.kv.digest``)."""
 
 
 class LateMasks(_Frame, frozen=True, kw_only=True):
-    """Head to rank, after the StepFrame of a plan with ``constrained``: the second frame of that step. The
-    rank computes it up to its logits without them, and samples when they have come. No frame of a later step
-    comes between.
+    """Engine to rank, after the StepFrame of a plan with ``constrained``: the masks of the step.
+
+    The rank computes the logits without the masks, then waits for the masks and samples. No frame of a later
+    step comes between the two frames.
     """
 
     step: int
@@ -144,18 +154,18 @@ class LateMasks(_Frame, frozen=True, kw_only=True):
 
 
 class Outcome(_Frame, frozen=True, kw_only=True):
-    """Rank to head: the step is done."""
+    """Rank to engine: the step is done."""
 
     rank: int
     epoch: int
     step: int
     checksum: int
-    """Checksum of the sampled tokens: equal on all ranks of a group."""
+    """Checksum of the sampled tokens, equal on all ranks of a group."""
 
 
 class Failed(_Frame, frozen=True, kw_only=True):
-    """Rank to head: a step, or the formation of an epoch, failed here. The rank has ended its communicators
-    and waits for the next epoch.
+    """Rank to engine: a step, or the formation of an epoch, failed on the rank. The rank has ended all
+    communicators and waits for the next epoch.
     """
 
     rank: int
@@ -163,22 +173,22 @@ class Failed(_Frame, frozen=True, kw_only=True):
     step: int
     error: ErrorInfo
     comm: bool = False
-    """Whether a collective failed: another rank may be at fault."""
+    """True if a collective failed. Then another rank may be at fault."""
 
 
 class PushRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: the receiver of a room is bound. See ``weft.transfer.events.Push``."""
+    """Engine to rank: the receiver of a transfer is bound. See ``weft.transfer.events.Push``."""
 
     offer: Admitted
     bound: Bound
     blocks: tuple[Blocks, ...]
-    """Where the sequence lies in this group's own caches, as far as it has blocks by the plans before."""
+    """Blocks of the sequence in the group's caches, as known from earlier plans."""
     num_cached: int
     cache: Cache = "kv"
 
 
 class ExpectRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: a room's bytes will come. See ``weft.transfer.events.Expect``."""
+    """Engine to rank: bytes of a transfer will arrive. See ``weft.transfer.events.Expect``."""
 
     offer: Admitted
     bound: Bound
@@ -186,14 +196,14 @@ class ExpectRoom(_Frame, frozen=True, kw_only=True):
 
 
 class StopRoom(_Frame, frozen=True, kw_only=True):
-    """Head to rank: forget a room, and touch nothing of it. Answered with RoomStopped."""
+    """Engine to rank: forget a transfer and stop all access to the memory. Answered with RoomStopped."""
 
     key: RoomKey
     cache: Cache = "kv"
 
 
 class RoomReport(_Frame, frozen=True, kw_only=True):
-    """Rank to head: how its part of a room stands."""
+    """Rank to engine: the state of the rank's part of a transfer."""
 
     rank: int
     key: RoomKey
@@ -203,7 +213,7 @@ class RoomReport(_Frame, frozen=True, kw_only=True):
 
 
 class RoomStopped(_Frame, frozen=True, kw_only=True):
-    """Rank to head: StopRoom was carried out."""
+    """Rank to engine: StopRoom is complete."""
 
     rank: int
     key: RoomKey
@@ -211,33 +221,36 @@ class RoomStopped(_Frame, frozen=True, kw_only=True):
 
 
 class Abort(_Frame, frozen=True, kw_only=True):
-    """Head to rank: epoch ``epoch`` and all earlier ones have ended."""
+    """Engine to rank: epoch ``epoch`` and all earlier epochs have ended."""
 
     epoch: int
 
 
 class Shutdown(_Frame, frozen=True, kw_only=True):
-    """Head to rank: free everything and end."""
+    """Engine to rank: free everything and end."""
 
 
 class RankHeartbeat(_Frame, frozen=True, kw_only=True):
-    """Both ways, several times a second, from a thread that does nothing else: it proves that the process
-    runs.
-    """
+    """Both ways, several times per second, from a dedicated thread: proof of a running process."""
 
     rank: int
     epoch: int
     step: int
-    """The last step that ended in the sender."""
+    """The last step completed by the sender."""
     incarnation: str
-    """Incarnation of the head: of the sender if it is a head, else of the head that the rank works for."""
+    """Incarnation of the engine process: the sender if the sender is an engine, else the engine of the
+    rank.
+    """
     aborted: int = -1
-    """Set by a head: the last epoch that has ended. A rank that waits in a collective of it stops waiting."""
+    """Set by an engine process: the last ended epoch. A rank waiting in a collective of the epoch stops
+    waiting.
+    """
     peer: bytes = b""
-    """Set by a rank: the name of its control connection, which names the process in the head's books."""
+    """Set by a rank: the name of the rank's control connection, which identifies the rank process."""
     given_up: bool = False
-    """Set by a head: the head has replaced the rank process that sent ``peer``. The process must say hello
-    again, over a new control connection. The frame ``Refused`` says the same, but is lost with a connection.
+    """Set by an engine process: the engine has replaced the rank process that sent ``peer``. The rank must
+    say hello again over a new control connection. ``Refused`` carries the same news, but a broken connection
+    loses the frame.
     """
 
 
@@ -265,7 +278,7 @@ MOST_BYTES: dict[type, int] = {
     PushRoom: 64 << 20,
     ExpectRoom: 64 << 20,
 }
-"""Size of a frame at most, by type; 64 KiB of the others."""
+"""Maximum bytes of a frame, by type; 64 KiB for all other types."""
 MAX_FRAME = max(MOST_BYTES.values())
 
 
@@ -280,6 +293,7 @@ def _unpack(kind: type, value: Any) -> Any:
         raise ValueError("a column is not bytes")
     if len(value) % 4:
         raise ValueError("a column is not a whole number of int32")
+    # A read-only view of the frame, without a copy.
     return np.frombuffer(value, "<i4")
 
 
@@ -291,19 +305,21 @@ M = TypeVar("M")
 
 
 def encode(frame: ToRank | ToHead) -> bytes:
-    """The frame's bytes. Raises FrameError over the limit of its type."""
+    """Return the frame as bytes. Raises FrameError over the limit of the type."""
     data = _encoder.encode(frame)
     _check_size(type(frame), len(data))
     return data
 
 
 def encode_part(part: Any) -> bytes:
-    """The bytes of a part of a frame, such as an op; equal parts have equal bytes."""
+    """Return the bytes of a part of a frame, such as a slot update. Equal parts have equal bytes."""
     return _encoder.encode(part)
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """What a head sent. Raises FrameError for anything that is not exactly a frame of this version."""
+    """Parse a frame of an engine process. Raises FrameError for anything except a valid frame of the current
+    version.
+    """
     frame = _decode(_to_rank, data)
     if isinstance(frame, StepFrame):
         if frame.version != VERSION:
@@ -314,10 +330,13 @@ def decode_to_rank(data: bytes) -> ToRank:
 
 
 def decode_to_head(data: bytes) -> ToHead:
-    """What a rank sent. Raises FrameError; of a hello in another version it names both."""
+    """Parse a frame of a rank. Raises FrameError. For a hello of another version, VersionMismatch names both
+    versions.
+    """
     try:
         frame = _decode(_to_head, data)
     except FrameError:
+        # A hello of another version may have unknown fields. The version explains the error better.
         theirs = _version_of_hello(data)
         if theirs is not None and theirs != VERSION:
             raise VersionMismatch(_unequal("the rank", theirs, "this head")) from None
@@ -354,7 +373,7 @@ def _check_segment(segment: Segment) -> None:
 
 
 def _version_of_hello(data: bytes) -> int | None:
-    """The version in a hello that this version cannot read."""
+    """Return the version of an undecodable RankHello, or None."""
     try:
         found = msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, ValueError):

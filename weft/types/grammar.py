@@ -1,11 +1,12 @@
-"""Grammars as data: what the output of a sequence may be, from its first token to its last.
+"""Grammars as data: the constraint on the output of a sequence, from the first token to the last.
 
-A front builds one ``Grammar`` for the whole output, thoughts included, and sends it with a Submit. A head
-compiles it (``weft.grammar``) and masks every sampled token by it. It names text, not tokens: where a
-``Text`` spells an added token of the tokenizer (``<tool_call>``), that token is meant.
+An API server builds one ``Grammar`` for the whole output, reasoning included, and sends the grammar with a
+Submit. An engine process compiles the grammar (``weft.grammar``) and masks every sampled token. A grammar
+names text, not tokens. Where a ``Text`` spells an added token of the tokenizer (``<tool_call>``), the added
+token is meant.
 
-    Sequence(FreeText(ends=("</think>",)), Text("\\n\\n"), JsonSchema(...))     a thought, then an object
-    Triggered(trigger="<tool_call>", parts=(...))                             prose, with calls in it
+    Sequence(FreeText(ends=("</think>",)), Text("\\n\\n"), JsonSchema(...))     reasoning, then an object
+    Triggered(trigger="<tool_call>", parts=(...))                             prose with calls
 
 Grammars are small trees: ``MAX_DEPTH`` levels, ``MAX_PARTS`` nodes, ``MAX_SOURCE`` characters of schemas and
 patterns.
@@ -31,9 +32,9 @@ class Text(_Part, frozen=True):
 
 
 class FreeText(_Part, frozen=True, kw_only=True):
-    """Any text, up to and with the first of ``ends``; with no ``ends`` up to the end of the output.
+    """Any text up to and including the first of ``ends``; without ``ends``, up to the end of the output.
 
-    None of ``without`` comes up in it.
+    The text contains none of ``without``.
     """
 
     ends: tuple[str, ...] = ()
@@ -41,27 +42,25 @@ class FreeText(_Part, frozen=True, kw_only=True):
 
 
 class JsonSchema(_Part, frozen=True, kw_only=True):
-    """A JSON value that is valid under ``schema``, without white space around it.
+    """A JSON value valid under ``schema``, without surrounding white space.
 
-    ``schema`` is JSON text, an object or true. Keywords that the backend cannot hold to are refused, never
+    ``schema`` is JSON text, an object or true. Keywords beyond the backend's abilities are rejected, never
     ignored.
     """
 
     schema: str
     compact: bool = False
-    """Whether there is no white space in it either, but one blank behind ``,`` and ``:``."""
+    """Allow no white space inside the value except one blank after ``,`` and ``:``."""
 
 
 class Regex(_Part, frozen=True):
-    """Text that the whole of ``pattern`` matches: the syntax of Rust's ``regex``, without look-around."""
+    """Text fully matched by ``pattern``, in the syntax of Rust's ``regex`` without look-around."""
 
     pattern: str
 
 
 class ContextFree(_Part, frozen=True):
-    """Text of a context-free grammar in Lark's notation (or GBNF); its rule ``start`` (``root``) is the
-    whole.
-    """
+    """Text of a context-free grammar in Lark's notation (or GBNF), from the rule ``start`` (``root``)."""
 
     source: str
 
@@ -73,13 +72,13 @@ class OneOf(_Part, frozen=True):
 
 
 class Sequence(_Part, frozen=True):
-    """All ``parts``, one after the other."""
+    """All ``parts``, in order."""
 
     parts: tuple[Grammar, ...]
 
 
 class Repeated(_Part, frozen=True, kw_only=True):
-    """``part``, at least ``least`` and at most ``most`` times (None: any number), ``between`` two of them."""
+    """``part``, at least ``least`` and at most ``most`` times (None: unlimited), separated by ``between``."""
 
     part: Grammar
     between: str = ""
@@ -88,10 +87,9 @@ class Repeated(_Part, frozen=True, kw_only=True):
 
 
 class Triggered(_Part, frozen=True, kw_only=True):
-    """Any text; wherever ``trigger`` comes up in it, one of ``parts`` follows, which begin behind the
-    trigger.
+    """Any text in which each ``trigger`` starts one of ``parts``. A part begins after the trigger.
 
-    Of the parts at most ``most`` (None: any number) come, and at least ``least``.
+    At least ``least`` and at most ``most`` parts occur (None: unlimited).
     """
 
     trigger: str

@@ -1,4 +1,4 @@
-"""How a model lies over ranks, as numbers: no communicator behind it."""
+"""The layout of a model over ranks, as numbers without communicators."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """``data`` replicas of ``tensor`` ranks each. Rank r is place ``r % tensor`` of replica ``r // tensor``.
 
-    With ``expert`` all ranks share the experts of every routed layer and are one domain; else each replica
-    has all of them, split over its ranks, and is a domain of its own.
+    With ``expert``, all ranks share the experts of every routed layer and form one expert-parallel group.
+    Without ``expert``, each replica has all experts, split over the replica's ranks, and forms a separate
+    group.
     """
 
     tensor: int = 1
@@ -22,14 +23,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def domain(self) -> int:
-        """Ranks of one domain."""
+        """Number of ranks of one expert-parallel group."""
         return self.ranks if self.expert else self.tensor
 
     def replica(self, rank: int) -> int:
         return rank // self.tensor
 
     def place(self, rank: int) -> int:
-        """Number of ``rank`` in its replica; 0 is the head."""
+        """Return the number of ``rank`` within the replica; 0 is the engine's rank."""
         return rank % self.tensor
 
 

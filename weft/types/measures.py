@@ -1,4 +1,4 @@
-"""Numbers sorted into buckets, as histograms of metrics have them."""
+"""Counts of numbers by bucket, as in histogram metrics."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ BYTES = (2.0**16, 2.0**18, 2.0**20, 2.0**22, 2.0**24, 2.0**26, 2.0**28, 2.0**30,
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many numbers fell between each two bounds, and their sum. Nothing of what was not measured yet."""
+    """Counts of numbers between bounds, and the sum. Empty before the first number."""
 
     counts: tuple[int, ...] = ()
-    """One for each bound, numbers up to it and above the one before; and one for those above all."""
+    """One count for each bound (numbers up to the bound and above the bound before), and one for larger
+    numbers.
+    """
     total: float = 0.0
 
     def add(self, bounds: tuple[float, ...], value: float) -> Measures:
-        """With one more."""
+        """Return the measures with ``value`` added. ``bounds`` must be the same in every call."""
         counts = list(self.counts) or [0] * (len(bounds) + 1)
         counts[bisect_left(bounds, value)] += 1
         return Measures(counts=tuple(counts), total=self.total + value)
 
     def __add__(self, other: Measures) -> Measures:
-        """Of both, whose bounds are equal."""
+        """Return the sum of two measures with equal bounds."""
         one, two = self.counts, other.counts
         counts = tuple(map(sum, zip(one, two, strict=True))) if one and two else one or two
         return Measures(counts=counts, total=self.total + other.total)
 
     def cumulative(self, bounds: tuple[float, ...]) -> list[tuple[str, float]]:
-        """(bound, numbers up to it), as Prometheus has them."""
+        """Return (bound, count of numbers up to the bound) for each bound and +Inf, as Prometheus expects."""
         counts = self.counts if len(self.counts) == len(bounds) + 1 else (0,) * (len(bounds) + 1)
         found, below = list[tuple[str, float]](), 0
         for bound, count in zip((*bounds, float("inf")), counts, strict=True):

@@ -1,4 +1,4 @@
-"""Images of a prompt as data: what stands for them in its tokens, and their pixels."""
+"""Images of a prompt as data: placeholder tokens and pixels."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from weft.common.shared_bytes import SharedName
 from weft.types.rooms import RoomTicket
 
 BLOCK_ROWS = 64
-"""Rows of a block of embeddings: the unit in which they are kept, and sent to other groups."""
+"""Rows per block of embeddings: the unit of allocation, and of transfers to other groups."""
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One image of a prompt (or one frame group of a video), resized as the model wants it."""
+    """One image of a prompt (or one frame group of a video), resized to the model's size."""
 
     key: bytes
-    """16 bytes, made by the media worker of the pixels, their shape and how they were processed, and of the
-    request's salt. Prefix caches and embedding caches know the image by it."""
+    """16-byte key, computed by the media worker from the pixels, the shape, the processing and the request's
+    salt. Prefix caches and embedding caches identify the image by the key.
+    """
     start: int
-    """Position of the first of its placeholder tokens in the prompt."""
+    """Position of the first placeholder token in the prompt."""
     count: int
-    """Placeholder tokens, and rows of its embedding."""
+    """Number of placeholder tokens, and of rows of the embedding."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches, before neighbours are merged."""
     pixels: bytes = b""
     """uint8 [frames, height, width, 3]. On the wire an attachment of the message."""
     shared: SharedName | None = None
-    """Where the pixels are found on this host, for as long as the sender of the message has them. On the wire
-    in their place; here beside them."""
+    """Name of shared memory on the local host with the pixels, valid while the sender of the message keeps
+    the pixels. On the wire the name replaces the pixels. In memory both may be present.
+    """
     room: RoomTicket | None = None
-    """Where another group encodes it: the transfer of its embedding."""
+    """Transfer parameters of the embedding, if another group encodes the image."""
 
 
 def without_pixels(items: tuple[MediaItem, ...]) -> tuple[MediaItem, ...]:
-    """``items`` for a group that needs to know where the images are, and not what is in them."""
+    """Return ``items`` without pixels, for a group that needs only the positions of the images."""
     return tuple(msgspec.structs.replace(item, pixels=b"", shared=None) for item in items)
 
 
 SPAN = 6
-"""Numbers of a span; see ``spans_of``."""
+"""Numbers per span; see ``spans_of``."""
 
 
 def spans_of(items: Iterable[MediaItem], merge: int) -> np.ndarray:
-    """Where the images of a prompt are, and how its positions count in them: int32 [items, 6].
+    """Return the spans of a prompt's images, with rope positions: int32 [items, 6].
 
-    A row is (start, count, frames, rows, columns, rope): position and number of its tokens, the grid of its
-    tokens (``merge`` x ``merge`` patches each), and the rope position of its first token. ``items`` are in
-    order of position and do not overlap. An image takes as many rope positions as its longer side has
-    tokens, the text behind it goes on from there.
+    A row is (start, count, frames, rows, columns, rope): position and number of tokens, the grid of tokens
+    (``merge`` x ``merge`` patches each), and the rope position of the first token. An image takes as many
+    rope positions as the longer side has tokens, and the text after the image continues from there.
+
+    ``items`` must be in order of position, without overlap. Raises ValueError otherwise.
     """
     spans = []
     end, rope = 0, 0
@@ -66,13 +69,14 @@ def spans_of(items: Iterable[MediaItem], merge: int) -> np.ndarray:
 
 
 def rope_positions(spans: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Frame, row and column by which the token at each position is rotated: int64 [3, T].
+    """Return the frame, row and column rope position of each token: int64 [3, T].
 
-    spans: int32 [items, 6] as ``spans_of`` makes them; positions: int64 [T], of one sequence, any of them.
-    Text tokens have the same number three times. This is the definition, for tests; steps compute the same
-    on the device (``Spans.rope_positions`` in ``weft/runner/media.py``). Source: Qwen2-VL, arXiv 2409.12191,
-    section 2.1, with each frame of a video an item of its own (Qwen3-VL).
+    spans: int32 [items, 6] from ``spans_of``. positions: int64 [T], any positions of one sequence. A text
+    token has three equal numbers. The function is the definition, for tests. Steps compute the same on the
+    device (``Spans.rope_positions`` in ``weft/runner/media.py``). Source: Qwen2-VL, arXiv 2409.12191, section
+    2.1, with each frame of a video as a separate item (Qwen3-VL).
     """
+    # [T] -> [3, T]: text tokens first, then each span overwrites the span's tokens and shifts the later text.
     result = np.repeat(positions[np.newaxis].astype(np.int64), 3, axis=0)
     for start, count, _, rows, columns, rope in spans.astype(np.int64):
         inside = (positions >= start) & (positions < start + count)

@@ -1,7 +1,9 @@
-"""The boundary between a front and a head: one typed, tagged message class each, msgpack on the wire.
+"""The protocol between an API server and an engine process: one typed, tagged message class each, msgpack on
+the wire.
 
-Unknown fields, unknown tags and frames over ``MAX_FRAME`` are refused. Ids are u64, minted inside Weft,
-never taken from a client. A front may have sent anything; a head validates before it acts.
+Unknown fields, unknown tags and frames over ``MAX_FRAME`` are rejected. Ids are u64 numbers, generated inside
+Weft and never taken from a client. An API server may send anything, so an engine process validates before
+acting.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from weft.types.rooms import RoomTicket
 from weft.types.sampling import TokenParams
 
 VERSION = 9
-"""The newest version of these messages that this release speaks."""
+"""The newest protocol version of the release."""
 OLDEST = 1
-"""The oldest version that this release understands. Fields added later have defaults, and are left out for a
-peer with an older version:
+"""The oldest protocol version understood by the release. Fields added later have defaults, and are left out
+for a peer with an older version:
 
     2   Submit.attempt, TokenEvent.attempt, the ends ``moved`` and ``evicted``, Welcome.block_size, Goodbye
     3   room and trace of Submit, TokenEvent.position, HeadStats.transfers; role, fingerprint and rooms of
@@ -40,7 +42,7 @@ peer with an older version:
 """
 MAX_FRAME = 64 << 20
 READINESS_SALT = "weft readiness"
-"""Salt of the sequences with which fronts see whether heads make tokens."""
+"""Salt of probe sequences. API servers send probe sequences to check if an engine process produces tokens."""
 
 Role: TypeAlias = Literal["unified", "prefill", "decode", "encode"]
 Pooling: TypeAlias = Literal["", "last", "mean"]
@@ -51,17 +53,19 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Hello(_Message, frozen=True, kw_only=True):
-    """Front to head, the first message: the front's name, and the versions that it understands."""
+    """API server to engine, the first message: the name and the protocol versions of the API server."""
 
     versions: tuple[int, int]
-    """[oldest, newest]. Both ends speak the newest that both understand."""
+    """[oldest, newest]. Both ends use the newest common version."""
     front: str
     quiet: bool = False
-    """Send heartbeats to this front only while it has sequences here, and one in answer to this message."""
+    """Send heartbeats only while the API server has sequences on the engine process, and one heartbeat as
+    answer to this message.
+    """
 
 
 class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Head to front, the answer to Hello: what the head serves."""
+    """Engine to API server, the answer to Hello: a description of the engine."""
 
     versions: tuple[int, int]
     vocab_size: int
@@ -71,30 +75,35 @@ class Welcome(_Message, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks: tuple[int, ...]
     incarnation: int
     deterministic: bool = False
-    """Whether logits are bitwise equal whatever is computed beside a sequence."""
+    """True if logits are bitwise invariant under the batch, see ``EngineCore.deterministic``."""
     block_size: int = 0
-    """Tokens of a block of its prefix cache; 0 when it does not say."""
+    """Tokens per block of the prefix cache; 0 if unknown."""
     role: Role = "unified"
     fingerprint: str = ""
-    """Of model, weights, dtypes and cache layout: heads with different ones are never paired. "" when it does
-    not transfer caches."""
+    """Fingerprint of model, weights, dtypes and cache layout. Engine processes with different fingerprints
+    are never paired. "" for an engine process without KV transfers.
+    """
     rooms: str = ""
-    """The address where it takes messages of rooms; "" when it does not."""
+    """Address for messages of KV transfers; "" for an engine process without KV transfers."""
     tower: bool = False
-    """Whether it encodes images."""
+    """True if the engine process encodes images."""
     embeddings: str = ""
-    """The address for messages of rooms of embeddings; "" of a head that neither sends nor takes them."""
+    """Address for messages of embedding transfers; "" for an engine process without embedding transfers."""
     tower_fingerprint: str = ""
-    """Of what encodes images: tower, weights, dtype. Embeddings go between heads with equal ones only."""
+    """Fingerprint of the image encoder: tower, weights, dtype. Embeddings move only between engine processes
+    with equal fingerprints.
+    """
     probe: SharedName | None = None
-    """For a front that can open it: so this head can open what the front shows it (``MediaItem.shared``)."""
+    """Name of a shared memory probe. An API server that can open the probe may publish pixels in shared
+    memory (``MediaItem.shared``).
+    """
 
 
 class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Front to head: start, or continue, one sequence.
+    """API server to engine: start or continue one sequence.
 
-    Sequences of one prompt share ``request``; ``choice`` numbers them. The first of them to arrive is
-    prefilled, the others wait for its prompt and share its blocks.
+    Sequences of one prompt share ``request`` and are numbered by ``choice``. The first sequence to arrive is
+    prefilled. The other sequences wait for the prompt and share the prompt's blocks.
     """
 
     sequence: int
@@ -102,73 +111,90 @@ class Submit(_Message, frozen=True, kw_only=True, omit_defaults=True):
     choice: int = 0
     seed: int
     prompt_ids: bytes
-    """int32, little-endian."""
+    """int32 [prompt], little-endian."""
     emitted_ids: bytes = b""
-    """Output that the client has already, int32; penalties, limits and stops count it as output."""
+    """int32 output tokens already sent to the client. Penalties, limits and stops count such tokens as
+    output.
+    """
     params: TokenParams
     priority: int = 0
     salt: str = ""
-    """Prefixes are shared only between equal salts."""
+    """Prefixes are shared only between sequences with equal salts."""
     owner: int = 0
-    """Slots are shared fairly among owners: one id for all sequences of a request; 0: ``request``."""
-    client: int = 0
-    """Number of the request's API key, 0 without keys. Keys share the places to compile grammars."""
-    attempt: int = 0
-    """The front's number of this sending of the sequence, from 0. A later attempt ends an earlier one."""
-    room: RoomTicket | None = None
-    """The transfer from a head that prefills to one that decodes. All else is equal in their Submits."""
-    trace: str = ""
-    """The front's span of this sending (W3C traceparent); "" where requests are not traced."""
-    grammar: Grammar | None = None
-    """What the whole output may be, ``emitted_ids`` included. It belongs to the head: no rank sees it."""
-    pooling: Pooling = ""
-    """Return an embedding, and no token: the prompt's last final hidden state, or the mean of all."""
-    explain: bool = False
-    """Whether to tell why the prompt's prefix was not found further in the cache
-    (``TokenEvent.cache_miss``).
+    """Id of the client request, for the fair share of slots. Equal for all sequences of a request; 0 means
+    ``request``.
     """
+    client: int = 0
+    """Number of the request's API key; 0 without keys. Keys share the slots for compiling grammars."""
+    attempt: int = 0
+    """Number of the attempt at the sequence, from 0. A later attempt ends an earlier attempt."""
+    room: RoomTicket | None = None
+    """Transfer parameters, for prefill and decode on different engine processes. The Submits to both engine
+    processes are otherwise equal.
+    """
+    trace: str = ""
+    """W3C traceparent of the API server's span; "" without tracing."""
+    grammar: Grammar | None = None
+    """Constraint on the whole output, ``emitted_ids`` included. The engine process alone uses the grammar;
+    ranks receive masks.
+    """
+    pooling: Pooling = ""
+    """Return an embedding in place of tokens: the final hidden state of the last prompt token, or the mean
+    over all.
+    """
+    explain: bool = False
+    """Report why the prefix cache did not match more of the prompt (``TokenEvent.cache_miss``)."""
     media: tuple[MediaItem, ...] = ()
-    """The images of the prompt, in the order of their positions; they do not overlap."""
+    """Images of the prompt, ordered by position, without overlap."""
     session: str = ""
-    """Of the conversation that this is a turn of, a hash; "" where it is not known. Its next turns go where
-    this one went, and what it has cached is kept for a while."""
+    """Hash of the session; "" if unknown. Later requests of the session go to the same engine, and cached
+    blocks are retained for a while.
+    """
 
 
 class Finish(_Message, frozen=True, kw_only=True):
-    """Front to head: the text side ended the sequence (stop string), or its client went away. Idempotent."""
+    """API server to engine: end a sequence, because of a stop string or because the client went away.
+    Idempotent.
+    """
 
     sequence: int
 
 
 class Drain(_Message, frozen=True, kw_only=True):
-    """Front to head: no new sequences will come. The head ends when none is left."""
+    """API server to engine: no new sequences will come. The engine process ends after the last sequence."""
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """Front to head: this front leaves, and its sequences end. The head serves others."""
+    """API server to engine: the API server leaves, and all its sequences end. The engine process keeps
+    serving other API servers.
+    """
 
 
 class WatchPrefixes(_Message, frozen=True, kw_only=True):
-    """Front to head: tell what the prefix cache has, now all of it, then what changes. Again on a gap."""
+    """API server to engine: request the contents of the prefix cache, and later all changes. Sent again after
+    a gap.
+    """
 
 
 class Profile(_Message, frozen=True, kw_only=True):
-    """Front to head: profile the steps of the next ``seconds``; 0 ends a profile. Nothing is answered."""
+    """API server to engine: profile the steps of the next ``seconds``; 0 ends a profile. There is no
+    answer.
+    """
 
     seconds: float
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
-    """Owner of the head to head: stop now."""
+    """Owner to engine: stop now."""
 
 
 class LogprobColumns(_Message, frozen=True, kw_only=True):
     """Logprobs of consecutive positions of one sequence; arrays as little-endian bytes."""
 
     width: int
-    """1 + top."""
+    """1 + number of top alternatives."""
     ids: bytes
-    """int32 [positions, width]; -1 pads."""
+    """int32 [positions, width], padded with -1."""
     values: bytes
     """float32 [positions, width]."""
     rank: bytes
@@ -183,7 +209,7 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         return len(self.ids) + len(self.values) + len(self.rank)
 
     def first(self, count: int) -> LogprobColumns:
-        """The first ``count`` positions, or all where there are not so many."""
+        """Return the first ``count`` positions, or all positions if there are fewer."""
         if count >= self.positions:
             return self
         size = 4 * count
@@ -195,7 +221,7 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
+        """Return (ids int32 [n, width], values float32 [n, width], rank int32 [n])."""
         shape = (-1, self.width)
         return (
             np.frombuffer(self.ids, "<i4").reshape(shape),
@@ -205,170 +231,182 @@ class LogprobColumns(_Message, frozen=True, kw_only=True):
 
 
 class CacheMiss(_Message, frozen=True, kw_only=True):
-    """Why the cached prefix of a prompt ends where it does.
+    """The reason why the cached prefix of a prompt ends at ``position``.
 
-    ``reason`` is one of: "none" (nothing more could be cached: the last token is always computed),
-    "differs" (a sequence seen before goes on with other tokens), "evicted" (it was cached, and its block
-    given to another sequence), "state" (it is cached, but no snapshot of the recurrent state is),
-    "salt" (its client sent it under another salt), "computing" (another sequence computes it now), "new" (no
-    prompt like it is remembered), "disabled" (nothing is remembered, or the request needs all computed).
+    ``reason`` is one of:
+
+    - "none": nothing more can be cached, because the last token is always computed;
+    - "differs": a remembered sequence continues with other tokens;
+    - "evicted": the block was cached, and was then given to another sequence;
+    - "state": the block is cached, but there is no snapshot of the recurrent state;
+    - "salt": the client sent the same prefix under another salt;
+    - "computing": another sequence is computing the block now;
+    - "new": no similar prompt is remembered;
+    - "disabled": nothing is remembered, or the request needs every position computed.
     """
 
     reason: str
     position: int
-    """Tokens of the prompt that were found; where the reason is "differs", those that are alike, which may
-    be more: full blocks are found."""
+    """Number of prompt tokens found in the cache. For "differs": number of equal tokens. The second number
+    can be larger, because the cache finds full blocks only.
+    """
     theirs: bytes = b""
-    """Where the reason is "differs": the remembered ids from ``position`` on, at most 32, int32."""
+    """For "differs": int32 remembered ids from ``position`` on, at most 32."""
 
 
 class TokenEvent(_Message, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Head to front: new tokens of one sequence, its end, or both. The last one has ``finish``."""
+    """Engine to API server: new tokens of one sequence, the end, or both. The last event has ``finish``."""
 
     sequence: int
     token_ids: tuple[int, ...] = ()
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
-    """The next piece, in order, for prompt tokens 1, 2, ... All pieces come before the first token."""
+    """Next piece, in order, for prompt tokens 1, 2, ... All pieces come before the first token."""
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when the sequence was first admitted."""
+    """Prompt tokens found in the prefix cache at the first admission of the sequence."""
     accepted: int = 0
-    """How many of ``token_ids`` were drafts."""
+    """Number of drafts among ``token_ids``."""
     rejected: int = 0
-    """Drafts that were verified in the same step and rejected."""
+    """Number of drafts verified in the same step and rejected."""
     finish: str | None = None
-    """"stop", "length", "abort" or "error". Two more end the sequence at this head, but not
-    the client's stream: "moved" (another head has it already and goes on), "evicted" (any head may go on)."""
+    """"stop", "length", "abort" or "error". Two more values end the sequence on the engine process but not
+    the client's stream: "moved" (another engine has received the sequence and continues) and "evicted"
+    (returned to the router; any engine process may continue).
+    """
     stop_id: int | None = None
     error: ErrorInfo | None = None
     attempt: int = 0
-    """The attempt of the Submit that it answers."""
+    """Attempt number of the Submit."""
     position: int = -1
-    """Of a sequence with a room: output tokens before ``token_ids``, the Submit's ``emitted_ids`` among them.
-    Both heads tell the first token; -1 when it does not say."""
+    """For a sequence with a transfer: number of output tokens before ``token_ids``, including the Submit's
+    ``emitted_ids``. Both engine processes report the first token. -1 if not reported.
+    """
     embedding: bytes = b""
-    """Of a Submit with ``pooling``: float32, little-endian, [hidden size], not normalized. It comes with the
-    end, whose reason is "stop"."""
+    """For a Submit with ``pooling``: float32 [hidden size], little-endian, not normalized. Sent with the end
+    "stop".
+    """
     cache_miss: CacheMiss | None = None
-    """Of a Submit with ``explain``, once, with ``num_cached``."""
+    """For a Submit with ``explain``: sent once, with ``num_cached``."""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
-    """Head to front: the new tokens of one step."""
+    """Engine to API server: the new tokens of one step."""
 
     step: int
     events: tuple[TokenEvent, ...]
 
 
 class TransferStats(_Message, frozen=True, kw_only=True):
-    """Transfers of a head with a role: counters since start unless said otherwise."""
+    """Transfers of an engine process with a role. Counters since the start, except where marked as gauges."""
 
     awaiting: int = 0
-    """Now: sequences that await their room."""
+    """Gauge: sequences blocked on a transfer."""
     fetching: int = 0
-    """Now: sequences whose cache is coming."""
+    """Gauge: sequences receiving KV."""
     rooms: int = 0
-    """Now: rooms that have not ended, on either side."""
+    """Gauge: open transfers, on either side."""
     blocks_on_hold: int = 0
-    """Now: blocks that a transfer may still touch."""
+    """Gauge: blocks pinned by transfers."""
     done: int = 0
     failed: int = 0
     corrupt: int = 0
-    """Rooms that failed by a digest; they are among ``failed``."""
+    """Transfers failed by a wrong digest; also counted in ``failed``."""
     sent_bytes: int = 0
     received_bytes: int = 0
     seconds: float = 0.0
-    """From the first byte to the last, of all rooms that were done."""
+    """Sum over completed transfers of the seconds from the first byte to the last."""
     evictions: int = 0
-    """Sequences that were given back to their front."""
+    """Sequences returned to the router."""
     took: Measures = Measures()
-    """``seconds``, one by one (bounds: ``measures.SECONDS``)."""
+    """Histogram of ``seconds`` per transfer (bounds: ``measures.SECONDS``)."""
     exposed: Measures = Measures()
-    """At the sender: seconds from the first token until the receiver had all, which no prefill hid."""
+    """On the sender: seconds from the first token until the receiver had everything, not hidden by
+    prefill.
+    """
     sizes: Measures = Measures()
-    """Bytes of each room that was done (bounds: ``measures.BYTES``)."""
+    """Bytes per completed transfer (bounds: ``measures.BYTES``)."""
 
 
 class HeadStats(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Counters since start unless said otherwise."""
+    """Counters since the start, except where marked as gauges."""
 
     steps: int = 0
     mixed_steps: int = 0
     idle_steps: int = 0
-    """Steps without rows, which ran as other replicas of the domain had rows; ``steps`` counts them, too."""
+    """Steps without rows, run because other replicas of the expert-parallel group had rows. Included in
+    ``steps``.
+    """
     running: int = 0
-    """Now."""
+    """Gauge."""
     waiting: int = 0
-    """Now."""
+    """Gauge."""
     kv_usage: float = 0.0
-    """Now: used share of the fullest pool, 0 .. 1."""
+    """Gauge: used share of the fullest pool, 0 .. 1."""
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
     prefix_hits: int = 0
-    """Tokens found there."""
+    """Tokens found in the prefix cache."""
     preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     drafts: tuple[int, ...] = ()
-    """Drafts verified, by position in the draft: one entry for each draft that a step may verify of a
-    sequence.
-    """
+    """Drafts verified, by position in the draft. The length is the maximum number of drafts of a row."""
     drafts_accepted: tuple[int, ...] = ()
-    """Drafts accepted, by position in the draft: they and all drafts before them were right."""
+    """Drafts accepted, by position in the draft."""
     prefill_rows: int = 0
-    """Rows of prompts in all steps: a prompt has one in each step that computes some of it."""
+    """Rows of prompts in all steps. A prompt has a row in each step with a chunk of the prompt."""
     prefill_tokens: int = 0
-    """Tokens of those rows."""
+    """Tokens of prefill rows in all steps."""
     decode_rows: int = 0
-    """Rows of sequences whose prompt is computed, in all steps."""
+    """Decode rows in all steps."""
     constrained_steps: int = 0
-    """Steps in which a grammar said what some row may sample."""
+    """Steps in which a grammar constrained a row."""
     mask_seconds: float = 0.0
-    """Seconds in which their masks were made; steps computed meanwhile."""
+    """Seconds spent on masks, while steps computed."""
     grammars_compiled: int = 0
-    """Grammars that were compiled, or found compiled, for a sequence."""
+    """Grammars compiled or found compiled, counted per sequence."""
     grammar_errors: int = 0
-    """Sequences that their grammar ended with an error."""
+    """Sequences ended by a grammar error."""
     row_errors: int = 0
     recoveries: int = 0
-    """Times that ranks were lost and their group was formed anew."""
+    """Number of recoveries: ranks were lost and the group was formed again."""
     requeued: int = 0
-    """Sequences that were running when ranks were lost; they were computed again."""
+    """Sequences running at a loss of ranks, and computed again."""
     free_blocks: tuple[int, ...] = ()
-    """Now, one for each cache kind."""
+    """Gauge: free blocks of each KV cache group."""
     free_slots: int = 0
-    """Now."""
+    """Gauge."""
     bad_frames: int = 0
     overlapped_steps: int = 0
-    """Computed in two micro-batches."""
+    """Steps computed in two micro-batches."""
     communication_seconds: float = 0.0
-    """Seconds in which a collective of the head's rank was under way."""
+    """Seconds in which a collective of the engine's rank was running."""
     communication_hidden_seconds: float = 0.0
-    """Seconds of ``communication_seconds`` during which the same rank computed."""
+    """Part of ``communication_seconds`` during which the rank also computed."""
     transfers: TransferStats | None = None
     embedding_transfers: TransferStats | None = None
-    """Of a head that sends or takes embeddings of images: the transfers of these."""
+    """Transfers of image embeddings; None for an engine process without embedding transfers."""
     images_encoded: int = 0
     image_hits: int = 0
-    """Images of prompts whose embedding was there already."""
+    """Images of prompts with an embedding found in the embedding cache."""
     embedding_bytes: int = 0
     embedding_host_bytes: int = 0
-    """Now: of the embeddings of images that a rank keeps, on its device and in host memory."""
+    """Gauges: bytes of image embeddings on a rank, on the device (``embedding_bytes``) and in host memory."""
     encode_seconds: float = 0.0
-    """Seconds in which the head's rank encoded images; on a GPU, in which it launched that."""
+    """Seconds in which the engine's rank encoded images; on a GPU only the launch time."""
     queue_times: Measures = Measures()
-    """Seconds from the arrival of a sequence until a step gave it a slot, by ``SECONDS``."""
+    """Seconds from the arrival of a sequence until a step gave the sequence a slot (bounds: ``SECONDS``)."""
     prefill_times: Measures = Measures()
-    """Seconds from then until its first token."""
+    """Seconds from the slot until the first token (bounds: ``SECONDS``)."""
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """Head to front, sent by the step loop: it proves that steps make progress, not just that the process
-    exists.
+    """Engine to API server, sent by the step loop. A heartbeat proves progress of steps, not only a running
+    process.
     """
 
     idle: bool
-    """Whether the head has nothing to do. If not, ``stats.steps`` must have grown within
+    """True if the engine process has no work. If False, ``stats.steps`` must have grown within
     ``--engine-timeout``.
     """
     stats: HeadStats
@@ -379,24 +417,24 @@ PREFIX_KEY = 16
 
 
 class PrefixIndex(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Head to front, to those that asked: which prefixes are cached. The first one has all, each further one
-    what changed since the one before; a number that is left out means that a change was missed.
+    """Engine to subscribed API servers: the cached prefixes. The first message has all prefixes, each later
+    message the changes since the message before. A gap in ``number`` means a lost change.
 
-    A key is the hash of the block of a prefix that ends it (``weft.kv.hashing``). There is one at each
-    multiple of ``positions``, which is a whole number of ``Welcome.block_size``.
+    A key is the hash of the last block of a prefix (``weft.kv.hashing``). There is a key at each multiple of
+    ``positions``, which is a multiple of ``Welcome.block_size``.
     """
 
     number: int
     whole: bool = False
-    """Whether ``added`` is everything, and what was known before is void."""
+    """True if ``added`` is complete and replaces everything known before."""
     positions: int
     added: bytes = b""
     removed: bytes = b""
 
 
 class HeadFailed(_Message, frozen=True, kw_only=True):
-    """Head to front: the head failed with ``error`` and ends. The last message of a head; its sequences have
-    ended.
+    """Engine to API server: the engine process failed with ``error`` and ends. The last message; all
+    sequences have ended.
     """
 
     error: ErrorInfo
@@ -407,7 +445,7 @@ ToFront = Welcome | Tokens | Heartbeat | PrefixIndex | HeadFailed
 
 
 def common_version(versions: tuple[int, int]) -> int | None:
-    """The newest version that both ends understand, if any. ``versions``: the peer's, [oldest, newest]."""
+    """Return the newest common version, or None. ``versions``: the peer's [oldest, newest]."""
     low, high = versions
     newest = min(VERSION, high)
     return newest if newest >= max(OLDEST, low) else None
@@ -419,7 +457,7 @@ _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
 
 def encode(message: ToHead | ToFront) -> bytes:
-    """The message as one frame. Raises InvalidRequest over ``MAX_FRAME``."""
+    """Return the message as one frame. Raises InvalidRequest over ``MAX_FRAME``."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_FRAME:
         raise InvalidRequest("the request is too large for one message")
@@ -427,24 +465,28 @@ def encode(message: ToHead | ToFront) -> bytes:
 
 
 def decode_to_head(frame: bytes) -> ToHead:
-    """Parses a frame from a front. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    """Parse a frame from an API server. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
+    """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_head.decode(frame)
 
 
 def decode_to_front(frame: bytes) -> ToFront:
-    """Parses a frame from a head. Raises msgspec.DecodeError (or its ValidationError) or ValueError."""
+    """Parse a frame from an engine process. Raises msgspec.DecodeError (or the subclass ValidationError) or
+    ValueError.
+    """
     if len(frame) > MAX_FRAME:
         raise ValueError("frame over the size limit")
     return _to_front.decode(frame)
 
 
 def ids_to_bytes(ids: list[int] | np.ndarray) -> bytes:
-    """Token ids as a Submit carries them."""
+    """Return token ids as int32 little-endian bytes, the form of a Submit."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def ids_from_bytes(data: bytes) -> np.ndarray:
-    """int32 [n] from a Submit's bytes. Raises ValueError when the length is not a multiple of 4."""
+    """Return int32 [n] from a Submit's bytes. Raises ValueError when the length is not a multiple of 4."""
     return np.frombuffer(data, dtype="<i4").astype(np.int32)

@@ -1,13 +1,13 @@
-"""A step as data: what the scheduler asks of the runner, and what the runner answers.
+"""A step as data: the scheduler's plan for the runner, and the runner's result.
 
-One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``; either part
-may be empty, and no code asks which. A plan or a result never changes after it is made: the
-columns are read-only numpy arrays.
+One plan describes one forward pass of one group. Its rows are laid out ``[prefill | decode]``. Either part
+may be empty, and no code tests for an empty part. Plans and results are immutable: the columns are read-only
+numpy arrays.
 
 Lengths are named by where the tokens are. With ``c = num_computed`` of a slot before the step, a row of
-``count`` tokens computes positions ``c .. c + count - 1``, reading their ids from ``history[slot]``:
+``count`` tokens computes positions ``c .. c + count - 1``, and reads the ids from ``history[slot]``:
 
-    history   | prompt + emitted ids known to the plan's maker | ids that exist on the device only |
+    history   | prompt + emitted ids known to the scheduler    | ids that exist on the device only |
     prefill     [start ........ start + count)
     decode                                                      [start, start + 1 + drafts)
 """
@@ -25,11 +25,11 @@ from weft.types.rooms import Blocks, RoomKey
 from weft.types.sampling import TokenParams
 
 MAX_PROMPT_LOGITS = 1024
-"""Prompt positions of one step whose logits are computed: a row of logits is as wide as the vocabulary."""
+"""Maximum prompt positions with logits in one step. A row of logits is as wide as the vocabulary."""
 
 
 def column(values: list[int] | list[tuple[int, ...]] | np.ndarray) -> np.ndarray:
-    """A read-only int32 column of ``values``; of tuples, a table whose rows are columns."""
+    """Return a read-only int32 array of ``values``. Tuples give a table [len(values), len(tuple)]."""
     array = np.asarray(values, dtype=np.int32)
     array.setflags(write=False)
     return array
@@ -43,9 +43,10 @@ class _Op(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fi
 
 
 class AllocSlot(_Op, frozen=True, kw_only=True):
-    """Gives ``slot`` to a sequence, its ``gen``-th: writes all known ids to the history and sets the lengths.
+    """Give ``slot`` to a sequence, as the ``gen``-th sequence of the slot. Writes all known ids to the
+    history and sets the lengths.
 
-    The slot must be free, or freed earlier in the same plan's ops.
+    The slot must be free, or freed by an earlier op of the same plan.
     """
 
     slot: int
@@ -55,30 +56,31 @@ class AllocSlot(_Op, frozen=True, kw_only=True):
     """Philox key, 0 .. 2^64 - 1."""
     params: TokenParams
     num_prompt: int
-    """How many of ``token_ids`` are prompt; the rest are output emitted before (preemption, failover)."""
+    """Number of prompt ids in ``token_ids``. Further ids are output from before (preemption, failover)."""
     num_cached: int
-    """Leading positions whose cache is already there: the slot's first ``num_computed``."""
+    """Leading positions found in the cache: the initial ``num_computed`` of the slot."""
     token_ids: np.ndarray
     """int32 [prompt + emitted]."""
     pooling: str = ""
-    """Of a sequence that ends with an embedding and no token: "last" or "mean"."""
+    """"last" or "mean" for a sequence ending with an embedding and no token; else ""."""
     spans: np.ndarray = EMPTY
-    """int32 [items * 6], of models whose rope has sections: where the images of the prompt are, cached ones
-    too, row by row as ``weft.types.media.spans_of`` makes them."""
+    """int32 [items * 6], for models with rope sections: the image spans of the prompt, cached images
+    included, row by row as ``weft.types.media.spans_of`` returns the spans.
+    """
 
 
 class FreeSlot(_Op, frozen=True, kw_only=True):
-    """Takes ``slot`` from its sequence number ``gen``. Its block tables are emptied."""
+    """Take ``slot`` from the ``gen``-th sequence and empty the block tables."""
 
     slot: int
     gen: int
 
 
 class AppendBlocks(_Op, frozen=True, kw_only=True):
-    """Appends ``blocks`` to the slot's block table of cache kind number ``kind``.
+    """Append ``blocks`` to the slot's block table of KV cache group number ``kind``.
 
-    Block 0 is the null block of every pool: a hole that no row of the slot will ever read (positions that a
-    window has passed). The table's entry ``i`` holds positions ``i * block .. (i + 1) * block - 1``.
+    Block 0 is the null block of every pool: a hole that no later row of the slot reads (positions behind a
+    window). Entry ``i`` of a table holds positions ``i * block .. (i + 1) * block - 1``.
     """
 
     slot: int
@@ -87,9 +89,9 @@ class AppendBlocks(_Op, frozen=True, kw_only=True):
 
 
 class AppendEach(_Op, frozen=True, kw_only=True):
-    """AppendBlocks of one block for many slots at once: ``blocks[i]`` goes to the table of ``slots[i]``.
+    """Append one block for each of many slots: ``blocks[i]`` goes to the table of ``slots[i]``.
 
-    Columns of one length, at least 1; no slot is named twice, no block is the null block.
+    Both columns have the same length, at least 1. Slots are distinct. No block is the null block.
     """
 
     kind: int
@@ -97,7 +99,7 @@ class AppendEach(_Op, frozen=True, kw_only=True):
     blocks: np.ndarray
 
     def without(self, slot: int) -> AppendEach | None:
-        """The op without its entry for ``slot``; None when that leaves nothing."""
+        """Return the slot update without the entry for ``slot``, or None if nothing is left."""
         keep = self.slots != slot
         if keep.all():
             return self
@@ -107,10 +109,11 @@ class AppendEach(_Op, frozen=True, kw_only=True):
 
 
 class SaveState(_Op, frozen=True, kw_only=True):
-    """Copies the slot's recurrent state of cache kind ``kind`` into ``block``: a snapshot.
+    """Copy the slot's recurrent state of KV cache group ``kind`` into ``block``, as a snapshot.
 
-    The state is the one ``back`` positions before the slot's last: 0 for the live one; more only after a
-    decode row, which left the state after each of its tokens. The plan's maker knows the length exactly.
+    The snapshot is the state ``back`` positions before the slot's last position. 0 is the live state. Larger
+    values are valid only after a decode row, which leaves the state after each token. The scheduler knows the
+    exact length.
     """
 
     slot: int
@@ -120,7 +123,9 @@ class SaveState(_Op, frozen=True, kw_only=True):
 
 
 class LoadState(_Op, frozen=True, kw_only=True):
-    """Copies the snapshot in ``block`` to copy 0 of the slot's state of kind ``kind``; it is live then."""
+    """Copy the snapshot in ``block`` to copy 0 of the slot's state of KV cache group ``kind``, the live
+    state.
+    """
 
     slot: int
     kind: int
@@ -128,10 +133,10 @@ class LoadState(_Op, frozen=True, kw_only=True):
 
 
 class Export(_Op, frozen=True, kw_only=True):
-    """Positions ``start`` .. end - 1 of the slot, which this plan computes, may leave for the room ``key``.
+    """Release positions ``start`` .. end - 1 of the slot, computed by the plan, to the transfer ``key``.
 
-    With ``states``: so may the state after ``end`` positions, which a ``SaveState`` before it in the same
-    plan has put where ``blocks`` says; the plan has no row of the slot then.
+    With ``states``, also release the state after ``end`` positions. An earlier ``SaveState`` of the same plan
+    has copied the state to ``blocks``, and the plan has no row of the slot.
     """
 
     slot: int
@@ -139,34 +144,36 @@ class Export(_Op, frozen=True, kw_only=True):
     start: int
     end: int
     blocks: tuple[Blocks, ...]
-    """For each kind the block table of the slot, from entry ``first`` on as far as it reaches once the plan's
-    other ops are applied; of a state its snapshot, with ``states``, else no ids. Repeats what earlier ones of
-    the room had, or goes on where those ended."""
+    """For each KV cache group the slot's block table from entry ``first`` on, after the plan's other slot
+    updates. For a state: the snapshot's block with ``states``, else no ids. May repeat or extend the blocks
+    of earlier exports.
+    """
     states: bool = False
 
 
 class Encode(_Op, frozen=True, kw_only=True):
-    """Every rank makes the embedding of an image, in ``blocks`` of its pool of embeddings.
+    """Encode an image on every rank, into ``blocks`` of the embedding pool.
 
-    Of no slot; before any other op that reads them. What was in them is gone.
+    Belongs to no slot. Comes before all ops that read the blocks. The former contents are lost.
     """
 
     blocks: bytes
     """int32: blocks of ``MediaLimits.block_rows`` rows each, in order; the last may be used in part."""
     count: int
-    """Rows."""
+    """Number of rows of the embedding."""
     grid: tuple[int, int, int]
     """Frame groups, rows and columns of patches."""
     pixels: bytes
-    """uint8 [frames, height, width, 3]; in no digest."""
+    """uint8 [frames, height, width, 3]. Not part of a digest."""
     shared: SharedName | None = None
-    """As of ``MediaItem``: in frames of steps in the place of the pixels."""
+    """Name of shared memory with the pixels, as in ``MediaItem``. Replaces the pixels in step frames."""
 
 
 class BindMedia(_Op, frozen=True, kw_only=True):
-    """Positions ``start`` .. ``start + count - 1`` of the slot are the rows of ``blocks``, in this plan.
+    """Read positions ``start`` .. ``start + count - 1`` of the slot from the rows of ``blocks``, within the
+    plan.
 
-    A prefill row of the plan computes some of them. Every plan says anew what its rows read.
+    A prefill row of the plan computes some of the positions. Every plan repeats the bindings of all rows.
     """
 
     slot: int
@@ -176,28 +183,31 @@ class BindMedia(_Op, frozen=True, kw_only=True):
 
 
 class SendMedia(_Op, frozen=True, kw_only=True):
-    """The embedding of ``count`` rows in ``blocks`` may leave for the room ``key``: it is there once the
-    plan's other ops are carried out."""
+    """Release the embedding of ``count`` rows in ``blocks`` to the transfer ``key``, after the plan's other
+    ops.
+    """
 
     key: RoomKey
     blocks: bytes
-    """int32: blocks of the pool of embeddings, in order."""
+    """int32: blocks of the embedding pool, in order."""
     count: int
 
 
 class GatherMedia(_Op, frozen=True, kw_only=True):
-    """Each rank has received its share of an embedding's ``count`` rows, in ``blocks``: all ranks exchange
-    theirs, so that each has all. Before the plan's rows, at the same point of the collectives on every
-    rank."""
+    """Exchange the rows of a received embedding between ranks: each rank has received a share of ``count``
+    rows.
+
+    Runs before the plan's rows, at the same point of the collectives on every rank.
+    """
 
     blocks: bytes
     count: int
 
 
 class MoveMedia(_Op, frozen=True, kw_only=True):
-    """Copies an embedding between the blocks of the device's pool and those of the host's, over all levels.
+    """Copy an embedding between blocks of the device pool and of the host pool, over all levels.
 
-    ``up``: from host to device. What it is copied from may be overwritten by later ops.
+    ``up``: from host to device. Later ops may overwrite the source.
     """
 
     blocks: bytes
@@ -206,9 +216,9 @@ class MoveMedia(_Op, frozen=True, kw_only=True):
 
 
 class Rebalance(_Op, frozen=True, kw_only=True):
-    """Every rank of the domain counts what its experts had to do, and all move experts by the sums alike.
+    """Sum the load of each expert over all ranks of the expert-parallel group, and move experts accordingly.
 
-    In the plans of all replicas for the same step. No token depends on it.
+    Present in the plans of all replicas for the same step. No token depends on a rebalance.
     """
 
 
@@ -233,21 +243,22 @@ OfNoSlot: TypeAlias = Encode | SendMedia | GatherMedia | MoveMedia | Rebalance
 
 
 class Segment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The prefill or the decode part of a plan: int32 columns, one entry a row."""
+    """The prefill or the decode part of a plan: int32 columns with one entry per row."""
 
     slot: np.ndarray = EMPTY
     gen: np.ndarray = EMPTY
     start: np.ndarray = EMPTY
-    """Upper bound of ``num_computed``; equal to the device's unless a verify row is in flight."""
+    """Upper bound of ``num_computed``. Equal to the device's value unless a verify row is in flight."""
     count: np.ndarray = EMPTY
     """Chunk length, or 1 + drafts."""
     logits: np.ndarray = EMPTY
-    """Trailing positions whose logits are computed."""
+    """Number of trailing positions with logits."""
     sample: np.ndarray = EMPTY
-    """Trailing positions sampled: 0 (unfinished chunk), 1, or 1 + drafts. sample <= logits; the rest of
-    ``logits`` gives prompt logprobs."""
+    """Number of trailing positions sampled: 0 (unfinished chunk), 1, or 1 + drafts. sample <= logits; the
+    other ``logits`` positions give prompt logprobs.
+    """
     next_k: np.ndarray = EMPTY
-    """Drafts to propose after this step."""
+    """Number of drafts to propose after the step."""
 
     @property
     def rows(self) -> int:
@@ -262,7 +273,7 @@ EMPTY_SEGMENT = Segment()
 
 
 class PlannedRows(Protocol):
-    """The rows of a step: of a plan, or of one in the making."""
+    """The rows of a step, of a frozen plan or of a plan builder."""
 
     @property
     def step(self) -> int: ...
@@ -281,26 +292,30 @@ class PlannedRows(Protocol):
 
 
 class Agreement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the replicas of a domain agreed on for one step. A group alone has none."""
+    """The agreement of an expert-parallel group's replicas on one step. A group alone has no agreement."""
 
     wave: int
-    """Number of the domain's present time awake."""
+    """Number of the current wake period of the expert-parallel group."""
     padded_tokens: int
-    """No replica has more tokens at once: in the step or, with ``overlap``, in a micro-batch of it."""
+    """Upper bound of the tokens of any replica: in the step or, with ``overlap``, in a micro-batch."""
     tokens: tuple[int, ...] = ()
-    """Of each replica. After the last attention fewer may be left: these are upper bounds."""
+    """Upper bound of the tokens of each replica. Fewer may be left after the last attention."""
     overlap: bool = False
-    """Whether every replica computes the step as two micro-batches; an idle one's are empty."""
+    """True if every replica computes the step as two micro-batches. The micro-batches of an idle replica are
+    empty.
+    """
     drafts: int = 0
-    """Most drafts that a row of any replica proposes: passes of a drafter whose layers communicate."""
+    """Maximum drafts proposed by a row of any replica: the number of passes of a drafter with communicating
+    layers.
+    """
     rebalance: bool = False
-    """Whether every replica's plan has the op ``Rebalance``."""
+    """True if the plan of every replica has the op ``Rebalance``."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step of one group. ``ops`` apply in order before any compute.
 
-    A plan without rows is one like any other, with or without ops: it is sent, carried out and committed.
+    A plan without rows, with or without ops, is sent, executed and committed like any other plan.
     """
 
     step: int
@@ -309,11 +324,12 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill: Segment = EMPTY_SEGMENT
     decode: Segment = EMPTY_SEGMENT
     constrained: bool = False
-    """Whether ``TokenMasks`` follow for this step, before it samples."""
+    """True if ``TokenMasks`` follow for the step, before sampling."""
     agreed: Agreement | None = None
     micro_batches: int = 1
-    """2: computed as two micro-batches, the communication of one under the compute of the other. The head
-    decides, and with it its domain; every rank obeys. No result depends on it."""
+    """Number of micro-batches: 2 hides the communication of one behind the compute of the other. The engine
+    process decides, with its expert-parallel group, and every rank obeys. No result depends on the number.
+    """
 
     @property
     def rows(self) -> int:
@@ -325,19 +341,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def entries(self) -> int:
-        """Positions that are sampled: tokens of the step's result."""
+        """Number of sampled positions, which is the number of tokens in the step's result."""
         return int(self.prefill.sample.sum() + self.decode.sample.sum())
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What constrained entries of a step may sample; follows a plan with ``constrained``, before ``sample``.
+    """Token masks for constrained entries of a step. Sent after a plan with ``constrained``, before
+    ``sample``.
 
-    An entry is one sampled position, numbered as the tokens of ``StepResult``: a row has as many as its
-    ``sample``. So a row that verifies k drafts needs 1 + k masks, each as if all drafts before it were right;
-    the maker of masks knows the drafts from the result of the step that proposed them. Entries without a mask
-    may sample any token.
+    An entry is one sampled position, numbered as the tokens of ``StepResult``. A row has ``sample`` entries.
+    So a row that verifies k drafts needs 1 + k masks, each under the assumption of correct earlier drafts.
+    The drafts are known from the result of the proposing step. Entries without a mask may sample any token.
 
-    Masks of a step depend on all tokens before it, so they are made while it computes, in this order:
+    Masks depend on all earlier tokens. So the masks of a step are made while the step computes, in this
+    order:
 
         forward(N), read and commit(N - 1), masks(N), sample(N), then forward(N + 1)
 
@@ -345,12 +362,12 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     entries: np.ndarray = EMPTY
-    """int32, increasing."""
+    """int32 [entries], strictly increasing."""
     words: np.ndarray = EMPTY
-    """int32 [entries, ceil(vocabulary / 32)], row by row; bit i of word w allows token 32 w + i."""
+    """int32 [entries * ceil(vocabulary / 32)], row by row; bit i of word w allows token 32 w + i."""
 
     def check(self, plan: StepPlan, vocab_size: int) -> None:
-        """Raises EngineDead unless these can be the masks of ``plan``."""
+        """Raise EngineDead unless the masks are valid for ``plan``."""
         if not plan.constrained:
             raise EngineDead(f"token masks came for step {plan.step}, which is not constrained")
         entries = self.entries
@@ -358,16 +375,17 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise EngineDead(f"a token mask of step {plan.step} is of an entry that it does not sample")
         if (entries[1:] <= entries[:-1]).any():
             raise EngineDead(f"the token masks of step {plan.step} are not in order")
+        # Each mask has ceil(vocab_size / 32) words.
         if len(self.words) != len(entries) * -(-vocab_size // 32):
             raise EngineDead(f"the token masks of step {plan.step} are not as wide as the vocabulary")
 
 
 class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Logprobs of many positions, of log_softmax of the untouched logits, or of those that a token was drawn
-    from (``--logprobs-mode``).
+    """Logprobs of many positions: log_softmax of the raw logits, or of the logits used for sampling
+    (``--logprobs-mode``).
 
-    ``ids[i, 0]`` is the position's own token (sampled, or the prompt's); the rest are the ``top`` likeliest
-    in order (logit descending, id ascending), padded with -1 where a row asked for fewer.
+    ``ids[i, 0]`` is the position's own token (sampled, or of the prompt). The other ids are the ``top``
+    likeliest tokens in order (logit descending, id ascending), padded with -1 if a row asked for fewer.
     """
 
     offsets: np.ndarray
@@ -375,16 +393,16 @@ class LogprobRows(msgspec.Struct, frozen=True, kw_only=True):
     ids: np.ndarray
     """int32 [entries, 1 + top]."""
     values: np.ndarray
-    """float32 [entries, 1 + top] (float64 in E0)."""
+    """float32 [entries, 1 + top] (float64 for a float64 model)."""
     rank: np.ndarray
-    """int32 [entries]: 1 + how many tokens are ahead of the position's own token."""
+    """int32 [entries]: 1 + number of tokens ordered before the position's own token."""
 
 
 class EmbeddingRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Embeddings of the prompts that a step has completed."""
+    """Embeddings of the prompts completed by a step."""
 
     rows: np.ndarray
-    """int32 [n], ascending: rows of the plan. They have no logits, and are no rows of the result."""
+    """int32 [n], ascending: rows of the plan. Such rows have no logits and no row in the result."""
     values: np.ndarray
     """float32 [n, hidden], not normalized."""
 
@@ -394,19 +412,20 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     rows: np.ndarray
-    """int32: plan rows with logits > 0, in plan order."""
+    """int32 [rows]: plan rows with logits > 0, in plan order."""
     offsets: np.ndarray
-    """int32 [rows + 1] into ``tokens``, by the plan's ``sample``."""
+    """int32 [rows + 1]: offsets into ``tokens``, by the plan's ``sample``."""
     tokens: np.ndarray
     """int32: sampled ids."""
     accepted: np.ndarray
-    """int32 [rows]: drafts accepted; the first ``accepted + 1`` tokens of a sampling row are valid."""
+    """int32 [rows]: drafts accepted. The first ``accepted + 1`` tokens of a sampling row are valid."""
     drafts: np.ndarray = EMPTY
-    """int32: the drafts proposed after the step, ``next_k`` ids of each row of the plan. Those of a
-    constrained sequence stay at the head until the step that verifies them commits: its masks depend on
-    them."""
+    """int32: the drafts proposed after the step, ``next_k`` ids for each row of the plan. The engine process
+    retains the drafts of a constrained sequence until the verifying step commits, because the masks depend on
+    the drafts.
+    """
     row_error: tuple[tuple[int, ErrorInfo], ...] = ()
-    """(result row, what went wrong); of such a row the last token is not valid, only accepted drafts are."""
+    """(result row, error). The last token of such a row is invalid; accepted drafts are valid."""
     logprobs: LogprobRows | None = None
     """Entries by ``sample``, for the sampled tokens."""
     prompt_logprobs: LogprobRows | None = None

@@ -1,18 +1,17 @@
-"""Rooms as data: one transfer of a sequence's cache from the group that prefilled it to the one that
-decodes it.
+"""Transfers as data. A transfer moves the cache of one sequence from a prefill group to a decode group.
 
-    front ──► receiver    Submit with a room: awaits, holds nothing
-    front ──► sender      Submit with a room: queued
+    API server ──► receiver  Submit with a transfer: blocked, without blocks
+    API server ──► sender    Submit with a transfer: queued
     sender  ── Admitted ──►  receiver        the prompt's lengths, hashes and cache layout
     sender  ◄── Bound | Later | Refused ──   blocks are reserved: where the sender's ranks push to
     ranks of the sender ═══ bytes, layer by layer ═══► ranks of the receiver       (``weft.transports``)
     sender  ── Metadata ──►  receiver        first tokens, logprobs, drafts
-    sender  ◄── Landed ──    receiver        every rank has every byte, and their digests are right
-    either  ── Fence ──►     the other       the room failed, or is not needed: stop touching its memory
-    the other ── Fenced ──►                  nothing here will touch it
+    sender  ◄── Landed ──    receiver        every rank has every byte, with right digests
+    either  ── Fence ──►     the other       the transfer failed or is not needed: stop all access
+    the other ── Fenced ──►                  no process here accesses the memory
 
-Messages are frozen structs, one tag each, msgpack on the wire. Unknown fields and tags, and messages over the
-size limit of their type, are refused. Lost, repeated and late ones are legal: see ``weft.transfer``.
+Messages are frozen structs, one tag each, msgpack on the wire. Unknown fields and tags are rejected, as are
+messages over the size limit of their type. Lost, repeated and late messages are legal: see ``weft.transfer``.
 """
 
 from __future__ import annotations
@@ -26,55 +25,63 @@ from msgspec import Meta
 from weft.common.errors import ErrorInfo, WeftError
 
 VERSION = 2
-"""Of these messages. Heads of different versions make no pairs: it is part of what a front pairs them by."""
+"""Version of these messages. Engine processes of different versions are never paired: the version is part of
+the fingerprint.
+"""
 
 MOST_SECONDS = 600.0
-"""That a room may take: what has ended is remembered for longer."""
+"""Maximum seconds of a transfer. Ended transfers are remembered for longer."""
 
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
-# msgspec's bounds are int64; msgpack itself holds no integer of more than 64 bits.
+# msgspec's bounds are int64, so there is no upper bound here. msgpack itself is limited to 64 bits.
 U64 = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 48)]
 
 
 class RoomMessageError(WeftError):
-    """Bytes that are no message of a room, or a message that cannot be right."""
+    """Bytes that are no transfer message, or an invalid message."""
 
     code, blame = "bad_room_message", "peer"
 
 
 class RoomKey(NamedTuple):
-    """Which transfer. The front mints it; a retry is a new attempt, with memory of its own."""
+    """The key of one transfer. The API server creates the key. A retry is a new attempt, with separate
+    memory.
+    """
 
     room: U64
     attempt: U32
     incarnation: U64
-    """Of the sending group's process, as its Welcome said. A sender that was restarted has no part in it."""
+    """Number of the sending group's process, from the Welcome. A restarted sender has no part in older
+    transfers.
+    """
 
 
 class Peer(NamedTuple):
-    """A process at the other end: its name, and which start of it."""
+    """A process at the other end of a transfer: name and number of the start."""
 
     name: str
     incarnation: int
 
 
 class RoomTicket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A sequence's part in a room, as its Submit has it."""
+    """The transfer parameters of a sequence, as part of a Submit."""
 
     key: RoomKey
     sends: bool
-    """Whether this head prefills the sequence and sends its cache; else it receives it and decodes."""
-    peer: Peer
-    """The head at the other end. Its name is the address where it takes messages of rooms, as its Welcome
-    has it.
+    """True if the engine process prefills the sequence and sends the cache. False if the engine process
+    receives and decodes.
     """
+    peer: Peer
+    """The engine process at the other end, named by the address for transfer messages in the Welcome."""
     seconds: float
-    """That the room may take, from its first offer on: until then the sequence is in the sender's queue."""
+    """Maximum seconds of the transfer, counted from the first offer. Before the offer the sequence is in the
+    sender's queue.
+    """
 
 
 class Outcome(IntEnum):
-    """How a transfer stands on one rank. Those of a group are combined by taking the least."""
+    """The result of a transfer on one rank. The outcome of a group is the minimum over all ranks."""
 
     failed = 0
     pending = 1
@@ -82,7 +89,7 @@ class Outcome(IntEnum):
 
 
 class State(IntEnum):
-    """The state of a room on one side. It only ever moves to the right of its line.
+    """The state of a transfer on one side. Transitions only go to the right:
 
     new -> bound -> active -> done
        \\----\\-------\\-----> failing -> fenced
@@ -93,9 +100,9 @@ class State(IntEnum):
     active = 2
     failing = 3
     done = 4
-    """The bytes belong to the receiver; the sender may reuse its memory."""
+    """The receiver has all bytes; the sender may reuse the memory."""
     fenced = 5
-    """Failed, and nobody can touch its memory any more: it may be reused."""
+    """Failed, and no process can access the memory any more, so the memory may be reused."""
 
     @property
     def ended(self) -> bool:
@@ -111,7 +118,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class TensorDims(_Part, frozen=True):
-    """One tensor of a cache kind on a rank: ``weft.config.cache_layout.TensorLayout`` as a message has it."""
+    """One tensor of a KV cache group on a rank: ``weft.config.cache_layout.TensorLayout`` as a message."""
 
     name: str
     dims: tuple[tuple[str, Count], ...]
@@ -119,20 +126,22 @@ class TensorDims(_Part, frozen=True):
 
 
 class KindDims(_Part, frozen=True):
-    """One cache kind on each rank of a group."""
+    """One KV cache group on each rank of a group of ranks."""
 
     kind: Literal["full", "window", "latent", "compressed", "state", "embedding"]
     layers: tuple[int, ...]
     block_size: Annotated[int, Meta(ge=1, lt=1 << 24)]
-    """Positions of a block."""
+    """Positions per block."""
     window: Count
     ratio: Annotated[int, Meta(ge=1, lt=1 << 24)]
     kv_heads: Count
-    """Of the whole model; 0 where entries are not made of KV heads."""
+    """KV heads of the whole model; 0 where entries are not made of KV heads."""
     tensors: tuple[TensorDims, ...]
     shards: bool = False
-    """Of embeddings, where they are received: each rank takes its share of an image's rows
-    (``config.sharding.balanced_share``), and the ranks exchange them; else each takes all."""
+    """For embeddings on the receiver. True if each rank receives its share of an image's rows
+    (``config.sharding.balanced_share``) and the ranks exchange the shares. False if each rank receives all
+    rows.
+    """
 
 
 class GroupDims(_Part, frozen=True):
@@ -144,16 +153,16 @@ class GroupDims(_Part, frozen=True):
 
 
 class Blocks(_Part, frozen=True):
-    """Where a sequence lies in the pool of one kind, on every rank of its group."""
+    """The location of a sequence in the pool of one KV cache group, on every rank of its group."""
 
     first: Count
-    """Number of the first entry of the sequence's block table that ``ids`` has."""
+    """Number of the first block table entry in ``ids``."""
     ids: bytes
-    """int32, little-endian. Of a state: one id, of the slot copy or the snapshot that has it."""
+    """int32 [n], little-endian. For a state: one id, of the slot copy or of the snapshot."""
 
 
 class Endpoint(_Part, frozen=True):
-    """Where one rank of the receiver takes bytes."""
+    """The address at which one rank of the receiver receives bytes."""
 
     transport: str
     address: str
@@ -161,85 +170,85 @@ class Endpoint(_Part, frozen=True):
 
 
 class Admitted(_Message, frozen=True, kw_only=True):
-    """Sender to receiver: prefill begins (or will as soon as the receiver is bound)."""
+    """Sender to receiver: prefill begins, or will begin once the receiver is bound."""
 
     num_prompt: Count
     choices: Annotated[int, Meta(ge=1, lt=1 << 16)] = 1
     dims: GroupDims
     hashes: bytes = b""
-    """Of the prompt's full base blocks, 16 bytes each, for the receiver's own prefix lookup."""
+    """Hashes of the prompt's full base blocks, 16 bytes each, for the receiver's prefix lookup."""
 
 
 class Bound(_Message, frozen=True, kw_only=True):
     """Receiver to sender: blocks are reserved. The sender pushes positions ``start`` .. num_prompt - 1."""
 
     start: Count
-    """Positions before it are in the receiver's cache already."""
+    """Number of positions already in the receiver's cache."""
     dims: GroupDims
     blocks: tuple[Blocks, ...]
-    """For each kind."""
+    """One entry per KV cache group."""
     endpoints: tuple[Endpoint, ...]
-    """For each rank of the receiver."""
+    """One entry per rank of the receiver."""
 
 
 class Later(_Message, frozen=True, kw_only=True):
-    """Receiver to sender: no room now; offer again after ``seconds``."""
+    """Receiver to sender: no free blocks now; offer again after ``seconds``."""
 
     seconds: Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """Receiver to sender: this pair will never work; the front pairs again. Nothing was bound."""
+    """Receiver to sender: the pair can never work; the API server must pair again. Nothing was bound."""
 
     error: ErrorInfo
 
 
 class FirstToken(_Part, frozen=True):
-    """What prefill made of one choice."""
+    """The prefill result of one choice."""
 
     choice: U32
     token: U32
     drafts: bytes = b""
-    """int32: proposed behind the token."""
+    """int32: drafts proposed after the token."""
     logprobs: bytes = b""
-    """A ``messages.LogprobColumns``, packed; empty where none was asked for."""
+    """A packed ``messages.LogprobColumns``; empty if not requested."""
 
 
 class Metadata(_Message, frozen=True, kw_only=True):
-    """Sender to receiver: everything is computed, and this came out of it."""
+    """Sender to receiver: everything is computed, with the result."""
 
     first: tuple[FirstToken, ...]
     digest: U64 = 0
-    """Of this message with a digest of 0."""
+    """Digest of the message with a digest of 0."""
 
 
 class Landed(_Message, frozen=True, kw_only=True):
-    """Receiver to sender: bytes and metadata are here and right. The sender's memory is its own again."""
+    """Receiver to sender: bytes and metadata are received and right. The sender may reuse the memory."""
 
 
 class Fence(_Message, frozen=True, kw_only=True):
-    """Either way: the room ends without success. Whoever gets it stops, and answers ``Fenced``."""
+    """Either side: the transfer ends without success. The other side stops and answers ``Fenced``."""
 
     error: ErrorInfo
 
 
 class Fenced(_Message, frozen=True, kw_only=True):
-    """Either way: nothing on this side touches memory of the room any more, or ever will."""
+    """Either side: no process on the answering side accesses memory of the transfer any more."""
 
 
 RoomMessage = Admitted | Bound | Later | Refused | Metadata | Landed | Fence | Fenced
 
 _SMALL = 1 << 16
 MOST_BYTES: dict[type, int] = {Admitted: 16 << 20, Bound: 16 << 20, Metadata: 16 << 20}
-"""Size of a message at most, by type; 64 KiB of the others."""
+"""Maximum bytes of a message, by type; 64 KiB for all other types."""
 MAX_MESSAGE = max(MOST_BYTES.values())
 
 
-# ---- what the scheduler sees
+# ---- events for the scheduler
 
 
 class RoomWanted(msgspec.Struct, frozen=True):
-    """To a receiver's scheduler: prefill of the sequence was admitted. Reserve blocks, or say later, or
+    """To a receiver's scheduler: the sender offers the sequence. The scheduler must reserve, postpone or
     refuse.
     """
 
@@ -248,8 +257,8 @@ class RoomWanted(msgspec.Struct, frozen=True):
 
 
 class RoomBound(msgspec.Struct, frozen=True):
-    """To a sender's scheduler: the receiver takes positions from ``start`` on; chunks may be pushed once
-    computed.
+    """To a sender's scheduler: the receiver needs positions from ``start`` on. Computed chunks may be
+    pushed.
     """
 
     key: RoomKey
@@ -257,22 +266,24 @@ class RoomBound(msgspec.Struct, frozen=True):
 
 
 class RoomLanded(msgspec.Struct, frozen=True):
-    """The room is done: a receiver can admit the sequence as a decode row, a sender's blocks are free."""
+    """The transfer is complete. A receiver can admit the sequence as a decode row. A sender's blocks are
+    free.
+    """
 
     key: RoomKey
     first: tuple[FirstToken, ...] = ()
-    """Of a receiver."""
+    """First tokens, on the receiver; empty on the sender."""
 
 
 class RoomFailed(msgspec.Struct, frozen=True):
-    """The room will not be done. Its memory stays on hold until ``RoomFreed``."""
+    """The transfer has failed. The memory stays pinned until ``RoomFreed``."""
 
     key: RoomKey
     error: ErrorInfo
 
 
 class RoomFreed(msgspec.Struct, frozen=True):
-    """Nobody can touch the memory of a failed room any more."""
+    """No process can access the memory of a failed transfer any more."""
 
     key: RoomKey
 
@@ -280,18 +291,20 @@ class RoomFreed(msgspec.Struct, frozen=True):
 RoomEvent = RoomWanted | RoomBound | RoomLanded | RoomFailed | RoomFreed
 
 
-# ---- what the scheduler asks for
+# ---- requests of the scheduler
 
 
 class OfferRoom(msgspec.Struct, frozen=True):
-    """From a sender's scheduler: the sequence is admitted; its ``num_prompt`` known ids will be computed."""
+    """From a sender's scheduler: the sequence is admitted, and its ``num_prompt`` known ids will be
+    computed.
+    """
 
     key: RoomKey
     num_prompt: int
     num_cached: int
-    """Positions of its own prefix hit."""
+    """Positions found in the sender's prefix cache."""
     hashes: bytes = b""
-    """As ``Admitted.hashes``."""
+    """Block hashes: see ``Admitted.hashes``."""
 
 
 class FinishRoom(msgspec.Struct, frozen=True):
@@ -299,36 +312,36 @@ class FinishRoom(msgspec.Struct, frozen=True):
 
     key: RoomKey
     first: FirstToken | None = None
-    """None of an embedding."""
+    """None for an embedding."""
 
 
 class CancelRoom(msgspec.Struct, frozen=True):
-    """From either scheduler: the sequence has ended, or cannot go on with the room."""
+    """From either scheduler: the sequence has ended, or cannot continue with the transfer."""
 
     key: RoomKey
     error: ErrorInfo | None = None
-    """None: the sequence ended at its first token, and nothing failed."""
+    """None if nothing failed: the sequence ended at the first token."""
 
 
 class ReserveRoom(msgspec.Struct, frozen=True):
-    """From a receiver's scheduler, answer to ``RoomWanted``: these blocks are reserved."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: ``blocks`` are reserved."""
 
     key: RoomKey
     start: int
-    """Positions before it are in the cache already."""
+    """Number of positions found in the receiver's cache."""
     blocks: tuple[Blocks, ...]
-    """For each kind."""
+    """One entry per KV cache group."""
 
 
 class PostponeRoom(msgspec.Struct, frozen=True):
-    """From a receiver's scheduler, answer to ``RoomWanted``: no room now."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: no free blocks now."""
 
     key: RoomKey
     seconds: float
 
 
 class RefuseRoom(msgspec.Struct, frozen=True):
-    """From a receiver's scheduler, answer to ``RoomWanted``: this will never work."""
+    """From a receiver's scheduler, answer to ``RoomWanted``: the transfer can never work."""
 
     key: RoomKey
     error: ErrorInfo
@@ -342,14 +355,16 @@ _M = TypeVar("_M", bound=RoomMessage)
 
 
 def encode(message: RoomMessage) -> bytes:
-    """The message's bytes. Raises RoomMessageError over the limit of its type."""
+    """Return the message as bytes. Raises RoomMessageError over the limit of the type."""
     data = _encoder.encode(message)
     _check_size(type(message), len(data))
     return data
 
 
 def decode(data: bytes) -> RoomMessage:
-    """What a peer sent. Raises RoomMessageError for all that is not exactly a message of this version."""
+    """Parse a message of a peer. Raises RoomMessageError for anything except a valid message of the current
+    version.
+    """
     if len(data) > MAX_MESSAGE:
         raise RoomMessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE}")
     try:

@@ -1,7 +1,8 @@
-"""Sampling parameters: what a user sets, and what the head and runner need of it.
+"""Sampling parameters: the user's settings, and the reduced form for the engine process and the runner.
 
 ``SamplingParams`` is the user's side: strings, defaults, everything optional. ``TokenParams`` is the same
-request reduced to token ids, with every default resolved; it is what travels to a head and to a slot.
+request reduced to token ids, with every default resolved. ``TokenParams`` travels to an engine process and to
+a slot.
 """
 
 from __future__ import annotations
@@ -19,61 +20,66 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_TOKENS = 4096
-"""Tokens of all bad words of one request."""
+"""Maximum tokens of all bad words of one request."""
 MAX_BAD_WORD_TOKENS = 128
-"""Tokens of one of them. Each step compares every bad word, filled up to the longest, with every sequence's
-last tokens."""
+"""Maximum tokens of one bad word. Each step compares every bad word, padded to the longest, with the last
+tokens of every sequence.
+"""
 MAX_ID_LIST = 1024
 MAX_BIAS = 1024
 SEED_MASK = (1 << 64) - 1
 REPETITION_PENALTY_RANGE = (0.01, 100.0)
-"""Logits are divided by it: near 0 they would overflow."""
+"""Allowed range. Logits are divided by the penalty, so a value near 0 would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose the tokens of one request.
+    """The sampling settings of one request.
 
-    Raises InvalidRequest, naming the parameter, when a value is out of its range. Whatever depends on the
-    model (vocabulary, context length) is checked when the request is submitted.
+    Raises InvalidRequest, naming the parameter, when a value is out of range. Checks against the model
+    (vocabulary, context length) are made when the request is submitted.
     """
 
     n: int = 1
     """Sequences to generate for the prompt."""
     temperature: float = 1.0
-    """0 is greedy. Below 1e-5 counts as 0."""
+    """0 is greedy. A value below 1e-5 counts as 0."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 or -1 keeps all."""
+    """Sample among the k likeliest tokens; 0 or -1 disables the limit."""
     top_p: float = 1.0
-    """Keep the shortest prefix, by probability, that reaches this mass; of 0 the likeliest token."""
+    """Sample among the shortest prefix of tokens, by probability, with at least the given mass; 0 leaves the
+    likeliest token.
+    """
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest."""
+    """Drop tokens less likely than the given share of the likeliest token's probability."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     """Divides the logits of tokens seen before: within ``REPETITION_PENALTY_RANGE``."""
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    """When given, only these tokens (and no others) can be sampled."""
+    """If set, only the listed tokens can be sampled."""
     bad_words: tuple[str, ...] = ()
-    """Texts whose tokenization is never completed."""
+    """Texts that are never generated: sampling never completes the tokens of a text."""
     max_tokens: int | None = None
     """None generates until the context is full."""
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_in: StopIn = "content"
-    """Where stop strings are looked for in outputs whose parts are told apart: in content alone, or also in
-    thoughts, calls and markup. Any other output is content as a whole."""
+    """Scope of stop strings in outputs with several parts: content alone, or also reasoning, calls and
+    markup. Any other output is content as a whole.
+    """
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
-    """Any int64 or uint64, taken modulo 2^64; None mints one."""
+    """Any int64 or uint64, taken modulo 2^64; None generates a seed."""
     logprobs: int | None = None
-    """Top alternatives to report beside each sampled token; 0 reports the sampled token alone."""
+    """Number of top alternatives to report with each sampled token; 0 reports the sampled token alone."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        # A single string is one stop string, not a sequence of characters.
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -85,12 +91,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        """Whether the argmax is taken without noise (rule, point 4)."""
+        """True if the argmax is taken without noise."""
         return self.temperature < 1e-5
 
 
 class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request's sampling parameters in token ids, everything resolved; no text, no number of choices."""
+    """The sampling parameters of a sequence in token ids, with defaults resolved; no text, no number of
+    choices.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -102,15 +110,15 @@ class TokenParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] | None = None
     bad: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that must not be completed."""
+    """Forbidden token sequences: never completed."""
     max_tokens: int = 1
-    """Output tokens at most, emitted ones included; at least 1."""
+    """Maximum output tokens, emitted tokens included; at least 1."""
     min_tokens: int = 0
-    """While fewer output tokens than this exist, ``stop_ids`` cannot be sampled."""
+    """``stop_ids`` cannot be sampled while the output has fewer tokens."""
     stop_ids: tuple[int, ...] = ()
-    """Sorted ids that end the sequence: end-of-turn ids (unless ignore_eos) and the request's own."""
+    """Sorted ids ending the sequence: end-of-turn ids (unless ignore_eos) and the ids of the request."""
     logprobs: int = -1
-    """-1 none, else how many top alternatives beside the sampled token."""
+    """-1 for none, else the number of top alternatives with the sampled token."""
     prompt_logprobs: int = -1
 
 
@@ -154,6 +162,7 @@ def _check_ranges(p: SamplingParams) -> None:
 
 
 def _check_lists(p: SamplingParams) -> None:
+    # msgspec checks no types when Python code constructs a struct, so check types here.
     for name, most in (("stop", MAX_STOP_STRINGS), ("bad_words", MAX_ID_LIST)):
         texts = getattr(p, name)
         if not isinstance(texts, tuple) or len(texts) > most:
