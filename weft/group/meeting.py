@@ -50,8 +50,7 @@ class Meeting:
         self._epoch, self._proposed = epoch, False
 
     def look(self, leases: Sequence[Lease | None]) -> Lease | Connect | None:
-        """Return the lease to write, or ``Connect`` when all proposals agree, or None when nothing
-        changed."""
+        """Return the lease to write, or ``Connect`` when all proposals agree, or None if nothing changed."""
         others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
         if epoch != self._epoch or not self._proposed:

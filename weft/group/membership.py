@@ -67,11 +67,10 @@ class Membership:
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
         self.phase: Phase = "gathering"
         self.epoch = self.aborted = -1
-        """Number of the epoch in ``running`` or of the last epoch (-1: none); number of the last ended
-        epoch."""
+        """Number of the present or last epoch (-1: none); number of the last ended epoch."""
         self.lost: GroupLost | None = None
-        """Reason for the end of the last epoch or of the last attempt to form an epoch; None while an epoch
-        runs."""
+        """Reason for the end of the last epoch or of the last attempt to form an epoch; None during an
+        epoch."""
         self.failed: WeftError | None = None
         """Reason for the final end of the group; None before the end."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
@@ -88,8 +87,7 @@ class Membership:
         self._connecting: int | None = None
         """Epoch of the ``Connect`` action in progress; None without such an action."""
         self._judging: tuple[float, str] | None = None
-        """After a failed collective: deadline for a rank to report the cause, and the message of the
-        failure."""
+        """After a failed collective: deadline for a report of the cause, and the message of the failure."""
         self._until = 0.0
         """Deadline of phase ``meeting`` or ``forming``, in seconds."""
         self._now = self._read = 0.0

@@ -10,8 +10,7 @@ log = get_logger(__name__)
 TRIES = 4
 """Attempts to form a group again after one loss."""
 MOST, WINDOW = 4, 600.0
-"""Maximum losses within a window of seconds that are followed by another epoch. One more loss ends the
-group."""
+"""Maximum losses within a window of seconds before the group ends. One more loss ends the group."""
 
 
 class Tries:
@@ -20,8 +19,8 @@ class Tries:
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.budget = budget or RestartBudget(MOST, WINDOW)
         self.ran = False
-        """True after the first epoch under this engine process. Until then a rank with other settings ends
-        the start."""
+        """True after the first epoch under this engine process. Until then wrong settings of a rank end the
+        start."""
         self.fresh = True
         """True while no rank has been in any epoch. Then a failure ends the start without another attempt."""
         self._left = TRIES
@@ -31,8 +30,7 @@ class Tries:
         self.ran, self.fresh = True, False
 
     def renew(self, now: float) -> None:
-        """Grant new attempts after the loss of a running epoch, or none when the budget of losses is
-        spent."""
+        """Grant new attempts after the loss of an epoch, or none when the budget of losses is spent."""
         self._left = TRIES
         if not self.budget.grant(now):
             log.error("the group was lost %d times in %g seconds", self.budget.most + 1, self.budget.window)

@@ -1,5 +1,4 @@
-"""Events and actions of ``Membership``: events report changes of a group, actions tell the shell what to
-do."""
+"""Events and actions of ``Membership``: changes of a group, and instructions to the shell."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Spawned(_Word, frozen=True):
 
 
 class Own(_Word, frozen=True):
-    """Load stage of this rank. The rank reads no frames while loading, and none from ``loaded`` to
-    ``ready``."""
+    """Load stage of this rank. A rank reads no frames while loading, or between ``loaded`` and ``ready``."""
 
     stage: Literal["started", "loading", "loaded", "ready"]
     blocks: tuple[int, ...] = ()
@@ -110,8 +108,8 @@ class OwnFailure(_Word, frozen=True):
 
 
 class LeasesRead(_Word, frozen=True):
-    """Leases of all engine processes of the expert-parallel group, by replica. None: no lease was ever
-    written."""
+    """Leases of all engine processes of the expert-parallel group, by replica. None: no lease was written
+    yet."""
 
     leases: tuple[Lease | None, ...]
 
@@ -151,8 +149,7 @@ class Send(_Word, frozen=True):
 
 
 class Spawn(_Word, frozen=True):
-    """Start the process of a rank on this host unless the process runs. ``anew``: end a running process
-    first.
+    """Start the process of a rank on this host if it does not run. ``anew``: end a running process first.
 
     The shell reports the result with ``Spawned`` or ``Unable``.
     """
