@@ -69,8 +69,7 @@ class Membership:
         self.epoch = self.aborted = -1
         """Number of the present or last epoch (-1: none); number of the last ended epoch."""
         self.lost: GroupLost | None = None
-        """Reason for the end of the last epoch or of the last attempt to form an epoch; None during an
-        epoch."""
+        """Reason for the end of the last epoch or of the last attempt at an epoch; None during an epoch."""
         self.failed: WeftError | None = None
         """Reason for the final end of the group; None before the end."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)

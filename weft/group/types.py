@@ -108,8 +108,7 @@ class OwnFailure(_Word, frozen=True):
 
 
 class LeasesRead(_Word, frozen=True):
-    """Leases of all engine processes of the expert-parallel group, by replica. None: no lease was written
-    yet."""
+    """Leases of all engine processes of the expert-parallel group, by replica. None: no lease so far."""
 
     leases: tuple[Lease | None, ...]
 

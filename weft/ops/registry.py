@@ -34,8 +34,7 @@ class Implementation:
     """The implementation with the highest priority is chosen. The torch reference has 0."""
     pack: Callable[..., Any] | None = None
     """Function from a plain weight (or an op's record of several weights) to the input of ``run``; None: no
-    packing. If the weight has only parts of rows, an op with rounding also gets the largest magnitude of each
-    row."""
+    packing. With parts of rows, an op with rounding also gets the largest magnitude of each whole row."""
     pack_codes: Callable[[Any], Any] | None = None
     """Function from ``coded.Codes`` to the input of ``run``; None: only plain weights are supported."""
     mixes: bool = False

@@ -157,8 +157,7 @@ def linear(
     bias: Tensor | None = None,
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` for x [T, K]: [T, N] in x's dtype. Codes are dequantized on each
-    call."""
+    """Return ``x @ weight.T + bias`` for x [T, K]: [T, N] in x's dtype. Each call dequantizes codes."""
     if isinstance(weight, Codes) and weight.rounds_rows:
         # Rows of x become codes * steps, so the product is one of plain rows in a wide dtype.
         codes, steps = rounded_rows(x, weight.group)
