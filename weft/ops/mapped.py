@@ -1,5 +1,4 @@
-"""Memory-mapped files: pages are released after reading, so no file stays in memory beside its packed
-form."""
+"""Memory-mapped files. Pages are released after reading, so a file is not in memory twice."""
 
 from __future__ import annotations
 
@@ -32,7 +31,8 @@ class Mapped:
         return tensor.nbytes > 0 and self.begin <= tensor.data_ptr() < self.end
 
     def drop(self, tensor: torch.Tensor | None = None) -> None:
-        """Release the pages of ``tensor`` and around it, or of the whole range. Later reads load them again.
+        """Release the pages of ``tensor`` and around it, or of the whole range. Later reads load the pages
+        again.
 
         Does nothing for a tensor outside the range, or on systems without ``madvise``.
         """

@@ -271,7 +271,7 @@ FORMS: dict[str, Experts] = {"loop": by_expert, "gather": by_gather, "grouped": 
 
 
 def usable(weights: Routed) -> tuple[str, ...]:
-    """Return the names of the forms that can compute these plain weights on their device."""
+    """Return True if ``torch._grouped_mm`` supports the weights without a wait for the GPU."""
     return ("loop", "gather", "grouped") if _groups(weights) else ("loop", "gather")
 
 

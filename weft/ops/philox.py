@@ -29,8 +29,7 @@ GUMBEL_SPAN = 26.01
 
 
 def signed_seed(seed: int) -> int:
-    """Return the int64 with the bits of ``seed`` modulo 2^64. Tensors and columns contain seeds in this
-    form."""
+    """Return the int64 with the bits of ``seed`` modulo 2^64. Tensors contain seeds in int64 form."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed
 

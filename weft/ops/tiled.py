@@ -61,8 +61,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return weight [N, K] with aligned rows, and run the trial of its shape. Aligned weights are not
-    copied."""
+    """Return weight [N, K] with aligned rows, without a copy if possible, after the trial of its shape."""
     packed = aligned(weight.detach())
     row_tiles(packed)
     return packed

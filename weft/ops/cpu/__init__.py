@@ -68,7 +68,7 @@ def load() -> bool:
 def capabilities() -> tuple[str, ...]:
     """Return the instruction sets of the loaded build, e.g. ("avx2", "avx512", "avx512_bf16").
 
-    Includes the parts of AMX that the kernel permits to this process. Empty without a loaded build.
+    Includes the parts of AMX permitted by the kernel. Empty without a loaded build.
     """
     if not load():
         return ()

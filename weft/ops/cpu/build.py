@@ -92,10 +92,10 @@ class Compiler:
 
 
 def find() -> Path | None:
-    """Return the newest library of these sources for this torch and CPU, or the wheel's library, or None.
+    """Return the newest library of the present sources, torch and CPU, or the wheel's library, or None.
 
-    Libraries in the cache that are not owned by this user or root are ignored, because the library is loaded
-    into this process. Raises OSError.
+    Ignores libraries in the cache that belong to other users (except root), because the library is loaded
+    into the process. Raises OSError.
     """
     made = {}
     sources = sources_digest()
@@ -170,12 +170,12 @@ def build(
     say: Say = lambda line: None,
     show: Say | None = None,
 ) -> Path:
-    """Build the library unless it exists, and return its path.
+    """Build the library if missing, and return its path.
 
-    ``force`` compiles everything again. ``say`` receives lines of progress. ``show``, if given, repeatedly
-    receives one status line that replaces the previous line. Without ``force`` a suitable library of the
-    wheel is returned instead of a build. Concurrent builds wait for the first one and return its library.
-    Raises BuildError.
+    ``force`` compiles everything again. Otherwise a suitable library of the wheel is returned without a
+    build. ``say`` receives lines of progress. ``show``, if given, repeatedly receives a status line in place
+    of the previous line. Concurrent builds wait for the first build and return its library. Raises
+    BuildError.
     """
     compiler = find_compiler()
     cache = cache_folder()

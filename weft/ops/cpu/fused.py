@@ -14,8 +14,7 @@ Tensor = torch.Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x [..., n], weight
-    [n]."""
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x [..., n]."""
     result: Tensor = torch.ops.weft_cpu.rms_norm.default(x, weight, eps)
     return result
 

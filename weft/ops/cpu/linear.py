@@ -251,8 +251,7 @@ def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Ten
 
 
 def available() -> bool:
-    """Return True if the extension is built and the CPU has AVX2. Without AVX2 torch's products are
-    faster."""
+    """Return True if the extension is built and the CPU has AVX2. Otherwise torch's products are faster."""
     return cpu.load() and "avx2" in cpu.capabilities()
 
 

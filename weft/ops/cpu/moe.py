@@ -80,8 +80,7 @@ def pack_fp8(weights: Routed) -> Any:
 
 
 def pack_part(weights: Routed) -> Packed:
-    """Return packed weights for ``Parts``. The matrices may belong to fewer experts than the router's, or
-    none."""
+    """Return packed weights for ``Parts``. The experts may be a part of the router's experts, or none."""
     return _packed(weights)
 
 
@@ -280,8 +279,8 @@ class Parts:
         return result
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """Return the dtype of answers. An exact answer is not rounded, so the bits equal the bits of one
-        rank."""
+        """Return the dtype of answers. Exact answers are not rounded, so the bits do not depend on the
+        ranks."""
         return torch.float32 if exact else dtype
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor | None] | None:

@@ -86,7 +86,7 @@ def torch_version() -> str:
 def forced_level() -> Level | None:
     """Return the level named by WEFT_CPU_LEVEL; None if the variable is not set.
 
-    Raises ConfigError for an unknown level, and for a level that this CPU cannot execute.
+    Raises ConfigError for an unknown level, and for a level with instructions that the CPU lacks.
     """
     name = env.get("WEFT_CPU_LEVEL")
     if not name:
@@ -101,9 +101,9 @@ def forced_level() -> Level | None:
 
 
 def find(sources: str) -> Path | None:
-    """Return the wheel's best library for this CPU, or the library of `forced_level`.
+    """Return the wheel's best library for the CPU, or the library of `forced_level`.
 
-    Return None without a library for this CPU, this torch and ``sources`` (a digest of
+    Return None if the wheel has no library for the CPU, the torch version and ``sources`` (from
     `build.sources_digest`). Raises OSError if the folder cannot be read, and ConfigError for a bad
     WEFT_CPU_LEVEL.
     """
