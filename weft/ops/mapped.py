@@ -31,8 +31,7 @@ class Mapped:
         return tensor.nbytes > 0 and self.begin <= tensor.data_ptr() < self.end
 
     def drop(self, tensor: torch.Tensor | None = None) -> None:
-        """Release the pages of ``tensor`` and around it, or of the whole range. Later reads load the pages
-        again.
+        """Release the pages of ``tensor`` and around it, or of the whole range. Later reads load pages again.
 
         Does nothing for a tensor outside the range, or on systems without ``madvise``.
         """

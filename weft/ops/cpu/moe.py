@@ -279,8 +279,7 @@ class Parts:
         return result
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """Return the dtype of answers. Exact answers are not rounded, so the bits do not depend on the
-        ranks."""
+        """Return the dtype of answers. Exact answers are not rounded, so the bits equal those of one rank."""
         return torch.float32 if exact else dtype
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor | None] | None:

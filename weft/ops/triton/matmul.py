@@ -71,8 +71,7 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``: x [T, K], weight [N, K], bias [N]; [T, N] in x's dtype, rounded
-    once."""
+    """Return ``x @ weight.T + bias``: x [T, K], weight [N, K], bias [N]; [T, N] in x's dtype."""
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

@@ -62,8 +62,7 @@ def _grouped(
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in the slots'
-    order."""
+    """GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order."""
     expert = tl.load(expert_ptr + tl.program_id(0))
     if expert >= E:
         return

@@ -185,8 +185,7 @@ def step(
     EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Return ``acc`` plus the products of the inputs from ``begin`` on. Inputs beyond K are multiplied by
-    0."""
+    """Return ``acc`` plus the products of the inputs from ``begin`` on. Inputs beyond K count as 0."""
     numbers, scale = unpacked(
         begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
         NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, x.dtype,
