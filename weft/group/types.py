@@ -79,7 +79,7 @@ class Spawned(_Word, frozen=True):
 
 
 class Own(_Word, frozen=True):
-    """Load stage of this rank. A rank reads no frames while loading, or between ``loaded`` and ``ready``."""
+    """Load stage of this rank. A rank reads no frames while loading or allocating."""
 
     stage: Literal["started", "loading", "loaded", "ready"]
     blocks: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ max_position)`` tokens.
 
     transformers takes the base from the longest position of the current forward pass. Both agree exactly for
     sequences of at most ``max_position`` tokens (no scaling). Both also agree for longer sequences whenever
-    positions beyond ``max_position`` are computed one token at a time, as in generation from a shorter prompt.
+    positions beyond ``max_position`` are computed one token at a time, as in generation from a short prompt.
     Results differ for a prompt longer than ``max_position`` that transformers gets in one piece.
 """
 

@@ -215,7 +215,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     counts = torch.stack((mine.any(2).sum(1), pairs.sum(1)), dim=1)  # [size, 2]: rows out, answers back
     pending = ep.all_to_all(counts, [1] * size, [1] * size)
     yield pending
-    # The only read by the host: exact sizes of both exchanges.
+    # The host reads the exact sizes of both exchanges.
     (out, back), (into, answers) = (c.T.tolist() for c in (counts, pending.result()))
     sent = _joined(rows.x[row], places, None if work.exact else rows.scales[row])
     pending = ep.all_to_all(sent, out, into)
