@@ -23,7 +23,7 @@ FAMILIES = {
     "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-"""GGUF architecture -> (architecture in config.json, model type). Two keys are families of their own: a
+"""GGUF architecture -> (architecture in config.json, model type). Two keys are separate families: a
 ``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``)."""
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
 _SIGMOID = 2

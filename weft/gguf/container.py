@@ -30,7 +30,7 @@ QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MX
 READ = (*PLAIN, *QUANTIZED)
 """All supported tensor types."""
 CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
-"""Types with blocks that stay packed on a CPU; read by ``weft.ops.ggml``."""
+"""Types with blocks in packed form on a CPU; read by ``weft.ops.ggml``."""
 _NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
 """Types with a numpy dtype, as numpy type strings."""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
@@ -151,7 +151,7 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
             raise Damaged(
                 f"{tensor.name!r} ends at byte {end} and the file at {header.size}: is the download complete?"
             )
-    if unread:  # one error for all types, so that the next download is right
+    if unread:  # one error for all types, so the next download is right
         kind, tensors = next(iter(unread.items()))
         more = f", {len(tensors) - 1} more of this type" if len(tensors) > 1 else ""
         others = f", and tensors of {', '.join(list(unread)[1:])}" if len(unread) > 1 else ""

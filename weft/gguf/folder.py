@@ -65,7 +65,7 @@ def checkpoint_folder(path: Path) -> str:
             "XDG_CACHE_HOME to another folder",
             param="--model",
         ) from error
-    # A folder appears complete, by a rename, because other processes look for it at the same time.
+    # A folder appears complete, by a rename, because other processes look for the same folder.
     try:
         _write(made, parts)
         try:

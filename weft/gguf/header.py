@@ -19,7 +19,7 @@ _STRING, _ARRAY = 8, 9
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Type number -> ``struct`` format of a number."""
 _LEAST_PAIR = 8 + 4 + 1
-"""Minimum bytes of a key with its value: length of the key, type, value."""
+"""Minimum bytes of a key with a value: length of the key, type, value."""
 _LEAST_TENSOR = 8 + 4 + 4 + 8
 _MOST_DIMS = 8
 _MOST_KEY = 1 << 16

@@ -46,13 +46,13 @@ _OTHERWISE = {
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
 }
-"""Names that differ from ``_LAYER`` in a family."""
+"""Exceptions from ``_LAYER``, by family."""
 _BARE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 """Weights published without the ending ``.weight`` or ``.bias``."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
-"""Tensors that become facts in config.json (``weft.gguf.config``), not weights."""
+"""Tensors for facts of config.json (``weft.gguf.config``), not weights."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<what>[a-z_]+)\.(?P<end>weight|bias)")
 MXFP4_NUMBERS, MXFP4_BYTES = 32, 16
 
@@ -83,7 +83,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Published(NamedTuple):
-    """A weight with its published name."""
+    """A weight with the published name."""
 
     name: str
     form: Form
@@ -112,9 +112,9 @@ class Published(NamedTuple):
 
 
 def published(layout: Layout) -> list[Published]:
-    """Return the weights that the tensors make, with experts one by one if published one by one.
+    """Return the weights made by the tensors, with experts one by one if published one by one.
 
-    Raises ConfigError for a tensor of no supported model, and for a tensor without its other part.
+    Raises ConfigError for a tensor of no supported model, and for a tensor without its counterpart.
     """
     found: list[Published] = []
     stacks: dict[str, dict[str, StoredTensor]] = {}

@@ -44,10 +44,10 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": _words(r"\p{N}"),
     "gpt-4o": (_CASED,),
 }
-"""``tokenizer.ggml.pre`` -> patterns. Each pattern cuts the pieces that the previous pattern left whole."""
+"""``tokenizer.ggml.pre`` -> patterns. Each pattern cuts the remaining pieces of the previous pattern."""
 NORMALIZED = ("qwen2", "deepseek-r1-qwen")
 _WHOLE_WORDS = ("llama-bpe", "llama3", "smaug-bpe")
-"""Rules under which a word that is a token is never split into merges."""
+"""Rules with whole words: a word in the vocabulary is never built from merges."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
@@ -163,7 +163,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> str:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE)] * written + replaced)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    # User-defined pieces contain the vocabulary's space symbol, so they must be found in normalized text. A
+    # User-defined pieces contain the vocabulary's space symbol, so a search must use normalized text. A
     # normalizer with a prefix would write a prefix before such pieces, too.
     return _finished(tokenizer, vocabulary, begins=True, normalized=not written)
 

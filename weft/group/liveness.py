@@ -19,7 +19,7 @@ class Liveness:
         self._looked = -1.0
 
     def expect(self, ranks: Iterable[int], now: float, loading: Iterable[int] = ()) -> None:
-        """Expect heartbeats of ``ranks`` from ``now`` on, and of ``loading`` after their first heartbeat.
+        """Expect heartbeats of ``ranks`` from ``now`` on, and of ``loading`` after a first heartbeat.
 
         Replaces all earlier expectations.
         """
@@ -34,14 +34,14 @@ class Liveness:
             self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
-        """Drop the rank's replaced process. The next process is expected after its first heartbeat."""
+        """Drop the rank's replaced process. The next process counts from a first heartbeat."""
         self._heard.pop(rank, None)
         self._loading[rank] = None
 
     def silent(self, now: float) -> int | None:
         """Return a rank without a heartbeat for longer than the patience; None if there is no such rank.
 
-        Call often. After a gap between calls all ranks get their full time again: this process stood still.
+        Call often. After a gap between calls all ranks get the full time again: the caller's process stood still.
         """
         late, self._looked = now - self._looked > self._patience / 2, now
         if late:

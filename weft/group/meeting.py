@@ -1,10 +1,10 @@
 """Agreement of the engine processes of an expert-parallel group on the next epoch. Pure.
 
-Any engine process may die and start again. Each engine process has a lease that all others can read. The
-lease holds the epoch that the process would begin, and whether the epoch has begun. A process proposes an
-epoch that no process has begun and that is not below another proposal. When all proposals are equal, the
+Any engine process may die and start again. Each engine process has a lease, readable by all. The
+lease names the epoch to begin, and states whether the epoch has begun. A process proposes an
+epoch begun by no process and not below another proposal. When all proposals are equal, the
 epoch begins. The name of the rendezvous store contains a digest of all incarnations. A process with an old
-lease of a dead process in its digest therefore meets nobody, times out and proposes the next epoch.
+dead process's lease in the digest therefore meets nobody, times out and proposes the next epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.group.types import Connect, Lease
 
 
 def propose(own: int, others: Sequence[Lease | None]) -> int:
-    """Return the epoch to propose: ``own``, or the smallest later epoch that fits the other leases."""
+    """Return the epoch to propose: ``own``, or a later epoch if other leases require one."""
     return max([own, *(lease.epoch + lease.begun for lease in others if lease is not None)])
 
 

@@ -5,11 +5,11 @@
         │                        ▼           ▼
         ╰── replaced ◄────────── lost ◄──────╯ ──► ended, past tries and budget
 
-gathering   every rank says hello, loads its weights, gets its pool sizes and allocates the pools
+gathering   every rank says hello, loads weights, gets pool sizes and allocates pools
 meeting     only in an expert-parallel group: the engine processes agree on the number of the next epoch
-forming     all ranks connect their communicators, with empty slots
+forming     all ranks connect communicators, with empty slots
 running     steps run; a step is settled when every rank has reported the same outcome
-lost        waits until the engine has dropped its steps (``Resume``), or until this rank has loaded
+lost        waits until the engine has dropped all steps (``Resume``), or until the own rank has loaded
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Membership:
         self._liveness = Liveness(SILENT * rank_timeout)
         self._meeting = meeting
         self._own: t.Own = t.Own("started")
-        """Load stage of this rank."""
+        """Load stage of the own rank."""
         self._stepping = False
         """True while the engine may have steps of the current or of the lost epoch."""
         self._connecting: int | None = None
@@ -123,13 +123,13 @@ class Membership:
 
     @property
     def own_stage(self) -> str:
-        """Load stage of this rank: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        """Load stage of the own rank: ``started``, ``loading``, ``loaded`` or ``ready``."""
         return self._own.stage
 
     def counts(self, step: int) -> bool:
         """Return True if the engine may commit ``step``.
 
-        The step must have ended on this rank, and step ``step - lag`` must have ended on all ranks.
+        The step must have ended on the own rank, and step ``step - lag`` must have ended on all ranks.
         """
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
@@ -139,7 +139,7 @@ class Membership:
         return all(member.peer is not None for member in self.members.values())
 
     def heartbeat(self) -> f.RankHeartbeat:
-        """Return the heartbeat of the engine process to its ranks."""
+        """Return the heartbeat of the engine process for all ranks."""
         step, incarnation = self.steps.own, self._roster.welcome.incarnation
         return f.RankHeartbeat(
             rank=self.rank, epoch=self.epoch, step=step, incarnation=incarnation, aborted=self.aborted
@@ -168,10 +168,10 @@ class Membership:
             case t.Received(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
-                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # this process stood still
+                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # the own process stood still
                     self.steps.extend(self._now)
                 self._read = self._now
-                # One overdue wait per event: the handler may change the phase and with it all other
+                # One overdue wait per event: the handler may change the phase and so all other
                 # deadlines.
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
                 if overdue is not None:
@@ -221,7 +221,7 @@ class Membership:
             self._hello(peer, frame)
             return
         if isinstance(frame, f.RankHeartbeat):
-            # A heartbeat with another incarnation comes from a rank that still serves an earlier engine
+            # A heartbeat with another incarnation comes from a rank of an earlier engine
             # process.
             if frame.incarnation == self._roster.welcome.incarnation:
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
@@ -249,7 +249,7 @@ class Membership:
                 member.stopped, member.bereft = True, collective
                 if collective:
                     self._judge(error.message)
-                elif self.aborted < self.epoch:  # else: a late report of a loss that is known already
+                elif self.aborted < self.epoch:  # else: a late report of a known loss
                     self._lose(GroupLost(rank, error.message))
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
@@ -292,7 +292,7 @@ class Membership:
             self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the head"))
 
     def _judge(self, message: str) -> None:
-        """Wait a short time after a failed collective for a rank that reports or shows the cause.
+        """Wait a short time after a failed collective until a rank reports or shows the cause.
 
         The epoch is lost at once when every other rank has only seen the collective fail.
         """
@@ -364,7 +364,7 @@ class Membership:
             self._end(ConfigError(lost.message) if lost.refused and not self.tries.ran else lost)
             return
         for rank, member in self.members.items():
-            # A rank with ``stopped`` set has left the epoch in order. Its process stays.
+            # A rank with ``stopped`` set has left the epoch in order and can stay.
             if member.gone or (rank == lost.rank and not member.stopped):
                 self._replace(rank, member.gone or lost.reason)
         self._gather()

@@ -21,13 +21,13 @@ class Member:
     """State of one rank other than the rank of the engine process."""
 
     local: bool
-    """True if the process runs on this host. Otherwise the process's own host starts it again."""
+    """True if the process runs on this host. Otherwise the process's own host does restarts."""
     since: float = 0.0
     """Time at which the current wait began: the wait for the hello, then for the weights."""
     starting: bool = False
     """True while ``Spawn`` is in progress. Reports in the meantime belong to the previous process."""
     outlived: bool = False
-    """True if the process outlived an earlier engine process and has not said hello to this one."""
+    """True if the process outlived an earlier engine process and has not said hello to the present one."""
     gone: str = ""
     """Reason for the end of the process; empty while the process runs."""
     peer: bytes | None = None
@@ -40,7 +40,7 @@ class Member:
     formed: bool = False
     """True if the rank is in the present epoch."""
     stopped: bool = False
-    """True if the process can continue after a lost epoch: it has reported its failure, or it is new."""
+    """True if the process can continue after a lost epoch: a failure was reported, or the process is new."""
     bereft: bool = False
     """True if a collective failed on the rank. The fault is elsewhere."""
 
@@ -51,17 +51,17 @@ class Roster:
     def __init__(
         self, rank: int, local: Mapping[int, bool], settings: Mapping[str, str], welcome: f.RankWelcome
     ) -> None:
-        """Create a roster without any hello. The parameters are those of ``Membership``."""
+        """Create a roster without any hello. For the parameters see ``Membership``."""
         self.members = {other: Member(here) for other, here in local.items()}
         self.seen = -1
-        """Highest epoch of any rank, under this or an earlier engine process; -1 for none."""
+        """Highest epoch of any rank, under the present or an earlier engine process; -1 for none."""
         self.pools: tuple[int, ...] | None = None
         """Number of blocks of each pool; None until all ranks have loaded."""
         self.actions: list[t.Action] = []
         self.welcome = welcome
         self._rank, self._settings = rank, settings
         self._rooms: dict[int, tuple[int, ...]] = {}
-        """Rank -> number of blocks in each pool for which the rank has memory. Includes this rank."""
+        """Rank -> number of blocks in each pool for which the rank has memory. Includes the own rank."""
         self._given_up: set[bytes] = set()
         """Channel names of replaced processes. Used only for membership tests."""
 
@@ -71,12 +71,12 @@ class Roster:
         return actions
 
     def of(self, peer: bytes, rank: int) -> Member | None:
-        """Return the member ``rank`` if ``peer`` is its present process; otherwise None."""
+        """Return the member ``rank`` if ``peer`` is the member's present process; otherwise None."""
         member = self.members.get(rank)
         return None if member is None or member.peer != peer else member
 
     def hello(self, peer: bytes, hello: f.RankHello, now: float) -> bool:
-        """Handle a hello. Return True if ``peer`` is a new and accepted process of its rank.
+        """Handle a hello. Return True if ``peer`` is a new and accepted process.
 
         Return False for a known, refused or ignored process. Raises ConfigError if the settings differ.
         Repeated hellos of a known process get the welcome again.
@@ -93,7 +93,7 @@ class Roster:
         except ConfigError as error:
             self.refuse(peer, error)
             raise
-        if member.starting:  # the previous process repeats its hello until an answer comes
+        if member.starting:  # the previous process repeats hellos until an answer comes
             return False
         self.actions.append(t.Send(peer, self.welcome))
         if member.peer == peer:
@@ -104,10 +104,10 @@ class Roster:
         return True
 
     def loaded(self, rank: int, blocks: tuple[int, ...]) -> None:
-        """Record that a rank has its weights and memory for ``blocks``.
+        """Record that ``rank`` has weights and memory for ``blocks``.
 
-        The last rank to load decides ``pools``, and all ranks get the sizes. A rank that loads later gets the
-        same sizes. Raises EngineDead if a rank has a different number of pools.
+        The last rank to load decides ``pools``, and all ranks get the sizes. Later ranks get the same
+        sizes. Raises EngineDead if a rank has a different number of pools.
         """
         self._rooms[rank] = blocks
         if self.pools is not None:
@@ -131,12 +131,12 @@ class Roster:
         self.actions.append(t.Spawn(rank, anew))
 
     def replace(self, rank: int, why: str) -> None:
-        """Give up the rank's process and, on this host, request a new process."""
+        """Give up the rank's process. If the rank is local, request a new process."""
         self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
         served_another = self.members[rank].outlived
         self.forget(rank)
         if self.members[rank].local:
-            if served_another:  # no fault: the process may have ended together with its engine process
+            if served_another:  # no fault: the process may have ended together with an engine process
                 log.info("rank %d served the head before, and is replaced: %s", rank, why)
             else:
                 log.warning("rank %d is started again: %s", rank, why)

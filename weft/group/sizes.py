@@ -1,8 +1,8 @@
-"""Equal pool sizes on all ranks of a group: every rank reports its capacity, and all get the minimum.
+"""Equal pool sizes on all ranks of a group: all ranks report capacities, and all get the minimum.
 
     rank  ──Loaded: blocks──►  head: least of all  ──Pools──►  rank allocates  ──Ready──►
 
-A rank that starts again later gets the present sizes of the other ranks, whatever its own capacity.
+A restarted rank gets the present sizes of the other ranks, whatever the restarted rank's capacity.
 """
 
 from __future__ import annotations

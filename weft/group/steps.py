@@ -1,4 +1,4 @@
-"""Step reports of the ranks: which ranks have ended a step, and the checksum of their samples. Pure."""
+"""Step reports of the ranks: which ranks have ended a step, and checksums of samples. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ class Steps:
     """Unsettled steps of one epoch. A step is settled once all ranks have reported equal checksums."""
 
     def __init__(self, rank: int, others: Sequence[int], patience: float) -> None:
-        """Create an empty record. ``patience``: seconds that ``others`` may be behind ``rank``."""
+        """Create an empty record. ``patience``: maximum seconds of ``others`` behind ``rank``."""
         self._rank, self._others, self._patience = rank, others, patience
         self.own = -1
-        """The last step that ended on ``rank``; -1 for none."""
+        """The last ended step of ``rank``; -1 for none."""
         self._checksums: dict[int, dict[int, int]] = {}
         """Step -> rank -> checksum, for unsettled steps."""
         self._due: dict[int, float] = {}
-        """Unsettled steps that ended on ``rank``, in order -> deadline for the other ranks, in seconds."""
+        """Unsettled steps ended by ``rank``, in order -> deadline for the other ranks, in seconds."""
 
     def clear(self) -> None:
         """Drop all unsettled steps, because another epoch begins. ``own`` stays."""
@@ -24,7 +24,7 @@ class Steps:
         self._due.clear()
 
     def take(self, rank: int, step: int, checksum: int, now: float) -> tuple[int, int] | None:
-        """Record that ``step`` ended on ``rank``, and settle complete steps in order.
+        """Record the end of ``step`` on ``rank``, and settle complete steps in order.
 
         Return (rank, step) of the first checksum that differs from the checksum of the engine's rank. Return
         None without a difference.
@@ -49,7 +49,7 @@ class Steps:
     def settled(self, step: int) -> bool:
         """Return True if no step up to ``step`` waits for another rank.
 
-        A step that has not ended on this rank does not wait for other ranks.
+        A step unfinished on the own rank does not wait for other ranks.
         """
         return all(number > step for number in self._due)
 

@@ -25,7 +25,7 @@ class Tries:
         self._left = TRIES
 
     def run(self) -> None:
-        """Record that an epoch runs."""
+        """Record the start of an epoch."""
         self.ran, self.fresh = True, False
 
     def renew(self, now: float) -> None:

@@ -11,10 +11,10 @@ from weft.types import frames as f
 
 
 class GroupLost(EngineDead):
-    """A group cannot continue in its present form. Surviving ranks have stopped and retain their weights.
+    """A group cannot continue in the present form. Surviving ranks have stopped and retain all weights.
 
     ``rank`` is the rank at fault; None if the fault is unknown, or if no rank is at fault (a broken link).
-    ``refused`` is True if the rank cannot load with its configuration.
+    ``refused`` is True if the rank cannot load with the given configuration.
     """
 
     def __init__(self, rank: int | None, reason: str, refused: bool = False) -> None:
@@ -24,7 +24,7 @@ class GroupLost(EngineDead):
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Lease of one engine process, visible to all engine processes of its expert-parallel group."""
+    """Lease of one engine process, visible to all engine processes of the expert-parallel group."""
 
     incarnation: str
     """Random incarnation of the engine process."""
@@ -114,7 +114,7 @@ class LeasesRead(_Word, frozen=True):
 
 
 class Resume(_Word, frozen=True):
-    """The engine has dropped its steps, so the group can be formed again."""
+    """The engine has dropped all steps, so the group can be formed again."""
 
     lost: GroupLost
 
@@ -148,7 +148,7 @@ class Send(_Word, frozen=True):
 
 
 class Spawn(_Word, frozen=True):
-    """Start the process of a rank on this host if it does not run. ``anew``: end a running process first.
+    """Start the process of a rank on this host unless running. ``anew``: end a running process first.
 
     The shell reports the result with ``Spawned`` or ``Unable``.
     """
@@ -158,7 +158,7 @@ class Spawn(_Word, frozen=True):
 
 
 class Connect(_Word, frozen=True):
-    """Empty the slots of this rank and connect its communicators for an epoch.
+    """Empty the slots and connect the communicators of this rank for an epoch.
 
     The shell reports ``Connected`` or ``OwnFailure`` within a bounded time.
     """

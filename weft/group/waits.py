@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HELLO_S = 120.0
-"""Maximum seconds from the start of a rank's process to its hello."""
+"""Maximum seconds from the start of a rank's process to the hello."""
 LOAD_S = 3600.0
 """Maximum seconds for ranks to load, and for engine processes to meet. Heartbeats are required meanwhile."""
 LAG = 1
@@ -13,5 +13,5 @@ LOOK_MEETING_S, LOOK_S = 0.02, 1.0
 
 
 def late(what: str, patience: float) -> str:
-    """Return the reason for the loss of a rank that did not do ``what`` within ``patience`` seconds."""
+    """Return the reason for the loss of a rank without ``what`` within ``patience`` seconds."""
     return f"it did not {what} within {patience:g} s"

@@ -61,7 +61,7 @@ class Build:
 
     @property
     def comm(self) -> Comm:
-        """Communicator that sums partial results."""
+        """Communicator for sums of partial results."""
         return self.mesh.tp
 
     @property
@@ -87,20 +87,19 @@ class Build:
 
     @property
     def wide(self) -> torch.dtype:
-        """Dtype of values that are never rounded to the model's dtype: float64 in a float64 model, or
-        float32."""
+        """Dtype of unrounded values: float64 in a float64 model, otherwise float32."""
         return torch_ops.wide(self.dtype)
 
     def part(self, size: int) -> Shard:
-        """Return this rank's share of ``size`` heads, columns and the like."""
+        """Return the rank's share of ``size`` heads, columns and the like."""
         return Shard((sharding.share(size, self.comm.rank, self.comm.size),), size)
 
     def kv_part(self, heads: int) -> Shard:
-        """Return this rank's share of KV heads: at least one head, which other ranks may share."""
+        """Return the rank's share of KV heads: at least one head, which other ranks may share."""
         return Shard((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """Return ``spec`` with the sizes of this rank. Raises ConfigError if the sizes do not divide."""
+        """Return ``spec`` with the rank's sizes. Raises ConfigError if the sizes do not divide."""
         return sharding.local_spec(spec, self.mesh.layout)
 
     def weight(
@@ -128,7 +127,7 @@ class Build:
         return parameter
 
     def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
-        """Return ``weight`` for a matrix, or a stack of matrices, that may be loaded as codes.
+        """Return ``weight`` for a matrix, or a stack of matrices, possibly loaded as codes.
 
         The layer must take the matrix with ``Packs._give`` or a function of ``layers.held``.
         """
@@ -165,7 +164,7 @@ class FeedForward(Layer):
     """Feed-forward part of a block: [T, hidden] to a partial [T, hidden], which is summed over ranks."""
 
     reads_ids: bool = False
-    """True if the block reads the token ids of its rows."""
+    """True if the block reads token ids."""
 
     def steps(
         self, comm: Comm, x: torch.Tensor, ids: torch.Tensor | None, exchange: Exchange = UNAGREED
@@ -173,13 +172,13 @@ class FeedForward(Layer):
         """Return the block's contribution to the stream, [T, hidden]; yield once per collective.
 
         x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``; comm: sums partials;
-        exchange: agreement of the ranks about rows that go to other ranks.
+        exchange: agreement of the ranks about rows sent to other ranks.
         """
         return (yield from reduced(comm, self.forward(x, ids)))
 
 
 class Packs(Layer, ABC):
-    """A layer that converts its loaded weights to the layout of an op.
+    """A layer with loaded weights to convert to the layout of an op.
 
     ``pack`` is called once, after loading and before the first forward. Plain weights without further use are
     then dropped, layer by layer, so a model is never in memory twice.
@@ -187,10 +186,10 @@ class Packs(Layer, ABC):
 
     @abstractmethod
     def pack(self) -> None:
-        """Make the layouts that ``forward`` reads."""
+        """Make the layouts for ``forward``."""
 
     def _give(self, weight: str, op: Implementation) -> object:
-        """Return the input of ``op`` for the parameter ``weight``. A parameter that is packed is dropped."""
+        """Return the input of ``op`` for the parameter ``weight``. A packed parameter is dropped."""
         plain = getattr(self, weight)
         codes = take_mixed(plain, op.pack_codes is not None, mixes=op.mixes)
         if codes is not None and op.pack_codes is not None:
@@ -207,7 +206,7 @@ class Packs(Layer, ABC):
 
 
 def pack_all(model: nn.Module) -> None:
-    """Pack every layer of ``model`` in order of definition: an embedding before the head tied to it.
+    """Pack every layer of ``model`` in order of definition: an embedding before a tied head.
 
     After each layer the freed memory returns to the system; the C library would retain a part.
     """

@@ -25,20 +25,20 @@ from weft.ops.stacks import Unstacked, unstacked
 
 class _Piece(NamedTuple):
     row: int
-    """First row of the parameter's matrix that the piece fills."""
+    """First row of the piece in the parameter's matrix."""
     codes: Codes
 
 
 @dataclass(slots=True)
 class Held:
-    """Codes that wait on one parameter, and statistics."""
+    """Codes waiting on one parameter, and statistics."""
 
     device: torch.device
     """Device of the layer."""
     pieces: dict[int, list[_Piece]] = field(default_factory=dict)
     """Pieces by matrix of a stack; 0 for a single matrix."""
     coded: int = 0
-    """Bytes of codes that the layer could not use."""
+    """Bytes of codes in formats without support by the layer."""
     widened: int = 0
     """Bytes of the same codes after dequantization."""
 
@@ -69,13 +69,13 @@ def largest_in_place(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def held_on(parameter: nn.Parameter) -> Held | None:
-    """Return the codes record of ``parameter``; None if its layer accepts no codes."""
+    """Return the codes record of ``parameter``; None if the layer accepts no codes."""
     held: Held | None = getattr(parameter, "held", None)
     return held
 
 
 def holds_codes(parameter: nn.Parameter) -> bool:
-    """Return True if codes wait on ``parameter``. Its own memory is then incomplete."""
+    """Return True if codes wait on ``parameter``. The parameter's own memory is then incomplete."""
     held = held_on(parameter)
     return held is not None and bool(held.pieces)
 
@@ -94,7 +94,7 @@ def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> 
 
 
 def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
-    """Return all of ``parameter`` as codes on the layer's device, or None if its own memory is complete.
+    """Return all of ``parameter`` as codes on the layer's device, or None if the parameter is complete.
 
     Codes are dequantized into the memory if ``allowed`` is False, if codes do not cover all rows, or if the
     formats of the rows differ.

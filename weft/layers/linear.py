@@ -78,7 +78,7 @@ class Embedding(Packs):
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
         super().__init__()
         self.shard = build.part(vocab_size)
-        """This rank's rows. The table has the size of the largest share; rows beyond this share are zero."""
+        """The rank's rows. The table has the size of the largest share, padded with zero rows."""
         rows_of_all = -(-vocab_size // build.comm.size)
         self.weight = build.matrix(rows_of_all, hidden, shard=self.shard)
         self._first = self.shard.spans[0][0]
@@ -91,7 +91,7 @@ class Embedding(Packs):
         self._rounds = tied and build.quantization != "none"
         self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
-        """Table in the layout that ``forward`` reads."""
+        """Table in the layout for ``forward``."""
 
     @property
     def shared(self) -> bool:
@@ -137,7 +137,7 @@ class LMHead(Packs):
 
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
-        # a tuple hides the embedding from nn.Module: its parameters are not the head's
+        # a tuple hides the embedding's parameters from nn.Module
         self._tied_to = (embedding,) if tied else ()
         self.weight = None if tied else build.matrix(*embedding.weight.shape, shard=embedding.shard)
         self._vocab_size = embedding.shard.size
@@ -173,7 +173,7 @@ class LMHead(Packs):
 
 
 class NoHead(nn.Module):
-    """Substitute for a head that the checkpoint lacks: every logit is 0.
+    """Substitute for a head without weights in the checkpoint: every logit is 0.
 
     Requests of such a model never sample (``check_submit``). But captured CUDA graphs contain rows with
     samples, which need a head.

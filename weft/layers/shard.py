@@ -1,6 +1,6 @@
-"""Part of a global parameter that one rank stores.
+"""Part of a global parameter stored by one rank.
 
-Weight maps refer to whole parameters. A layer allocates the part of its rank and marks the part; the loader
+Weight maps refer to whole parameters. A layer allocates the rank's part and marks the part; the loader
 reads only marked parts.
 
     global rows     | gate 0 | gate 1 | up 0 | up 1 |
@@ -38,7 +38,7 @@ class Shard:
         return self.spans == ((0, self.size),)
 
     def times(self, each: int) -> Shard:
-        """Return the shard of a dim with ``each`` entries for every entry of this shard."""
+        """Return the shard of a dim with ``each`` entries for every present entry."""
         return replace(self, spans=tuple((b * each, e * each) for b, e in self.spans), size=self.size * each)
 
     def at(self, dim: int) -> Shard:
@@ -57,7 +57,7 @@ def picked(entries: Sequence[int], size: int) -> Shard:
 
 
 def joined(*parts: Shard) -> Shard:
-    """Return the shard of a parameter that concatenates the parameters of ``parts``."""
+    """Return the shard of the concatenation of the parameters of ``parts``."""
     spans = list[tuple[int, int]]()
     size = 0
     for part in parts:
@@ -78,7 +78,7 @@ def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Shard:
 
 
 def mark(parameter: torch.nn.Parameter, shard: Shard) -> None:
-    """Note on ``parameter`` which shard it stores."""
+    """Note ``shard`` on ``parameter``."""
     parameter.shard = shard  # type: ignore[attr-defined]
 
 

@@ -32,11 +32,11 @@ class ExpertLayers:
         self._ep = layers[0].mesh.ep
         self._launcher = layers[0].mesh.launcher
         self.moved = 0
-        """Number of experts moved to this rank."""
+        """Number of experts moved to the own rank."""
         self.rebalanced = 0
         """Number of rebalancing passes."""
         self.reload: Callable[[Sequence[Placement]], ExpertLayers | None] | None = None
-        """Function that reads the experts of another placement from the checkpoint."""
+        """Reader of the experts of another placement from the checkpoint."""
         self._torn = False
         """True if the last pass ended while experts were moving."""
         layers[0].mesh.formed.append(self.agree)

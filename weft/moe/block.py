@@ -29,7 +29,7 @@ from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
 
-# Recorded as an op if sums over ranks are grouped by the copy of an expert that computed a row.
+# Recorded as an op if sums over ranks are grouped by the copies of experts.
 _COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
@@ -64,13 +64,13 @@ class Experts(nn.Module):
         self.gate_up_bias = build.weight(count, both.count, shard=up) if spec.bias else None
         self.down_bias = build.weight(count, hidden, shard=mine) if spec.bias else None
         self.adds_bias = mine is not None or build.comm.rank == 0
-        """True if this rank's output includes ``down_bias``."""
+        """True if the rank's output includes ``down_bias``."""
 
 
 class Shared(nn.Module):
     """The expert of every token. Several shared experts are stored side by side as one wide expert.
 
-    The shared expert is divided over ranks, except with divided experts: then every rank has all of it.
+    The shared expert is divided over ranks, except with divided experts: then every rank has a whole copy.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build) -> None:
@@ -119,7 +119,7 @@ class RoutedMLP(FeedForward, Packs):
         self._run = self._op.run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
-        """The experts of this rank if ranks have whole experts; None before ``pack``."""
+        """The rank's experts if ranks have whole experts; None before ``pack``."""
         if build.divides_experts and build.experts.moving and not build.invariant:
             build.ops["moe_copies", build.dtype] = _COPIES
 
@@ -134,7 +134,7 @@ class RoutedMLP(FeedForward, Packs):
         router = self.router
         experts = self.experts
         shared = self.shared
-        # Taken before ``_matrices``, which replaces parameters and drops their notes.
+        # Taken before ``_matrices``, which replaces parameters without notes.
         down_largest = largest_in_place(experts.down)
         shared_down_largest = None if shared is None else largest_in_place(shared.down)
         weights = Routed(
@@ -163,7 +163,7 @@ class RoutedMLP(FeedForward, Packs):
             self.divided = self._divide(self._packed)
         if self._op.pack is None and not has_codes(weights):
             return
-        # Drop plain matrices now: the op has its own layout.
+        # Drop plain matrices now: the op has a layout of packed matrices.
         for held in (experts, shared):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]

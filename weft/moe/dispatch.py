@@ -40,12 +40,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Routed rows of their home rank (for ``reduce``: all rows). n rows, k experts each."""
+    """Routed rows of a home rank (for ``reduce``: all rows). n rows, k experts each."""
 
     x: Tensor
     """Hidden states, [n, hidden]."""
     ranks: Tensor
-    """Rank that computes each pair of row and expert, int64 [n, k]."""
+    """Rank of the expert of each pair of row and expert, int64 [n, k]."""
     places: Tensor
     """Place of the expert on the rank, int64 [n, k]."""
     scales: Tensor
@@ -65,7 +65,7 @@ class Work(NamedTuple):
 
 
 class Came(NamedTuple):
-    """Results that arrive at the home rank."""
+    """Results at the home rank."""
 
     total: Tensor
     """Sum of all ranks' answers, [n, A, hidden]."""
@@ -78,7 +78,7 @@ Form: TypeAlias = Callable[[Comm, Rows, Work, "int | None"], Steps]
 """(ep, rows, work, maximum rows per rank or None if unknown) -> results at the home rank."""
 
 
-# --- rows with their places and scales, as one tensor ---
+# --- rows, places and scales as one tensor ---
 
 
 def _as_columns(x: Tensor, more: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _shape(rows: Rows, work: Work) -> _Shape:
 
 
 def _sent(rows: Rows, work: Work) -> Tensor | None:
-    """Return the scales that travel; None if exact."""
+    """Return the scales to send; None if exact."""
     return None if work.exact else rows.scales
 
 

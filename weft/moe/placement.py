@@ -162,7 +162,7 @@ def _in_place(spread: list[list[int]], old: Placement) -> Placement:
 
 
 def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
-    """Return the copies to make: (from rank, its place, to rank, its place) for each changed place.
+    """Return the copies to make: (from rank, from place, to rank, to place) for each changed place.
 
     The source is a copy on the same rank if one exists. Otherwise the copies elsewhere take turns.
     """

@@ -1,4 +1,4 @@
-"""All spans of a run, read from the files of its processes, as one Chrome trace (Perfetto).
+"""All spans of a run, read from the files of all processes, as one Chrome trace (Perfetto).
 
 Each weft process is a process of the trace. Each request has a track per process, or several tracks for
 overlapping spans. Arrows lead from a request's placements in the API server to the work in the engine
@@ -123,7 +123,7 @@ def chrome_trace(
             events.append({**mark, "ts": _micros(when - origin)})
         if span.name == "placement":
             places[span.span] = (place, span)
-    # All placements are known now. Each placement gets one arrow, to its first child.
+    # All placements are known now. Each placement gets one arrow, to the first child.
     for span in spans:
         if span.parent in places and span.name in ("queue", "await", "await images"):
             (there, cause), here = places.pop(span.parent), tracks.place(span)
@@ -166,7 +166,7 @@ class _Tracks:
         return self._places[span.span]
 
     def names(self) -> list[dict[str, Any]]:
-        """Return the events that name processes and tracks."""
+        """Return the events with the names of processes and tracks."""
         named = [
             {"name": "process_name", "ph": "M", "pid": number, "args": {"name": f"{name} ({pid})"}}
             for (name, pid), number in self.processes.items()
@@ -181,7 +181,7 @@ class _Tracks:
 def _steps(
     files: Mapping[str, Sequence[dict[str, Any]]], first: int, origin: int, used: Mapping[Any, int]
 ) -> list[dict[str, Any]]:
-    """Return the events of step traces as processes of their own.
+    """Return the events of step traces as separate processes.
 
     ``first``: start time of files without an origin.
     """

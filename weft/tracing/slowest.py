@@ -75,7 +75,7 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
                 sums[sequence][column] += one.seconds
         if one.name == "prefill" and part == "prefill":
             moved[sequence, int(one.attributes["weft.attempt"])] = one.end
-    for one in spans:  # the part of a transfer that no prefill hid
+    for one in spans:  # the time of a transfer after prefill
         if one.name == "await" and one.parent in parts:
             sequence = str(one.attributes["weft.sequence"])
             since = moved.get((sequence, int(one.attributes["weft.attempt"])))

@@ -55,7 +55,7 @@ def parse_traceparent(text: str) -> SpanContext | None:
 
 @dataclass(slots=True)
 class Span:
-    """A span that has not ended. Times are seconds of the process's monotonic clock."""
+    """An open span. Times are seconds of the process's monotonic clock."""
 
     name: str
     context: SpanContext

@@ -1,6 +1,6 @@
-"""Writer of one process's spans to its own file of OTLP JSON lines.
+"""Writer of one process's spans to a separate file of OTLP JSON lines.
 
-Each line is one ``TracesData``, the format of OpenTelemetry's file exporters and of its collector's receiver
+Each line is one ``TracesData``, the format of OpenTelemetry's file exporters and of the collector's receiver
 (``otlpjsonfile``). ``write`` takes microseconds and never waits: a thread encodes and writes queued spans ten
 times per second. If the disk is too slow or full, spans are dropped and counted.
 """
@@ -29,9 +29,9 @@ SUFFIX = ".spans.jsonl"
 MOST_WAITING = 8192
 """Maximum spans in the queue to the disk."""
 EVERY_S = 0.1
-"""Seconds between two writes. A killed process loses at most the spans of this time."""
+"""Seconds between two writes. A killed process loses at most the spans of so many seconds."""
 CLOSE_S = 5.0
-"""Maximum seconds that the end of a process waits for its last spans."""
+"""Maximum seconds of ``close`` for writing the last spans."""
 
 
 class SpanWriter:
@@ -59,7 +59,7 @@ class SpanWriter:
         self._waiting: list[Span] = []
         self._came, self._over = threading.Event(), threading.Event()
         self.dropped = 0
-        """Number of spans that were not written."""
+        """Number of spans not written."""
         self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
         self._thread.start()
 
