@@ -156,6 +156,7 @@ def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
 
     Types in ``CODED`` count with their stored bytes, others with 16 bits. Empty if no matrix is in ``CODED``.
     """
+    # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
     elements = sum(math.prod(tensor.shape) for tensor in matrices)
     if not any(tensor.kind in CODED for tensor in matrices):

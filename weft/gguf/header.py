@@ -113,6 +113,7 @@ class _Walk:
     def _pair(self) -> tuple[str, Any]:
         key = self._text("a key", _MOST_KEY)
         (kind,) = self._numbers("<I", "a value's type")
+        # The alignment is needed to find the tensors, so its type and value are checked here.
         if key == _ALIGNMENT_KEY:
             if kind != _UINT32:
                 raise Damaged("general.alignment is not a number of 32 bits")
@@ -132,6 +133,7 @@ class _Walk:
         if kind == _ARRAY:
             raise Damaged(f"{_shown(key)} is a list of lists, which no key of the format is")
         form = "" if kind == _STRING else self._form(kind, key)
+        # A string takes at least the 8 bytes of its length.
         self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
         self._few_entries(key, count)
         if not form:

@@ -72,8 +72,7 @@ class Vocabulary:
         return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))
 
     def token(self, role: str) -> str | None:
-        """Return the text of the token with the role bos, eos, unknown or padding; None without such a
-        token."""
+        """Return the text of the token with the role bos, eos, unknown or padding; None if missing."""
         number = self.metadata.get(f"tokenizer.ggml.{role}_token_id")
         if isinstance(number, int) and 0 <= number < len(self.tokens):
             return self.tokens[number]
@@ -81,8 +80,7 @@ class Vocabulary:
 
     @property
     def merges(self) -> list[tuple[str, str]]:
-        """Merges in order of precedence. The halves contain no spaces, because bytes are written as
-        letters."""
+        """Merges in order of precedence. The halves have no spaces: bytes are written as letters."""
         pairs = [tuple(merge.split(" ")) for merge in self._texts("merges")]
         if any(len(pair) != 2 for pair in pairs):
             raise _fail("merges", "must be pairs of tokens")

@@ -41,7 +41,7 @@ class Liveness:
     def silent(self, now: float) -> int | None:
         """Return a rank without a heartbeat for longer than the patience; None if there is no such rank.
 
-        Call often. After a gap between calls all ranks get the full time again: the caller's process stood still.
+        Call often. After a long gap between calls all ranks get the full time again: the caller stood still.
         """
         late, self._looked = now - self._looked > self._patience / 2, now
         if late:

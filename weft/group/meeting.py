@@ -53,6 +53,7 @@ class Meeting:
         """Return the lease to write, or ``Connect`` when all proposals agree, or None if nothing changed."""
         others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
+        # A proposal must be visible to all before the process counts the others' proposals.
         if epoch != self._epoch or not self._proposed:
             self._epoch, self._proposed = epoch, True
             return self._lease(epoch, begun=False)
@@ -75,6 +76,7 @@ class Meeting:
         present = [mine if n == self.replica else lease for n, lease in enumerate(leases)]
         known = [lease for lease in present if lease is not None]
         self._incarnations = [lease.incarnation for lease in known]
+        # Processes with different views of the incarnations get different stores, and cannot meet by mistake.
         named = hashlib.blake2b("/".join(self._incarnations).encode(), digest_size=6).hexdigest()
         store = f"{known[0].stores}/epoch{self._epoch}-{named}"
         return Connect(self._epoch, store, tuple(lease.wakeup for lease in known))

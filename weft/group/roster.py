@@ -54,7 +54,7 @@ class Roster:
         """Create a roster without any hello. For the parameters see ``Membership``."""
         self.members = {other: Member(here) for other, here in local.items()}
         self.seen = -1
-        """Highest epoch of any rank, under the present or an earlier engine process; -1 for none."""
+        """Highest epoch in any hello, possibly of an earlier engine process; -1 for none."""
         self.pools: tuple[int, ...] | None = None
         """Number of blocks of each pool; None until all ranks have loaded."""
         self.actions: list[t.Action] = []
@@ -63,7 +63,7 @@ class Roster:
         self._rooms: dict[int, tuple[int, ...]] = {}
         """Rank -> number of blocks in each pool for which the rank has memory. Includes the own rank."""
         self._given_up: set[bytes] = set()
-        """Channel names of replaced processes. Used only for membership tests."""
+        """Channel names of replaced processes. Only looked up, never iterated."""
 
     def take_actions(self) -> list[t.Action]:
         """Return the collected actions in order and clear ``actions``."""
@@ -114,6 +114,7 @@ class Roster:
             if any(has < all_have for has, all_have in zip(blocks, self.pools, strict=False)):
                 log.warning("rank %d has less room than the ranks' caches take", rank)
             self.tell(rank, f.Pools(blocks=self.pools))
+        # The rooms include the own rank, so more rooms than members means all ranks.
         elif len(self._rooms) > len(self.members):
             own = self._rooms[self._rank]
             self.pools = least(own, {other: self._rooms[other] for other in self.members})
@@ -132,6 +133,7 @@ class Roster:
 
     def replace(self, rank: int, why: str) -> None:
         """Give up the rank's process. If the rank is local, request a new process."""
+        # The refusal must come first: ``forget`` drops the address of the process.
         self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
         served_another = self.members[rank].outlived
         self.forget(rank)

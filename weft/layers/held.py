@@ -89,6 +89,7 @@ def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> 
     held = held_on(parameter)
     assert held is not None
     pieces = held.pieces.setdefault(matrix, [])
+    # Only an equal first row replaces: other pieces are other published tensors of the same matrix.
     pieces[:] = [piece for piece in pieces if piece.row != row]
     pieces.append(_Piece(row, codes))
 

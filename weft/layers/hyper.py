@@ -45,8 +45,7 @@ class HyperConnection(_Mixer):
         self.scale = build.weight(3, wide=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (layer's input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N]); x: [T, N,
-        hidden]."""
+        """Return (input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N]) for x [T, N, ..]."""
         into, out, mix = stream_weights(
             self.mixed(x), self.scale, self.base, self._spec.streams, self._spec.iterations, self._spec.eps
         )
@@ -55,6 +54,7 @@ class HyperConnection(_Mixer):
     @staticmethod
     def add(x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
         """Return the streams after a layer with output ``made`` [T, hidden]: [T, N, hidden] in x's dtype."""
+        # [T, 1, hidden] * [T, N, 1] -> [T, N, hidden]
         given = made.to(mix.dtype).unsqueeze(1) * out.unsqueeze(2)
         return (sum_streams(x, mix) + given).to(x.dtype)
 

@@ -65,6 +65,7 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
     low = max(low, 0)
     high = min(high, spec.dim - 1)
     if low == high:
+        # An empty ramp would divide by zero below.
         high += 0.001
     pairs = torch.arange(spec.dim // 2, dtype=torch.float64)
     interpolated = ((pairs - low) / (high - low)).clamp(0, 1)

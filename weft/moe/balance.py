@@ -47,8 +47,7 @@ class ExpertLayers:
         return tuple(layer.map.placement for layer in self._layers)
 
     def asks(self, tokens: int) -> bool:
-        """Return True if the host reads the number of sent rows in a step of ``tokens`` tokens per
-        replica."""
+        """Return True if the host reads row counts in a step of ``tokens`` tokens per replica."""
         return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
 
     def rebalance(self) -> Generator[Pending, None, None]:

@@ -64,6 +64,7 @@ class Chooser:
         """
         places = self._layout.tensor
         if self._layout.data == 1:
+            # With one replica all ranks know the number of rows without an agreement.
             form = exchange.form or self.form(exchange.rows or rows)
             return form, -(-rows // places)
         if exchange.rows:

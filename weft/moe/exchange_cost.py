@@ -96,6 +96,7 @@ def exchanges(form: str, tokens: int, shape: ExchangeShape, layout: Layout) -> l
     home = -(-tokens // tensor)
     answers = shape.top_k if shape.exact else 1
     hidden_bytes = shape.hidden * shape.element
+    # A row travels with 8 bytes per place, and with 4 bytes per scale unless scales stay at home.
     row = hidden_bytes + shape.top_k * (8 if shape.exact else 12)
     answer = answers * hidden_bytes
     dense = ranks * home * (row + 2 * shape.top_k * hidden_bytes)  # written by one rank for all rows

@@ -64,6 +64,7 @@ class Map:
         if self._single:
             return ranks[chosen, 0], places[chosen, 0]
         rows = torch.arange(turn, turn + len(chosen), device=chosen.device).unsqueeze(1)
+        # ``turn`` shifts the alternation by rank, so ranks with few rows do not all use the first copies.
         copy = rows % count[chosen, 0]
         return ranks[chosen, copy], places[chosen, copy]
 
@@ -167,12 +168,15 @@ class DividedExperts:
         self._count(chosen[mine.begin : mine.end])
         answers = rows.ranks.shape[1] if self._exact else 1
         size = self._mine.answers(x.dtype, self._exact).itemsize
+        # Small sums: a one-shot all-reduce gives every rank all rows. Large sums: reduce-scatter, then
+        # all-gather.
         if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
             work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
             came = yield from FORMS["reduce"](ep, rows, work, None)
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
         made = self._answer(x, places, rows.scales)
+        # Equal parts for the reduce-scatter: the padding is zero and dropped below.
         missing = mine.each * ep.size - rows_all
         if missing:
             made = torch.cat([made, made.new_zeros(missing, *made.shape[1:])])

@@ -149,6 +149,7 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
 
 def _in_place(spread: list[list[int]], old: Placement) -> Placement:
     """Return ``spread``, assigned to ranks with as many places so that most experts stay in place."""
+    # Greedy: each rank takes the most similar set of the right size. Ties go to the lowest index.
     open_ = set(range(len(spread)))
     made: list[tuple[int, ...]] = []
     for mine in old:

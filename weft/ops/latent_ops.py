@@ -22,6 +22,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tens
     """
     exact = x.to(cos.dtype)
     first, second = (exact[..., ::2], exact[..., 1::2]) if interleaved else exact.chunk(2, dim=-1)
+    # [T, 1, .., dim / 2], to broadcast over heads
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
     cos = cos.view(shape)
     sin = sin.view(shape)
@@ -86,6 +87,7 @@ def _parts(
     """Return each token's queries' part and latent, both normalized, and rotated key."""
     lora = weight.shape[0]
     rope = 2 * cos.shape[1]
+    # [T, first | kv_lora | rope]
     q, latent, key = joined.split((joined.shape[1] - lora - rope, lora, rope), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)

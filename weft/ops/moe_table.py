@@ -87,6 +87,7 @@ def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, 
         if not fitting:
             continue
         near = min(fitting, key=lambda m: _distance(m.size, size))
+        # Nearest measured token count, in doublings.
         at = min(near.times, key=lambda n: abs(math.log2(n / max(1, tokens))))
         known = {form: us for form, us in near.times[at].items() if form in usable}
         if known:

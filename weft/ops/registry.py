@@ -69,6 +69,7 @@ def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool
         for found in _OPS.get(op, [])
         if device.type in found.devices and dtype in found.dtypes and (found.invariant or not invariant)
     ]
+    # Availability last: the check may load a library.
     fitting = [found for found in fitting if found.available()]
     if not fitting:
         wanted = f"{op} for {str(dtype).removeprefix('torch.')} on {device.type}"

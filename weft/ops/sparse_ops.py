@@ -41,6 +41,7 @@ def pool(entries: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap:
         # Sources ``overlap - 1 - part`` groups back. Their parts for later groups come first.
         columns = entries[:, part * width : (part + 1) * width]
         found.append(columns.index_select(0, places.reshape(-1)).view(*places.shape, width))
+    # [C, S, 2 n] -> kv and gate [C, S, n]
     kv, gate = torch.cat(found, dim=1).to(exact).chunk(2, dim=-1)
     absent = ~begun.unsqueeze(2)
     weights = (gate + bias).masked_fill_(absent, -torch.inf).softmax(dim=1)
@@ -65,6 +66,7 @@ def stream_weights(
     out = 2 * logistic(out * scale[1] + out_base)
     mix = (mix * scale[2] + mix_base).unflatten(-1, (streams, streams)).softmax(dim=-1) + eps
     mix = mix / (_added(mix, 1) + eps)
+    # The softmax and the column scaling above were the first iteration.
     for _ in range(iterations - 1):
         mix = mix / (_added(mix, 2) + eps)
         mix = mix / (_added(mix, 1) + eps)

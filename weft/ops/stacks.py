@@ -48,6 +48,7 @@ class Unstacked:
             zeros=None if first.zeros is None else first.zeros.new_empty(count, *first.zeros.shape),
             factors=None if first.factors is None else first.factors.new_empty(count, *first.factors.shape),
         )
+        # One matrix at a time: its pieces are released before the next matrix is taken.
         for place in range(count):
             one = self.take(place) if place else first
             for to, tensor in zip(made.tensors(), one.tensors(), strict=True):
@@ -57,6 +58,7 @@ class Unstacked:
 
     def _like_all(self, part: Codes) -> Codes:
         part = part.regrouped(self._group)
+        # Zero points or factors in any piece require the same tensors in all pieces: tensors are stacked.
         zeros = all_zeros([part]) if self._zeros else None
         return replace(part, zeros=zeros, factors=all_factors([part]) if self._factors else None)
 

@@ -54,6 +54,8 @@ class SpanWriter:
         self._resource = _attributes(
             {"service.name": "weft", "service.instance.id": process, "process.pid": os.getpid()}
         )
+        # Span times are monotonic, files have wall-clock times. The offset is fixed, so spans keep their
+        # order.
         self._origin = time.time_ns() - time.monotonic_ns()
         self._lock = threading.Lock()
         self._waiting: list[Span] = []
@@ -82,6 +84,7 @@ class SpanWriter:
     def _run(self) -> None:
         while not self._over.is_set():
             self._came.wait()
+            # Collect spans for a while: one write per interval, not one per span.
             self._over.wait(EVERY_S)
             self._came.clear()
             self._flush()

@@ -103,6 +103,7 @@ def find() -> Path | None:
         with contextlib.suppress(FileNotFoundError):  # another process may delete it now
             file = path.stat()
             folder = path.parent.stat()
+            # Both owners count: the owner of the folder could replace the file.
             if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
                 made[path] = file.st_mtime
     if made:
@@ -187,6 +188,7 @@ def build(
         if target.exists() and not force:
             say("the C++ operations are built already")
             return target
+        # A suitable library of the wheel makes compiling unnecessary.
         ready = None if force else prebuilt.find(sources)
         if ready is not None:
             say(

@@ -144,6 +144,7 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
         codes.drop_pages()
         return blocks, codes.coding
     if codes.rounds_rows:
+        # The packed layout of nibbles (csrc/rounded.h) has a fixed group of 64.
         assert codes.group == coded.INT4_GROUP
         pack_nibbles = torch.ops.weft_cpu.pack_nibbles.default
         parts = (codes.values, codes.scales, coded.all_zeros([codes]))
@@ -226,6 +227,7 @@ def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Ten
         result = ops.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
         return result
     if weight.order is not None:
+        # The packed columns are permuted, so x is permuted to match.
         x = x.index_select(1, weight.order)
     result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, weight.coding)
     return result
@@ -246,6 +248,7 @@ def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Ten
     if table.order is None:
         return made
     found = torch.empty_like(made)
+    # Column i of the codes is input ``order[i]``: scatter back to the natural order.
     found[:, table.order] = made
     return found
 
