@@ -80,7 +80,7 @@ class Build:
 
         ``divided`` is the total number of inputs of a matrix with inputs divided over ranks, otherwise 0.
         Rounding of x to 8 bits must not depend on the number of ranks. With ``divided``, w8a8 therefore
-        becomes int8, and w4a8 becomes int4 unless ranks cut between whole groups.
+        becomes int8, and w4a8 becomes int4 unless ``divided`` is a multiple of ``coded.UNCUT``.
         """
         kind = self._kind(divided)
         return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
@@ -120,8 +120,7 @@ class Build:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
             mark(parameter, shard)
-            # A part of each row cannot give the scale of the whole row, so the loader notes the row's
-            # maximum.
+            # A part of a row cannot give the row's scale, so the loader notes the row's maximum.
             if not wide and 0 < shard.dim == len(shape) - 1 and self._kind(shard.size) == "int8":
                 keep_largest(parameter, self.wide)
         return parameter

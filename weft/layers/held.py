@@ -1,7 +1,7 @@
 """Codes that the loader puts on a parameter, instead of plain weights, until the layer packs the codes.
 
-A parameter may wait on the host for a layer that computes on another device. The functions here return values
-on the layer's device.
+A parameter may wait on the host for a layer that computes on another device. The functions here
+return values on the layer's device, except ``take_apart``.
 
 Several published tensors fill one parameter (for example q, k and v as rows of one matrix), each quantized or
 plain. Codes are not written to the parameter's own memory, which stays untouched and therefore occupies no

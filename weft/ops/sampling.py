@@ -36,8 +36,8 @@ Tensor = torch.Tensor
 
 NEG_INF = float("-inf")
 BLOCK = 128
-DENSE = 1 << 18  # tokens whose words are made at a time, to stay in the CPU's cache
-WIDTHS = (128, 2048, 16384)  # leading tokens that step 6 looks at before it sorts the whole row
+DENSE = 1 << 18  # tokens per slice of noise words, to fit the CPU's cache
+WIDTHS = (128, 2048, 16384)  # leading tokens for step 6 before a sort of the whole row
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:
