@@ -91,7 +91,7 @@ class ModelFacts:
         return self.architecture
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a switch."""
+        """Return the value of ``key`` as a bool."""
         return bool(self._value(key, default))
 
     def _value(self, key: str, default: Any) -> Any:

@@ -68,7 +68,7 @@ class Vocabulary:
         self.ids = {token: i for i, token in reversed(list(enumerate(self.tokens)))}
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a switch."""
+        """Return the value of ``key`` as a bool."""
         return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))
 
     def token(self, role: str) -> str | None:

@@ -34,7 +34,7 @@ class Liveness:
             self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
-        """Drop the rank's replaced process. The next process counts from a first heartbeat."""
+        """Drop the rank's replaced process. The next process is expected only after a first heartbeat."""
         self._heard.pop(rank, None)
         self._loading[rank] = None
 

@@ -1,10 +1,10 @@
 """Agreement of the engine processes of an expert-parallel group on the next epoch. Pure.
 
-Any engine process may die and start again. Each engine process has a lease, readable by all. The
-lease names the epoch to begin, and states whether the epoch has begun. A process proposes an
-epoch begun by no process and not below another proposal. When all proposals are equal, the
-epoch begins. The name of the rendezvous store contains a digest of all incarnations. A process with an old
-dead process's lease in the digest therefore meets nobody, times out and proposes the next epoch.
+Any engine process may die and start again. Each engine process has a lease, readable by all. The lease names
+the epoch to begin, and states whether the epoch has begun. A process proposes an epoch begun by no process and
+not below another proposal. When all proposals are equal, the epoch begins. The name of the rendezvous store is a
+digest of all incarnations. So a process with an outdated lease of a dead process waits at another store, meets
+nobody, times out and proposes the next epoch.
 """
 
 from __future__ import annotations

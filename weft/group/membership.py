@@ -37,7 +37,7 @@ Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
 
 
 class Membership:
-    """Membership of one engine process's group. Only ``on`` changes the state."""
+    """Membership state of one group, in the engine process. Only ``on`` changes the state."""
 
     def __init__(
         self,
@@ -171,8 +171,7 @@ class Membership:
                 if self._now - self._read > COLLECTIVE * self._timeout / 2:  # the own process stood still
                     self.steps.extend(self._now)
                 self._read = self._now
-                # One overdue wait per event: the handler may change the phase and so all other
-                # deadlines.
+                # One overdue wait per event: the handler may change all other deadlines.
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
                 if overdue is not None:
                     overdue()
@@ -221,8 +220,7 @@ class Membership:
             self._hello(peer, frame)
             return
         if isinstance(frame, f.RankHeartbeat):
-            # A heartbeat with another incarnation comes from a rank of an earlier engine
-            # process.
+            # Another incarnation: the rank still reports to an earlier engine process.
             if frame.incarnation == self._roster.welcome.incarnation:
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
             return

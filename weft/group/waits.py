@@ -13,5 +13,5 @@ LOOK_MEETING_S, LOOK_S = 0.02, 1.0
 
 
 def late(what: str, patience: float) -> str:
-    """Return the reason for the loss of a rank without ``what`` within ``patience`` seconds."""
+    """Return the reason for a rank's loss: ``what`` was not done within ``patience`` seconds."""
     return f"it did not {what} within {patience:g} s"
