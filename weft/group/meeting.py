@@ -1,10 +1,10 @@
 """Agreement of the engine processes of an expert-parallel group on the next epoch. Pure.
 
 Any engine process may die and start again. Each engine process has a lease, readable by all. The lease names
-the epoch to begin, and states whether the epoch has begun. A process proposes an epoch begun by no process and
-not below another proposal. When all proposals are equal, the epoch begins. The name of the rendezvous store is a
-digest of all incarnations. So a process with an outdated lease of a dead process waits at another store, meets
-nobody, times out and proposes the next epoch.
+the epoch to begin, and states whether the epoch has begun. A process proposes an epoch begun by no process
+and not below another proposal. When all proposals are equal, the epoch begins. The name of the rendezvous
+store is a digest of all incarnations. So a process with an outdated lease of a dead process waits at another
+store, meets nobody, times out and proposes the next epoch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Meeting:
         self._epoch, self._proposed = epoch, False
 
     def look(self, leases: Sequence[Lease | None]) -> Lease | Connect | None:
-        """Return the lease to write, or ``Connect`` when all proposals agree, or None while proposals differ."""
+        """Return the lease to write, or ``Connect`` if all proposals agree, or None while proposals differ."""
         others = [lease for number, lease in enumerate(leases) if number != self.replica]
         epoch = propose(self._epoch, others)
         # A proposal must be visible to all before the process counts the others' proposals.

@@ -19,7 +19,7 @@ class Tries:
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.budget = budget or RestartBudget(MOST, WINDOW)
         self.ran = False
-        """True after the first epoch of this engine process. Before, differing settings of a rank are fatal."""
+        """True after the first epoch of this engine process. Before, different settings are fatal."""
         self.fresh = True
         """True while no rank has been in any epoch. Then a failure ends the start without another attempt."""
         self._left = TRIES

@@ -34,7 +34,7 @@ _COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
 class Router(nn.Module):
-    """Parameters of the router: scores, bias, correction, or a table of experts by token id. All wide."""
+    """Parameters of the router. All wide, except the int64 table of experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
         super().__init__()
