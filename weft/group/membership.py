@@ -1,7 +1,7 @@
 """Membership of a group as a pure state machine of the engine process: events and the time in, actions out.
 
     gathering ──► meeting ──► forming ──► running
-        ▲        (a domain)      │           │ a rank is gone, or failed
+        ▲        (EP group)      │           │ a rank is gone, or failed
         │                        ▼           ▼
         ╰── replaced ◄────────── lost ◄──────╯ ──► ended, past tries and budget
 

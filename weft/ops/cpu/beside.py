@@ -1,4 +1,4 @@
-"""Compilation of the C++ operations beside a running server.
+"""Compilation of the C++ operations during the run of a server.
 
     built(groups)?  yes ─► nothing to do
          │ no
@@ -7,7 +7,7 @@
                                                                                      └─► the log says why not
 
 An engine keeps its operations for life, because the bits of torch's and of the C++ operations differ. So
-``ready`` asks the owner of the engines for a switch at an idle moment (``weft.cluster.rolling``).
+``ready`` requests a switch from the owner of the engines at an idle moment (``weft.cluster.rolling``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def built() -> bool:
 
 
 class OperationsBuild:
-    """One run of ``weft build-ops`` beside a server. ``close`` may be called at any time."""
+    """One run of ``weft build-ops`` during the run of a server. ``close`` may be called at any time."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
         """Start the build. ``ready`` is called once, from another thread, if the build succeeds."""
