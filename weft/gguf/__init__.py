@@ -1,6 +1,7 @@
-"""Models in one GGUF file, as llama.cpp has them: read as the folder of a checkpoint. No torch.
+"""Models in GGUF files (llama.cpp), presented as the folder of a checkpoint. No torch.
 
-``folder`` makes that folder: config.json, tokenizer.json and the other small files from the file's metadata
-(``config``, ``tokenizer``), and a link to the weights, whose tensors go by their published names (``names``).
-From there on nothing knows of the format but ``weft.models.files``, which reads the tensors (``container``).
+``folder`` makes the checkpoint folder: config.json, tokenizer.json and other small files from the file's
+metadata (``config``, ``tokenizer``), and a link to the weights. Tensors get their published names
+(``names``). After the folder is made, only ``weft.models.files`` knows the format: it reads the tensors
+(``container``).
 """

@@ -1,7 +1,7 @@
 """A checkpoint's ``config.json`` from the metadata of a GGUF file.
 
-Keys are those of the GGUF specification (ggml-org/ggml, docs/gguf.md): ``general.*``, and the model's facts
-behind the architecture's name.
+Keys follow the GGUF specification (ggml-org/ggml, docs/gguf.md): ``general.*``, and the facts of the model
+with the architecture's name as prefix.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ FAMILIES = {
     "deepseek3": ("DeepseekV3ForCausalLM", "deepseek_v3"),
     "gpt-oss": ("GptOssForCausalLM", "gpt_oss"),
 }
-"""What config.json calls an architecture of GGUF, and its model type. Two have families of their own: a
-``llama`` with experts, and a ``deepseek2`` that scores experts with sigmoids."""
+"""GGUF architecture -> (architecture in config.json, model type). Two keys are separate families: a
+``llama`` with experts (``mixtral``), and a ``deepseek2`` with sigmoid scores (``deepseek3``)."""
 ARCHITECTURES = tuple(name for name in FAMILIES if name not in ("mixtral", "deepseek3"))
 _SIGMOID = 2
-"""Of ``expert_gating_func``."""
+"""Value of ``expert_gating_func`` for sigmoid scores."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-"""Of every published model whose frequencies are scaled as Llama 3.1's."""
+"""Factors of every published model with the frequency scaling of Llama 3.1."""
 _LLAMA3_CONTEXT = 8192
 
 
 class ModelFacts:
-    """The metadata behind the architecture's name, with types. Raises ConfigError naming the key at fault."""
+    """Typed access to the architecture's metadata. Raises ConfigError that names the wrong key."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.metadata = metadata
@@ -47,43 +47,43 @@ class ModelFacts:
             )
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number that is at least 0."""
+        """Return a whole number, at least 0."""
         value = self._value(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]  # one for each layer, all alike
+            value = value[0]  # one number per layer, all equal
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self._fail(key, f"must be a whole number, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0: the decimal one that was stored in 32 bits."""
+        """Return a finite number above 0, rounded to the 7 digits of a stored 32-bit number."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise self._fail(key, f"must be a number above 0, not {value!r}")
         return float(f"{value:.7g}")
 
     def has(self, key: str) -> bool:
-        """Whether the file says it."""
+        """Return True if the file has the key."""
         return f"{self.architecture}.{key}" in self.metadata
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.integer("attention.head_count")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.integer("attention.head_count_kv", self.heads)
 
     @property
     def experts(self) -> int:
-        """Routed experts of a layer; 0 for none."""
+        """Number of routed experts per layer; 0 for none."""
         return self.integer("expert_count", 0)
 
     @property
     def family(self) -> str:
-        """Its key in ``FAMILIES``."""
+        """Key of the model in ``FAMILIES``."""
         if self.architecture == "llama" and self.experts:
             return "mixtral"
         if self.architecture == "deepseek2" and self.integer("expert_gating_func", 1) == _SIGMOID:
@@ -91,7 +91,7 @@ class ModelFacts:
         return self.architecture
 
     def flag(self, key: str, default: bool) -> bool:
-        """A switch."""
+        """Return the value of ``key`` as a bool."""
         return bool(self._value(key, default))
 
     def _value(self, key: str, default: Any) -> Any:
@@ -107,10 +107,10 @@ class ModelFacts:
 def config_of(
     metadata: Mapping[str, Any], tensors: Sequence[StoredTensor], rope_factors: Sequence[float] | None
 ) -> dict[str, Any]:
-    """``config.json`` of the model.
+    """Return the model's ``config.json``.
 
-    ``rope_factors``: the file's ``rope_freqs.weight``, by which frequencies are divided. Raises ConfigError
-    for a model that is not served.
+    ``rope_factors``: the file's ``rope_freqs.weight``, divisors of the frequencies. Raises ConfigError for an
+    unsupported model.
     """
     facts = ModelFacts(metadata)
     family = facts.family
@@ -132,6 +132,7 @@ def config_of(
         "tie_word_embeddings": "output.weight" not in stored,
         "dtype": "float32" if all(tensor.kind == "F32" for tensor in tensors) else "bfloat16",
     }
+    # Facts of latent attention replace the head size. Rope scaling depends on the head size.
     if facts.architecture == "deepseek2":
         made |= _latent(facts)
     else:
@@ -151,7 +152,11 @@ def config_of(
 
 
 def _quantization(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
-    """Bits of an element of the layers' matrices, where some are held as they are: for the plan of memory."""
+    """Return the average bits per element of the layers' matrices, for the memory plan.
+
+    Types in ``CODED`` count with their stored bytes, others with 16 bits. Empty if no matrix is in ``CODED``.
+    """
+    # Only matrices of layers. Routers and other F32 tensors stay plain.
     matrices = [t for t in tensors if t.name.startswith("blk.") and len(t.shape) > 1 and t.kind != "F32"]
     elements = sum(math.prod(tensor.shape) for tensor in matrices)
     if not any(tensor.kind in CODED for tensor in matrices):
@@ -173,7 +178,7 @@ def _head_size(facts: ModelFacts, hidden: int) -> int:
 
 
 def _latent(facts: ModelFacts) -> dict[str, Any]:
-    """Sizes of latent attention. Older files have those of keys and values under their plain names."""
+    """Return the sizes of latent attention. Older files have key and value sizes under the plain names."""
     rotated = facts.integer("rope.dimension_count")
     keys = facts.integer("attention.key_length_mla", facts.integer("attention.key_length"))
     return {
@@ -188,7 +193,7 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _experts(facts: ModelFacts) -> dict[str, Any]:
-    """How layers route."""
+    """Return the routing facts of the layers."""
     made: dict[str, Any] = {"num_experts_per_tok": facts.integer("expert_used_count")}
     match facts.family:
         case "mixtral" | "gpt-oss":
@@ -226,7 +231,7 @@ def _vocabulary(tensors: Sequence[StoredTensor]) -> int:
 
 
 def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Beginning and ends of a text: a turn's end is one, too."""
+    """Return the ids of the first and the last tokens of a text. The end of a turn is also a last token."""
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     made: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(e for e in ends if isinstance(e, int)))}
     if isinstance(begin := metadata.get("tokenizer.ggml.bos_token_id"), int):
@@ -254,7 +259,7 @@ def _rope_scaling(
         scaling = {"rope_type": "yarn", "factor": facts.number("rope.scaling.factor")}
         if facts.architecture == "gpt-oss":
             scaling["truncate"] = False
-        if facts.has("rope.scaling.yarn_log_multiplier"):  # a tenth of it
+        if facts.has("rope.scaling.yarn_log_multiplier"):  # a tenth of the published value
             scale = round(10 * facts.number("rope.scaling.yarn_log_multiplier"), 6)
             scaling |= {"mscale": scale, "mscale_all_dim": scale}
         if facts.has("rope.scaling.original_context_length"):
@@ -268,7 +273,7 @@ def _rope_scaling(
 
 
 def _is_llama3(factors: Sequence[float], size: int, theta: float) -> bool:
-    """Whether ``factors`` are those of Llama 3.1's scaling, by the largest of them."""
+    """Return True if ``factors`` equal Llama 3.1's scaling with the largest factor as parameter."""
     if len(factors) != size // 2:
         return False
     factor = max(factors)

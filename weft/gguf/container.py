@@ -1,7 +1,7 @@
-"""What a GGUF file holds: metadata, and tensors that are mapped, not read.
+"""Contents of a GGUF file: metadata, and memory-mapped tensors.
 
-``header`` reads the file; the package ``gguf`` knows the types of tensors. The package's own reader takes 35
-times as long, because it makes several objects of each entry of the vocabulary, and believes all counts.
+``header`` reads the file; the package ``gguf`` knows the tensor types. The package's own reader is 35 times
+slower, because it makes several objects for each vocabulary entry, and trusts all counts.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 PLAIN = ("F32", "F16", "BF16", "F64")
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
-"""Types of quantized tensors that are read."""
+"""Supported quantized tensor types."""
 READ = (*PLAIN, *QUANTIZED)
-"""All types that are read."""
+"""All supported tensor types."""
 CODED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
-"""Those whose blocks stay as they are on a CPU: ``weft.ops.ggml`` reads them."""
+"""Types with blocks in packed form on a CPU; read by ``weft.ops.ggml``."""
 _NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
-"""Types that numpy has, as numpy writes types."""
+"""Types with a numpy dtype, as numpy type strings."""
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.S)
 _MOST_SHARDS = 1000
 
@@ -42,22 +42,23 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
     name: str
     shape: tuple[int, ...]
-    """Numbers in each dimension, the slowest first."""
+    """Numbers in each dimension, the slowest dimension first."""
     kind: str
-    """The name of its GGML type."""
+    """Name of the GGML type."""
     path: str
-    """The file that it is in."""
+    """Path of the file with the tensor."""
     offset: int
-    """Where it begins there."""
+    """Offset in the file, in bytes."""
     dtype: str
-    """Of ``data``, as numpy writes types."""
+    """Numpy type string of ``data``."""
     dims: tuple[int, ...]
-    """Of ``data``."""
+    """Shape of ``data``."""
 
     @property
     def data(self) -> NDArray[Any]:
-        """The bytes, mapped: numbers [shape] where ``kind`` is F32, F16 or F64, otherwise uint8, with the
-        blocks of a row in the last dimension.
+        """Memory-mapped content: numbers [shape] for F32, F16 and F64, otherwise uint8.
+
+        The last dimension of uint8 content is the bytes of a row's blocks.
         """
         import numpy as np
 
@@ -65,9 +66,9 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def shards(path: Path) -> list[Path]:
-    """The files of a model of which ``path`` is one, in order: ``name-00001-of-00003.gguf``.
+    """Return all files of the model of ``path``, in order: ``name-00001-of-00003.gguf``.
 
-    Raises ConfigError when one is missing.
+    Raises ConfigError if a file is missing.
     """
     found = _SHARD.fullmatch(path.name)
     if found is None:
@@ -85,8 +86,10 @@ def shards(path: Path) -> list[Path]:
 
 
 class Container:
-    """One mapped file. Raises ConfigError for one that is no such file, for a tensor of a type that is not
-    read, and without the ``gguf`` package.
+    """One mapped file.
+
+    Raises ConfigError for a damaged or foreign file, for a tensor of an unsupported type, and without the
+    ``gguf`` package.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,11 +106,11 @@ class Container:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """Key to value: numbers, booleans, strings, and lists of them."""
+        """Metadata by key: numbers, booleans, strings, and lists of these types."""
         return self._header.metadata
 
     def tensors(self) -> Iterator[StoredTensor]:
-        """All tensors, in the file's order."""
+        """Yield all tensors in the file's order."""
         for stored in self._header.tensors:
             kind = self._package.GGMLQuantizationType(stored.kind).name
             shape = tuple(reversed(stored.dims))
@@ -127,7 +130,7 @@ class Container:
 
 
 def check_tensors(path: Path, header: Header, package: Any) -> None:
-    """Raises ConfigError for tensors of types that are not read, and Damaged for tensors outside the file.
+    """Raise ConfigError for unsupported tensor types, and Damaged for tensors outside the file.
 
     ``package``: the package ``gguf``, which names the types and their sizes.
     """
@@ -148,7 +151,7 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
             raise Damaged(
                 f"{tensor.name!r} ends at byte {end} and the file at {header.size}: is the download complete?"
             )
-    if unread:  # one error for all of them, so that the next file is the right one
+    if unread:  # one error for all types, so the next download is right
         kind, tensors = next(iter(unread.items()))
         more = f", {len(tensors) - 1} more of this type" if len(tensors) > 1 else ""
         others = f", and tensors of {', '.join(list(unread)[1:])}" if len(unread) > 1 else ""
@@ -161,9 +164,9 @@ def check_tensors(path: Path, header: Header, package: Any) -> None:
 
 
 def dequantized(kind: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The numbers of blocks of type ``kind``: [..., bytes of a row] -> [..., numbers of a row].
+    """Return the numbers of blocks of type ``kind``: [..., bytes of a row] -> [..., numbers of a row].
 
-    ``kind`` is one of ``QUANTIZED``: ``Container`` refuses files with others.
+    ``kind`` must be in ``QUANTIZED``; ``Container`` rejects files with other types.
     """
     import gguf
 

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint that a GGUF file becomes: small files beside a link to the weights."""
+"""Checkpoint folders made from GGUF files: small files beside a link to the weights."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from weft.gguf.names import Layout, Published, published
 from weft.gguf.tokenizer import tokenizer_files
 
 VERSION = 5
-"""Of what is made: folders of another are not used."""
+"""Version of the folder's contents. Folders of other versions are ignored."""
 _WEIGHTS = "weights"
 _LAYOUT = "gguf.json"
 _NO_TOKENIZER = "no-tokenizer.txt"
-"""Why the file's tokenizer cannot be used; there instead of a tokenizer."""
+"""File with the reason why the file's tokenizer cannot be used, in place of a tokenizer."""
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that ``path`` names: itself, or the one model in a folder without a config.json. None for
-    another folder. Raises ConfigError when there is no such file, and when the folder has several models.
+    """Return the GGUF file for ``path``: the file itself, or the only model in a folder without config.json.
+
+    Return None for any other folder. Raises ConfigError for a missing file, and for a folder with several
+    models.
     """
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -46,9 +48,9 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def checkpoint_folder(path: Path) -> str:
-    """The folder for the GGUF file ``path``, made unless it is there, in the user's cache.
+    """Return the checkpoint folder of the GGUF file ``path``, in the user's cache. Makes a missing folder.
 
-    A file that was changed gets another folder. Raises ConfigError for a model that is not served.
+    A changed file gets another folder. Raises ConfigError for an unsupported model.
     """
     parts = shards(path.resolve())
     folder = cache_folder("gguf") / _key(parts)
@@ -63,6 +65,7 @@ def checkpoint_folder(path: Path) -> str:
             "XDG_CACHE_HOME to another folder",
             param="--model",
         ) from error
+    # A folder appears complete, by a rename, because other processes look for the same folder.
     try:
         _write(made, parts)
         try:
@@ -76,10 +79,10 @@ def checkpoint_folder(path: Path) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises ConfigError for a folder that was made of a GGUF file whose tokenizer cannot be used.
+    """Raise ConfigError for a folder from a GGUF file with an unusable tokenizer.
 
-    The folder is made all the same, because ``--tokenizer`` may name another. Every start that reads the
-    file's own tokenizer gets this error, not only the start that made the folder.
+    The folder exists anyway, because ``--tokenizer`` may name another tokenizer. The error is raised on every
+    start with the file's own tokenizer, not only on the start that made the folder.
     """
     found = folder / _NO_TOKENIZER
     if found.is_file():
@@ -91,12 +94,15 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The weights of a folder that was made of a GGUF file; none where it was not."""
+    """Return the weight files of a folder made from a GGUF file; empty for other folders."""
     return sorted(folder.glob(f"{_WEIGHTS}-*.gguf"))
 
 
 def weights_of(path: Path) -> dict[str, Published]:
-    """The weights in the file ``path`` of such a folder, by their published names."""
+    """Return the weights in the file ``path`` of a checkpoint folder, by published name.
+
+    Raises ConfigError if the folder has no readable layout file.
+    """
     try:
         layout = msgspec.json.decode((path.parent / _LAYOUT).read_bytes(), type=Layout)
     except (OSError, msgspec.MsgspecError) as error:
@@ -108,7 +114,7 @@ def weights_of(path: Path) -> dict[str, Published]:
 
 
 def _key(parts: list[Path]) -> str:
-    """A name that no other file, and no other state of these, has."""
+    """Return a folder name unique to the files and to their present size, time and inode."""
     seen = hashlib.sha256(f"{VERSION}".encode())
     for part in parts:
         state = part.stat()
@@ -125,7 +131,7 @@ def _write(folder: Path, parts: list[Path]) -> None:
         config = config_of(metadata, tensors, _rope_factors(tensors))
         layers = config["num_hidden_layers"]
         layout = Layout(facts.family, layers, facts.heads, facts.kv_heads, tuple(tensors))
-        published(layout)  # raises for tensors of no served model, before an engine starts
+        published(layout)  # raises for tensors of unsupported models, before an engine starts
     except ConfigError as error:
         raise ConfigError(f"{parts[0].name}: {error.message}", param=error.param) from error
     (folder / _LAYOUT).write_bytes(msgspec.json.encode(layout))

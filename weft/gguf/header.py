@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and descriptions of tensors, checked against the file's size.
+"""Header of a GGUF file: metadata and tensor descriptions, checked against the file's size.
 
-Counts and lengths in a header are numbers of 64 bits: a file of 49 bytes can say that a list with 2^40
-entries follows. Here no count is believed that the rest of the file cannot hold.
+Counts and lengths in a header have 64 bits: a file of 49 bytes can announce a list with 2^40 entries. Every
+count is checked against the rest of the file before use.
 
 Source: the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -17,52 +17,52 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Form of a number, as ``struct`` writes forms, by the number of its type."""
+"""Type number -> ``struct`` format of a number."""
 _LEAST_PAIR = 8 + 4 + 1
-"""Bytes of a key with its value, at least: the length of the key, the type, and the value."""
+"""Minimum bytes of a key with a value: length of the key, type, value."""
 _LEAST_TENSOR = 8 + 4 + 4 + 8
 _MOST_DIMS = 8
 _MOST_KEY = 1 << 16
-"""Bytes of a key, as the specification limits it."""
+"""Maximum bytes of a key in the specification."""
 _MOST_ELEMENTS = 1 << 50
 _MOST_PARTS = 1 << 17
-"""Tensors, or keys. The largest models have some thousands, with their experts stacked."""
+"""Maximum number of tensors, and of keys. The largest models have some thousands, with stacked experts."""
 _MOST_ENTRIES = 4 << 20
-"""Entries of all lists together. The largest vocabularies with their merges have a third of them."""
+"""Maximum entries of all lists together. The largest vocabularies, with merges, have a third."""
 _ALIGNMENT_KEY = "general.alignment"
 _UINT32 = 4
 
 
 class Damaged(ValueError):
-    """The header contradicts the specification or the file's size. The message says how."""
+    """The header contradicts the specification or the file's size. The message has the details."""
 
 
 class HeaderTensor(NamedTuple):
-    """A tensor as the header describes it."""
+    """A tensor as described in the header."""
 
     name: str
     dims: tuple[int, ...]
-    """The fastest first, as the file has them."""
+    """Dimensions in the file's order, the fastest first."""
     kind: int
-    """The number of its GGML type."""
+    """Number of the GGML type."""
     offset: int
-    """In bytes from the beginning of all tensors."""
+    """Offset in bytes from the start of all tensors."""
 
 
 class Header(NamedTuple):
-    """The facts of a header that are checked."""
+    """Checked contents of a header."""
 
     metadata: dict[str, Any]
-    """Key to value: numbers, booleans, strings, and lists of them."""
+    """Metadata by key: numbers, booleans, strings, and lists of these types."""
     tensors: tuple[HeaderTensor, ...]
     data: int
-    """Where tensors begin in the file, in bytes."""
+    """Offset of the first tensor in the file, in bytes."""
     size: int
-    """Of the file, in bytes."""
+    """Size of the file in bytes."""
 
 
 def read_header(path: Path) -> Header:
-    """Walk over the header of the GGUF file ``path``. Raises Damaged, and OSError."""
+    """Read and check the header of the GGUF file ``path``. Raises Damaged and OSError."""
     with path.open("rb") as file:
         size = path.stat().st_size
         if size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
@@ -72,7 +72,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Walk:
-    """A position in the file that only moves over bytes that are there."""
+    """A read position in the file. Never moves beyond the end of the file."""
 
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
         self._mapped = mapped
@@ -82,7 +82,7 @@ class _Walk:
         self._entries = 0
 
     def header(self) -> Header:
-        """Every pair and every tensor of the file. Raises Damaged."""
+        """Read all keys and tensors of the file. Raises Damaged."""
         (version,) = self._numbers("<I", "the version")
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
@@ -91,6 +91,7 @@ class _Walk:
                 f"version {version} of the format is not read, only {_VERSIONS[0]} and {_VERSIONS[1]}"
             )
         tensors, pairs = self._numbers("<QQ", "the counts of tensors and keys")
+        # Both counts come from the file: reject impossible counts before any allocation.
         self._holds(tensors, _LEAST_TENSOR, "tensors")
         self._holds(pairs, _LEAST_PAIR, "keys")
         if max(tensors, pairs) > _MOST_PARTS:
@@ -112,6 +113,7 @@ class _Walk:
     def _pair(self) -> tuple[str, Any]:
         key = self._text("a key", _MOST_KEY)
         (kind,) = self._numbers("<I", "a value's type")
+        # The alignment is needed to find the tensors, so its type and value are checked here.
         if key == _ALIGNMENT_KEY:
             if kind != _UINT32:
                 raise Damaged("general.alignment is not a number of 32 bits")
@@ -131,6 +133,7 @@ class _Walk:
         if kind == _ARRAY:
             raise Damaged(f"{_shown(key)} is a list of lists, which no key of the format is")
         form = "" if kind == _STRING else self._form(kind, key)
+        # A string takes at least the 8 bytes of its length.
         self._holds(count, struct.calcsize(f"<{form}") or 8, f"entries of {_shown(key)}")
         self._few_entries(key, count)
         if not form:
@@ -154,7 +157,7 @@ class _Walk:
         kind, offset = self._numbers("<IQ", "a tensor's type")
         elements = 1
         for dim in dims:
-            elements *= dim  # Python's integers do not overflow, the library's may
+            elements *= dim  # Python's integers do not overflow; integers of the library may
         if not elements or elements > _MOST_ELEMENTS:
             raise Damaged(f"tensor {_shown(name)} has dims {list(dims)}")
         return HeaderTensor(name, dims, kind, offset)
@@ -187,7 +190,7 @@ class _Walk:
         self._at += count
 
     def _holds(self, count: int, least: int, what: str) -> None:
-        """Raises Damaged unless the rest of the file can hold ``count`` things of ``least`` bytes."""
+        """Raise Damaged unless the rest of the file has room for ``count`` items of ``least`` bytes."""
         left = self._size - self._at
         if count > left // least:
             raise Damaged(f"it says that {count} {what} follow, and the file has {left} more bytes")

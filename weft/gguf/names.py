@@ -1,9 +1,9 @@
-"""Which tensors of a GGUF file are which published weight.
+"""Published weights of the tensors in a GGUF file.
 
-llama.cpp keeps matrices as it computes with them: experts stacked; in the architecture ``llama`` the rows of
-queries and keys as pairs of neighbours, where the published weights have halves; the two parts of a latent
-up-projection apart, one of them transposed; GPT-OSS's gate and up apart, which are published row by row in
-turn. ``Form`` says what makes the published tensor of the stored ones.
+llama.cpp stores matrices in the layout of its computation. Experts are stacked. In the architecture ``llama``
+the rows of queries and keys are pairs of neighbours; published weights have halves. The two parts of a latent
+up-projection are separate, and one part is transposed. Gate and up of GPT-OSS are separate; the published
+rows alternate. ``Form`` says how stored tensors make a published tensor.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _OTHERWISE = {
     "mixtral": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "gpt-oss": {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"},
 }
-"""Where families differ."""
+"""Exceptions from ``_LAYER``, by family."""
 _BARE = {"attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-"""Published without an end."""
+"""Weights published without the ending ``.weight`` or ``.bias``."""
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 WITHOUT_EFFECT = frozenset({"rope_freqs.weight"})
-"""Said by the metadata, too: see ``weft.gguf.config``."""
+"""Tensors for facts of config.json (``weft.gguf.config``), not weights."""
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<what>[a-z_]+)\.(?P<end>weight|bias)")
 MXFP4_NUMBERS, MXFP4_BYTES = 32, 16
 
 
 class Form(Enum):
-    """How stored tensors make a published one. E experts, h inputs, n outputs, r numbers of a latent."""
+    """Construction of a published tensor. E experts, h inputs, n outputs, r numbers of a latent."""
 
     STORED = "as it is stored"
     EXPERT = "a matrix of a stored stack"
@@ -71,29 +71,29 @@ class Form(Enum):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where weights are in a model's files."""
+    """Positions of the weights in a model's files."""
 
     family: str
-    """Of ``weft.gguf.config``: ``FAMILIES``."""
+    """Key in ``FAMILIES`` of ``weft.gguf.config``."""
     layers: int
     heads: int
     kv_heads: int
     tensors: tuple[StoredTensor, ...]
-    """Of all files. Kept, as looking through a file takes seconds where the vocabulary is large."""
+    """Tensors of all files. Stored, because a search takes seconds in a file with a large vocabulary."""
 
 
 class Published(NamedTuple):
-    """A weight by its published name."""
+    """A weight with the published name."""
 
     name: str
     form: Form
     parts: tuple[StoredTensor, ...]
     number: int = 0
-    """The matrix of the stack, or the heads whose rows are in halves."""
+    """Index of the matrix in the stack (``EXPERT``), or number of heads with rows in halves (``HALVES``)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the published tensor."""
+        """Shape of the published tensor."""
         shape = self.parts[0].shape
         match self.form:
             case Form.EXPERT:
@@ -112,9 +112,9 @@ class Published(NamedTuple):
 
 
 def published(layout: Layout) -> list[Published]:
-    """The weights that the tensors are, experts one by one where they are published so.
+    """Return the weights made by the tensors, with experts one by one if published one by one.
 
-    Raises ConfigError for a tensor that no served model has, and for one whose other part is missing.
+    Raises ConfigError for a tensor of no supported model, and for a tensor without its counterpart.
     """
     found: list[Published] = []
     stacks: dict[str, dict[str, StoredTensor]] = {}
@@ -124,12 +124,13 @@ def published(layout: Layout) -> list[Published]:
         parts = _NAME.fullmatch(stored.name)
         if parts is None:
             raise _unknown(stored)
+        # Some weights need several tensors of a layer. Their parts are collected in ``stacks`` first.
         what, end, layer = parts["what"], parts["end"], parts["layer"]
         if layer is None:
             if what not in _TOP:
                 raise _unknown(stored)
             found.append(Published(f"{_TOP[what]}.{end}", Form.STORED, (stored,)))
-        elif int(layer) < layout.layers:  # those behind the last predict further tokens
+        elif int(layer) < layout.layers:  # layers after the last predict further tokens
             if what in ("attn_k_b", "attn_v_b") or (what in _EXPERTS and layout.family == "gpt-oss"):
                 stacks.setdefault(layer, {})[f"{what}.{end}"] = stored
             else:
@@ -146,6 +147,7 @@ def published(layout: Layout) -> list[Published]:
 def _of_layer(stored: StoredTensor, layer: str, what: str, end: str, layout: Layout) -> Iterator[Published]:
     permuted = layout.family in ("llama", "mixtral")
     theirs = _OTHERWISE.get(layout.family, {}).get(what) or _LAYER.get(what)
+    # The order of the cases matters: expert stacks and bare names are not in ``_LAYER``.
     if what in _EXPERTS and len(stored.shape) == 3:
         matrix = _EXPERTS[what]
         block, own = f"{layer}.mlp.experts", matrix

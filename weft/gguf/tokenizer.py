@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer files from the metadata of a GGUF file.
 
-Two kinds of vocabulary: byte-level BPE with merges (``gpt2``), where ``tokenizer.ggml.pre`` names the rule
-by which text is cut into words, and SentencePiece's BPE (``llama``), where scores say what is merged first.
+There are two vocabulary types. Byte-level BPE with merges (``gpt2``): ``tokenizer.ggml.pre`` names the rule
+for cutting text into words. SentencePiece's BPE (``llama``): scores give the order of merges.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> tuple[str, ...]:
-    """Words, numbers of so many digits, runs of signs, and white space, as most families cut them."""
+    """Return the common pattern: words, numbers as ``digits``, runs of symbols, and white space."""
     return (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}{_REST}",)
 
 
@@ -44,10 +44,10 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "deepseek-r1-qwen": _words(r"\p{N}"),
     "gpt-4o": (_CASED,),
 }
-"""``tokenizer.ggml.pre`` -> patterns, each of which cuts what the one before it left whole."""
+"""``tokenizer.ggml.pre`` -> patterns. Each pattern cuts the remaining pieces of the previous pattern."""
 NORMALIZED = ("qwen2", "deepseek-r1-qwen")
 _WHOLE_WORDS = ("llama-bpe", "llama3", "smaug-bpe")
-"""Words that are tokens are not merged together."""
+"""Rules with whole words: a word in the vocabulary is never built from merges."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\u2581"
@@ -55,7 +55,7 @@ _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 
 
 class Vocabulary:
-    """What the metadata says of tokens. Raises ConfigError for what is missing or does not fit."""
+    """Token facts in the metadata. Raises ConfigError for missing or inconsistent facts."""
 
     def __init__(self, metadata: Mapping[str, Any], prefixed: bool = False) -> None:
         self.metadata = metadata
@@ -68,11 +68,11 @@ class Vocabulary:
         self.ids = {token: i for i, token in reversed(list(enumerate(self.tokens)))}
 
     def flag(self, key: str, default: bool) -> bool:
-        """A switch."""
+        """Return the value of ``key`` as a bool."""
         return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))
 
     def token(self, role: str) -> str | None:
-        """The text of the token with a role: bos, eos, unknown, padding."""
+        """Return the text of the token with the role bos, eos, unknown or padding; None if missing."""
         number = self.metadata.get(f"tokenizer.ggml.{role}_token_id")
         if isinstance(number, int) and 0 <= number < len(self.tokens):
             return self.tokens[number]
@@ -80,7 +80,7 @@ class Vocabulary:
 
     @property
     def merges(self) -> list[tuple[str, str]]:
-        """In order. The halves have no spaces: bytes are written as letters."""
+        """Merges in order of precedence. The halves have no spaces: bytes are written as letters."""
         pairs = [tuple(merge.split(" ")) for merge in self._texts("merges")]
         if any(len(pair) != 2 for pair in pairs):
             raise _fail("merges", "must be pairs of tokens")
@@ -88,7 +88,7 @@ class Vocabulary:
 
     @property
     def scores(self) -> list[float]:
-        """The score of each token."""
+        """Score of each token."""
         scores = self.metadata.get("tokenizer.ggml.scores")
         if not isinstance(scores, list) or len(scores) != len(self.tokens):
             raise _fail("scores", "must have an entry for each token")
@@ -102,10 +102,10 @@ class Vocabulary:
 
 
 def tokenizer_files(metadata: Mapping[str, Any], *, prefixed: bool = False) -> dict[str, str]:
-    """Name to content of tokenizer.json, tokenizer_config.json and, where there is one, chat_template.jinja.
+    """Return names and contents of tokenizer.json, tokenizer_config.json and possibly chat_template.jinja.
 
-    ``prefixed``: the caller writes SentencePiece's space before a text itself, so the tokenizer adds none.
-    The decoder drops that space as before. Raises ConfigError for a tokenizer that is not supported.
+    ``prefixed``: the caller writes SentencePiece's leading space, so the tokenizer adds none. The decoder
+    still drops the space. Raises ConfigError for an unsupported tokenizer.
     """
     vocabulary = Vocabulary(metadata, prefixed)
     kind = metadata.get("tokenizer.ggml.model")
@@ -161,18 +161,17 @@ def _sentencepiece(vocabulary: Vocabulary) -> str:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE)] * written + replaced)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
-    # User-defined pieces are written as the vocabulary writes spaces, so they are found in normalized text. A
-    # normalizer that writes a prefix would write one before them, too.
+    # User-defined pieces contain the vocabulary's space symbol, so a search must use normalized text. A
+    # normalizer with a prefix would write a prefix before such pieces, too.
     return _finished(tokenizer, vocabulary, begins=True, normalized=not written)
 
 
 def merges_by_score(
     tokens: Sequence[str], scores: Sequence[float], kinds: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """The pairs that make a token, those of the highest score first.
+    """Return the pairs that make a token, in descending order of the token's score.
 
-    SentencePiece merges, of all neighbours in a text that together are a token, those first whose token has
-    the highest score.
+    SentencePiece merges the neighbours with the best joint token first.
     """
     plain = {t for t, kind in zip(tokens, kinds, strict=True) if kind in (_NORMAL, _USER)}
     found: list[tuple[float, int, str, str]] = []
@@ -186,9 +185,10 @@ def merges_by_score(
 
 
 def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool, normalized: bool = False) -> str:
-    """``tokenizer`` as JSON, with special tokens, and what is put around a text. ``begins``: whether a text
-    begins with the beginning-of-sequence token where the file does not say it. ``normalized``: user-defined
-    tokens are looked for in the normalized text.
+    """Return ``tokenizer`` as JSON, with special tokens and the tokens around a text.
+
+    ``begins``: True if a text begins with the bos token unless the file decides. ``normalized``: search
+    user-defined tokens in normalized text.
     """
     from tokenizers import AddedToken, processors
 
@@ -197,6 +197,7 @@ def _finished(tokenizer: Any, vocabulary: Vocabulary, *, begins: bool, normalize
             tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True)])
         elif kind == _USER:
             tokenizer.add_tokens([AddedToken(text, normalized=normalized, special=False)])
+    # The file's add_bos_token and add_eos_token override the defaults.
     around = [
         vocabulary.token(role) if vocabulary.flag(f"add_{role}_token", wanted) else None
         for role, wanted in (("bos", begins), ("eos", False))

@@ -1,1 +1,1 @@
-"""Membership of a group, decided by a pure state machine; ``weft.engine.group`` carries it out. No torch."""
+"""Membership of a group as a pure state machine. ``weft.engine.group`` carries out the actions. No torch."""

@@ -1,16 +1,16 @@
-"""Which ranks have sent a heartbeat lately. Pure."""
+"""Heartbeat times of the ranks of a group. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 SILENT, COLLECTIVE, GRACE = 0.6, 0.8, 0.15
-"""Shares of the rank timeout: how long a rank may be silent; a collective, or a step's outcome, may be waited
-for; and who was at fault may take to show. So a lost rank is noticed, and named, within the timeout."""
+"""Shares of the rank timeout: for silence of a rank; for a collective or the outcome of a step; for the cause
+of a failed collective to show. So a lost rank is noticed and named within the timeout."""
 
 
 class Liveness:
-    """When each rank was last heard of."""
+    """Time of the last heartbeat of each rank."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -19,23 +19,29 @@ class Liveness:
         self._looked = -1.0
 
     def expect(self, ranks: Iterable[int], now: float, loading: Iterable[int] = ()) -> None:
-        """From now on only these ranks must be heard of, and ``loading`` from their first heartbeat on."""
+        """Expect heartbeats of ``ranks`` from ``now`` on, and of ``loading`` after a first heartbeat.
+
+        Replaces all earlier expectations.
+        """
         self._heard, self._loading = dict.fromkeys(ranks, now), dict.fromkeys(loading)
 
     def heard(self, rank: int, now: float, new: bool = False) -> None:
-        """``rank`` runs; nothing to one that is not expected. ``new``: it has not been in any epoch."""
+        """Record a heartbeat of ``rank``. Ignored unless expected.
+
+        ``new``: the rank has not been in any epoch. Only such a heartbeat counts for a ``loading`` rank.
+        """
         if rank in self._heard or (new and rank in self._loading):
             self._heard[rank] = now
 
     def forget(self, rank: int) -> None:
-        """Forgets the rank, whose process is replaced: expects the next one from its first heartbeat on."""
+        """Drop the rank's replaced process. The next process is expected only after a first heartbeat."""
         self._heard.pop(rank, None)
         self._loading[rank] = None
 
     def silent(self, now: float) -> int | None:
-        """A rank that was silent for too long; call it often.
+        """Return a rank without a heartbeat for longer than the patience; None if there is no such rank.
 
-        After a late look nobody is silent: it was this process that stood still.
+        Call often. After a long gap between calls all ranks get the full time again: the caller stood still.
         """
         late, self._looked = now - self._looked > self._patience / 2, now
         if late:

@@ -1,15 +1,15 @@
-"""Membership of a group, as its head decides it. Pure: events and the time go in, actions come out.
+"""Membership of a group as a pure state machine of the engine process: events and the time in, actions out.
 
     gathering ──► meeting ──► forming ──► running
-        ▲        (a domain)      │           │ a rank is gone, or failed
+        ▲        (EP group)      │           │ a rank is gone, or failed
         │                        ▼           ▼
         ╰── replaced ◄────────── lost ◄──────╯ ──► ended, past tries and budget
 
-gathering   every rank says hello, loads, gets its pools and allocates them
-meeting     the heads of a domain agree on the epoch; else it is the next one
-forming     this rank and all others connect their communicators, with empty slots
-running     steps; a step is settled when every rank has told the same outcome
-lost        until the engine has dropped its steps (``Resume``), or this rank has loaded
+gathering   every rank says hello, loads weights, gets pool sizes and allocates pools
+meeting     only in an expert-parallel group: the engine processes agree on the number of the next epoch
+forming     all ranks connect communicators, with empty slots
+running     steps run; a step is settled when every rank has reported the same outcome
+lost        waits until the engine has dropped all steps (``Resume``), or until the own rank has loaded
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Phase = Literal["gathering", "meeting", "forming", "running", "lost", "ended"]
 
 
 class Membership:
-    """Who belongs to one head's group, as a state machine. ``on`` is the only way to change it."""
+    """Membership state of one group, in the engine process. Only ``on`` changes the state."""
 
     def __init__(
         self,
@@ -55,20 +55,23 @@ class Membership:
         load_s: float = LOAD_S,
         lag: int = LAG,
     ) -> None:
-        """``rank``: this one. ``members``: the others, and whether they are on this host. ``settings``: which
-        ranks must share. ``incarnation``: of this head, and ``heartbeats`` its address for them. ``stores``:
-        what addresses of stores begin with; empty: nobody connects. ``meeting``: where there is a domain.
-        ``lag``: see ``counts``.
+        """Create a membership in phase ``gathering``; the event ``Own("started")`` starts the ranks.
+
+        ``rank`` is the rank of the engine process. ``members`` maps every other rank to True if the rank runs
+        on this host. ``settings`` are the settings on which all ranks must agree. ``incarnation`` and
+        ``heartbeats`` are the incarnation and the heartbeat address of this engine process. ``stores`` is the
+        prefix of rendezvous store addresses; with an empty prefix no rank connects. ``meeting`` is given only
+        in an expert-parallel group. ``lag`` is explained at ``counts``.
         """
         welcome = f.RankWelcome(heartbeats=heartbeats, incarnation=incarnation)
         self.rank, self._roster = rank, Roster(rank, members, settings, welcome)
         self.phase: Phase = "gathering"
         self.epoch = self.aborted = -1
-        """The epoch that runs, or ran last; the last one that has ended."""
+        """Number of the present or last epoch (-1: none); number of the last ended epoch."""
         self.lost: GroupLost | None = None
-        """Why the epoch that ran, or the last try to form one, has ended; None while it runs."""
+        """Reason for the end of the last epoch or of the last attempt at an epoch; None during an epoch."""
         self.failed: WeftError | None = None
-        """Why there will be no other epoch."""
+        """Reason for the final end of the group; None before the end."""
         self.steps = Steps(rank, tuple(members), COLLECTIVE * rank_timeout)
         self.lag = lag
         self.tries = Tries(budget)
@@ -77,22 +80,26 @@ class Membership:
         self._liveness = Liveness(SILENT * rank_timeout)
         self._meeting = meeting
         self._own: t.Own = t.Own("started")
-        """How far this rank is."""
+        """Load stage of the own rank."""
         self._stepping = False
-        """Whether the engine may have steps of the epoch that runs, or was lost."""
+        """True while the engine may have steps of the current or of the lost epoch."""
         self._connecting: int | None = None
-        """The epoch of the ``Connect`` that is under way."""
+        """Epoch of the ``Connect`` action in progress; None without such an action."""
         self._judging: tuple[float, str] | None = None
-        """A collective failed: until when somebody may say why, and what it said."""
+        """After a failed collective: deadline for a report of the cause, and the message of the failure."""
         self._until = 0.0
-        """When the heads must have met, or the others formed."""
+        """Deadline of phase ``meeting`` or ``forming``, in seconds."""
         self._now = self._read = 0.0
-        """Of the present event, and of the last ``Read`` of frames."""
+        """Time of the current event; time of the last ``Read`` of frames."""
 
-    # ---- what a shell asks
+    # ---- the interface of the shell
 
     def on(self, event: t.Event, now: float) -> list[t.Action]:
-        """What follows from ``event`` at time ``now``, in seconds, which never falls: to be done in order."""
+        """Apply ``event`` at time ``now`` and return the actions to carry out, in order.
+
+        ``now`` is in seconds and never decreases. After the end of the group every event except ``Close`` is
+        ignored.
+        """
         self._now = now
         if self.phase != "ended" or isinstance(event, t.Close):
             self._take(event)
@@ -101,31 +108,34 @@ class Membership:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to lose: then what fails here ends the group."""
+        """True if the group has one rank and no meeting. Then any failure ends the group."""
         return not self.members and self._meeting is None
 
     @property
     def members(self) -> Mapping[int, Member]:
-        """The other ranks."""
+        """All ranks except the rank of the engine process."""
         return self._roster.members
 
     @property
     def pools(self) -> tuple[int, ...] | None:
-        """Blocks of each pool, once all ranks have loaded."""
+        """Number of blocks of each pool; None until all ranks have loaded."""
         return self._roster.pools
 
     @property
     def own_stage(self) -> str:
-        """How far this rank is: ``started``, ``loading``, ``loaded`` or ``ready``."""
+        """Load stage of the own rank: ``started``, ``loading``, ``loaded`` or ``ready``."""
         return self._own.stage
 
     def counts(self, step: int) -> bool:
-        """Whether ``step`` commits: it has ended here and, but for the last ``lag`` steps, on all ranks."""
+        """Return True if the engine may commit ``step``.
+
+        The step must have ended on the own rank, and step ``step - lag`` must have ended on all ranks.
+        """
         return self.steps.own >= step and self.steps.settled(step - self.lag)
 
     @property
     def welcomed(self) -> bool:
-        """Whether all ranks have said hello."""
+        """True if all ranks have said hello."""
         return all(member.peer is not None for member in self.members.values())
 
     def heartbeat(self, peer: bytes) -> f.RankHeartbeat:
@@ -140,30 +150,32 @@ class Membership:
         )
 
     def leases_due(self, now: float) -> bool:
-        """Whether ``LeasesRead`` is wanted."""
+        """Return True if the shell should read the leases and send ``LeasesRead``."""
         if self._meeting is None or self.phase not in ("meeting", "running"):
             return False
         return now - self._meeting.looked >= (LOOK_MEETING_S if self.phase == "meeting" else LOOK_S)
 
     @property
     def unresumed(self) -> GroupLost | None:
-        """Why the epoch was lost, while ``Resume`` is what everybody waits for."""
+        """Reason for the loss of the epoch while the group waits only for ``Resume``; otherwise None."""
         return self.lost if self.phase == "lost" and self._stepping and self._own.stage == "ready" else None
 
     def next_deadline(self) -> float | None:
-        """When ``Read`` will end a wait, if nothing comes before."""
+        """Return the earliest deadline of the current waits, in seconds; None if nothing has a deadline."""
         return min((due for due, _ in self._deadlines()), default=None)
 
     # ---- events
 
     def _take(self, event: t.Event) -> None:
+        # ``Read`` has two cases, for frames and for heartbeats. The narrower pattern must come first.
         match event:
             case t.Received(peer, frame):
                 self._frame(peer, frame)
             case t.Read(heartbeats=False):
-                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # this head stood still
+                if self._now - self._read > COLLECTIVE * self._timeout / 2:  # the own process stood still
                     self.steps.extend(self._now)
                 self._read = self._now
+                # One overdue wait per event: the handler may change all other deadlines.
                 overdue = next((end for due, end in self._deadlines() if self._now >= due), None)
                 if overdue is not None:
                     overdue()
@@ -187,7 +199,7 @@ class Membership:
                 self._advance_own(event)
             case t.Connected():
                 self._connecting, self._until = None, self._now + self._timeout
-                if self.phase != "forming":  # it was lost meanwhile
+                if self.phase != "forming":  # the epoch was lost meanwhile
                     self._roster.actions.append(t.Abort())
             case t.OwnFailure(epoch, message, collective):
                 if epoch == self._connecting:
@@ -212,9 +224,8 @@ class Membership:
             self._hello(peer, frame)
             return
         if isinstance(frame, f.RankHeartbeat):
-            if (
-                frame.incarnation == self._roster.welcome.incarnation
-            ):  # else it has not noticed yet that its head is another
+            # Another incarnation: the rank still reports to an earlier engine process.
+            if frame.incarnation == self._roster.welcome.incarnation:
                 self._liveness.heard(frame.rank, self._now, new=frame.epoch < 0)
             return
         member = self._roster.of(peer, frame.rank)
@@ -227,7 +238,7 @@ class Membership:
                 member.ready, member.endpoint, member.embeddings = True, frame.endpoint, frame.embeddings
             case f.Failed(rank=rank, epoch=epoch, error=error) if epoch < 0:
                 self._lose(GroupLost(rank, error.message, refused=error.blame == "client"))
-            case f.RoomReport() | f.RoomStopped():  # of transfers, which no epoch ends
+            case f.RoomReport() | f.RoomStopped():  # transfers outlive epochs
                 self._roster.actions.append(t.Told(frame))
             case _ if frame.epoch != self.epoch:
                 pass
@@ -240,7 +251,7 @@ class Membership:
                 member.stopped, member.bereft = True, collective
                 if collective:
                     self._judge(error.message)
-                elif self.aborted < self.epoch:  # else it tells of the end that others know of already
+                elif self.aborted < self.epoch:  # else: a late report of a known loss
                     self._lose(GroupLost(rank, error.message))
 
     def _hello(self, peer: bytes, hello: f.RankHello) -> None:
@@ -272,7 +283,7 @@ class Membership:
         if member.starting or member.gone:
             return
         member.gone = how
-        if member.outlived and self.phase == "gathering":  # that is no try
+        if member.outlived and self.phase == "gathering":  # an expected end: no attempt is spent
             self._replace(rank, how)
         else:
             self._lose(GroupLost(rank, how))
@@ -283,7 +294,10 @@ class Membership:
             self._lose(GroupLost(rank, f"it sampled other tokens in step {step} than the head"))
 
     def _judge(self, message: str) -> None:
-        """A collective failed: waits a little for a rank that says why, ended, or says nothing."""
+        """Wait a short time after a failed collective until a rank reports or shows the cause.
+
+        The epoch is lost at once when every other rank has only seen the collective fail.
+        """
         if self.phase not in ("forming", "running"):
             return
         if self._judging is None:
@@ -321,12 +335,12 @@ class Membership:
 
     @property
     def _engaged(self) -> bool:
-        """Whether the thread that reads frames does something else yet: it has steps, loads or allocates."""
+        """True while the frame-reading thread is busy: the thread runs steps, loads or allocates."""
         stage = self._own.stage
         return self._stepping or stage == "loading" or (stage == "loaded" and self.pools is not None)
 
     def _lose(self, lost: GroupLost) -> None:
-        """The epoch, or the try to form one, is over."""
+        """End the epoch, or the attempt to form an epoch. Does nothing in phases ``lost`` and ``ended``."""
         if self.phase in ("lost", "ended"):
             return
         log.error("%s", lost.message)
@@ -336,7 +350,7 @@ class Membership:
             self._again()
 
     def _resume(self, lost: GroupLost) -> None:
-        if not self._stepping:  # it was said already
+        if not self._stepping:  # a repeated ``Resume``
             return
         self._lose(lost)
         self._stepping = False
@@ -344,13 +358,15 @@ class Membership:
         self._again()
 
     def _again(self) -> None:
-        """Replaces who is gone, and begins another try; or gives up."""
+        """Replace the ranks at fault and begin another attempt, or end the group."""
         lost = self.lost
         assert lost is not None
+        # Before the first epoch a refused configuration is an error of the user, not a loss.
         if self.alone or not self.tries.again():
             self._end(ConfigError(lost.message) if lost.refused and not self.tries.ran else lost)
             return
         for rank, member in self.members.items():
+            # A rank with ``stopped`` set has left the epoch in order and can stay.
             if member.gone or (rank == lost.rank and not member.stopped):
                 self._replace(rank, member.gone or lost.reason)
         self._gather()
@@ -380,14 +396,15 @@ class Membership:
     # ---- forming
 
     def _advance(self) -> None:
-        """Goes on when everybody is so far."""
+        """Move to the next phase when all ranks are ready for the next phase."""
         members = self.members.values()
         if self._connecting is not None:
             return
         if self.phase == "gathering" and self._own.stage == "ready":
             if any(not member.ready or member.starting for member in members):
                 return
-            epoch = max(self.epoch, self._roster.seen) + 1  # one that no rank has been in, under any head
+            # higher than the epoch of any rank under any earlier engine process
+            epoch = max(self.epoch, self._roster.seen) + 1
             if self.alone:
                 self.epoch = epoch
                 self._run()
@@ -420,11 +437,12 @@ class Membership:
             self._roster.actions.append(t.Renew(self._meeting.begun(self.epoch)))
 
     def _deadlines(self) -> Iterator[tuple[float, Callable[[], None]]]:
-        """When a wait ends, and what follows."""
+        """Yield (deadline, handler) of each wait in the current phase."""
         if self._judging is not None:
             yield self._judging[0], self._judged
         if self.phase == "gathering":
             for rank, member in self.members.items():
+                # During ``Spawn`` the shell reports the end of the wait, so no deadline applies.
                 if member.starting:
                     continue
                 if member.peer is None:
@@ -446,7 +464,7 @@ class Membership:
         return partial(self._lose, GroupLost(rank, late(what, patience)))
 
     def _judged(self) -> None:
-        """Nobody said why a collective failed: if one rank alone said nothing, it is the one."""
+        """End the wait for the cause of a failed collective. A single rank without a report is at fault."""
         assert self._judging is not None
         silent = [rank for rank, member in self.members.items() if not member.bereft]
         self._lose(GroupLost(silent[0] if len(silent) == 1 else None, self._judging[1]))

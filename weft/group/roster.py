@@ -1,4 +1,4 @@
-"""The ranks of a group as its head knows them: who said hello, who has room for what. Pure."""
+"""Book of a group's ranks in the engine process: hello, load stage and memory of each rank. Pure."""
 
 from __future__ import annotations
 
@@ -18,60 +18,60 @@ log = get_logger(__name__)
 
 @dataclass(slots=True)
 class Member:
-    """A rank beside the head, as the head knows it."""
+    """State of one rank other than the rank of the engine process."""
 
     local: bool
-    """Whether its process is on this host: else its own host starts it again."""
+    """True if the process runs on this host. Otherwise the process's own host does restarts."""
     since: float = 0.0
-    """When the wait for its hello, or then for its weights, began."""
+    """Time at which the current wait began: the wait for the hello, then for the weights."""
     starting: bool = False
-    """Whether ``Spawn`` is under way: what is heard of it is of the process before."""
+    """True while ``Spawn`` is in progress. Reports in the meantime belong to the previous process."""
     outlived: bool = False
-    """Whether its process outlived another head, and has not said hello to this one."""
+    """True if the process outlived an earlier engine process and has not said hello to the present one."""
     gone: str = ""
-    """How its process ended."""
+    """Reason for the end of the process; empty while the process runs."""
     peer: bytes | None = None
-    """Its present process, once it has said hello."""
+    """Channel name of the present process; None before the hello."""
     ready: bool = False
     endpoint: Endpoint | None = None
-    """Where it takes bytes of other groups, once it is ready, in a group with a role."""
+    """Receive address for bytes of other groups. Set by a ready rank of a group with a role."""
     embeddings: Endpoint | None = None
-    """Likewise of embeddings, in a group that sends or takes them."""
+    """Receive address for embeddings. Set by a ready rank of a group with embedding transfers."""
     formed: bool = False
-    """Whether it is in the present epoch."""
+    """True if the rank is in the present epoch."""
     stopped: bool = False
-    """Whether its process can go on though it lost the epoch: it told of its failure, or is a new one."""
+    """True if the process can continue after a lost epoch: a failure was reported, or the process is new."""
     bereft: bool = False
-    """Whether a collective failed there: somebody's fault, not its own."""
+    """True if a collective failed on the rank. The fault is elsewhere."""
 
 
 class Roster:
-    """What it has to send is in ``actions``."""
+    """All ranks of a group. Actions collect in ``actions`` until ``take_actions``."""
 
     def __init__(
         self, rank: int, local: Mapping[int, bool], settings: Mapping[str, str], welcome: f.RankWelcome
     ) -> None:
-        """See ``Membership``."""
+        """Create a roster without any hello. For the parameters see ``Membership``."""
         self.members = {other: Member(here) for other, here in local.items()}
         self.seen = -1
-        """The last epoch that any rank was in, be it under another head."""
+        """Highest epoch in any hello, possibly of an earlier engine process; -1 for none."""
         self.pools: tuple[int, ...] | None = None
-        """Blocks of each pool, once all ranks have loaded."""
+        """Number of blocks of each pool; None until all ranks have loaded."""
         self.actions: list[t.Action] = []
         self.welcome = welcome
         self._rank, self._settings = rank, settings
         self._rooms: dict[int, tuple[int, ...]] = {}
-        """Blocks of each pool that a rank has room for; this one's among them."""
+        """Rank -> number of blocks in each pool for which the rank has memory. Includes the own rank."""
         self._given_up: set[bytes] = set()
-        """Processes that were replaced, for membership only."""
+        """Channel names of replaced processes. Only looked up, never iterated."""
 
     def take_actions(self) -> list[t.Action]:
-        """What is to be done now, in order."""
+        """Return the collected actions in order and clear ``actions``."""
         actions, self.actions = self.actions, []
         return actions
 
     def of(self, peer: bytes, rank: int) -> Member | None:
-        """Who says something; None for a stranger, or a process that was replaced."""
+        """Return the member ``rank`` if ``peer`` is the member's present process; otherwise None."""
         member = self.members.get(rank)
         return None if member is None or member.peer != peer else member
 
@@ -80,7 +80,11 @@ class Roster:
         return peer in self._given_up
 
     def hello(self, peer: bytes, hello: f.RankHello, now: float) -> bool:
-        """Whether it is a new process, and welcome; else it is refused, or known. Raises ConfigError."""
+        """Handle a hello. Return True if ``peer`` is a new and accepted process.
+
+        Return False for a known, refused or ignored process. Raises ConfigError if the settings differ.
+        Repeated hellos of a known process get the welcome again.
+        """
         rank, member = hello.rank, self.members.get(hello.rank)
         if member is None:
             self.refuse(peer, ConfigError(f"rank {rank} is not of this group"))
@@ -93,7 +97,7 @@ class Roster:
         except ConfigError as error:
             self.refuse(peer, error)
             raise
-        if member.starting:  # it says hello until it is answered, unless it is the one that is to end
+        if member.starting:  # the previous process repeats hellos until an answer comes
             return False
         self.actions.append(t.Send(peer, self.welcome))
         if member.peer == peer:
@@ -104,12 +108,17 @@ class Roster:
         return True
 
     def loaded(self, rank: int, blocks: tuple[int, ...]) -> None:
-        """A rank has its weights. The last one decides what ``pools`` are. Raises EngineDead."""
+        """Record that ``rank`` has weights and memory for ``blocks``.
+
+        The last rank to load decides ``pools``, and all ranks get the sizes. Later ranks get the same
+        sizes. Raises EngineDead if a rank has a different number of pools.
+        """
         self._rooms[rank] = blocks
         if self.pools is not None:
             if any(has < all_have for has, all_have in zip(blocks, self.pools, strict=False)):
                 log.warning("rank %d has less room than the ranks' caches take", rank)
             self.tell(rank, f.Pools(blocks=self.pools))
+        # The rooms include the own rank, so more rooms than members means all ranks.
         elif len(self._rooms) > len(self.members):
             own = self._rooms[self._rank]
             self.pools = least(own, {other: self._rooms[other] for other in self.members})
@@ -118,28 +127,29 @@ class Roster:
             self.tell_all(f.Pools(blocks=self.pools))
 
     def is_late(self, rank: int) -> bool:
-        """Whether it is the rank's own turn to load or allocate."""
+        """Return True if the next move is the rank's: to load, or to allocate known pools."""
         return rank not in self._rooms or (self.pools is not None and not self.members[rank].ready)
 
     def spawn(self, rank: int, anew: bool) -> None:
-        """Has its process started."""
+        """Request the start of the rank's process. ``anew``: end a running process first."""
         self.members[rank].starting = True
         self.actions.append(t.Spawn(rank, anew))
 
     def replace(self, rank: int, why: str) -> None:
-        """Replaces a process that has ended, or must end: another one will say hello."""
+        """Give up the rank's process. If the rank is local, request a new process."""
+        # The refusal must come first: ``forget`` drops the address of the process.
         self.tell(rank, f.Refused(error=EngineDead("the head of the group has given this rank up").info()))
         served_another = self.members[rank].outlived
         self.forget(rank)
         if self.members[rank].local:
-            if served_another:  # no fault: it may have ended with its head, a moment after this one began
+            if served_another:  # no fault: the process may have ended together with an engine process
                 log.info("rank %d served the head before, and is replaced: %s", rank, why)
             else:
                 log.warning("rank %d is started again: %s", rank, why)
             self.spawn(rank, anew=True)
 
     def forget(self, rank: int) -> None:
-        """Nothing that its present process says counts any more."""
+        """Forget the rank's present process. Further frames of the process are ignored."""
         member = self.members[rank]
         if member.peer is not None:
             self._given_up.add(member.peer)
@@ -148,17 +158,17 @@ class Roster:
         self._rooms.pop(rank, None)
 
     def tell(self, rank: int, frame: f.ToRank) -> None:
-        """Sends a frame, if that can be."""
+        """Queue a frame to ``rank``. Does nothing if the rank has not said hello."""
         member = self.members.get(rank)
         if member is not None and member.peer is not None:
             self.actions.append(t.Send(member.peer, frame))
 
     def tell_all(self, frame: f.ToRank) -> None:
-        """``tell`` to all who said hello."""
+        """Queue a frame to every rank with a hello."""
         for rank in self.members:
             self.tell(rank, frame)
 
     def refuse(self, peer: bytes, error: WeftError) -> None:
-        """To any process."""
+        """Log and queue a refusal to the process ``peer``."""
         log.error("a rank is refused: %s", error.message)
         self.actions.append(t.Send(peer, f.Refused(error=error.info())))

@@ -1,8 +1,8 @@
-"""Pools of one size on all ranks of a group: each says what it has room for, and all get the least.
+"""Equal pool sizes on all ranks of a group: all ranks report capacities, and all get the minimum.
 
     rank  ──Loaded: blocks──►  head: least of all  ──Pools──►  rank allocates  ──Ready──►
 
-A rank that is started anew later gets what the others have by then, whatever it has room for.
+A restarted rank gets the present sizes of the other ranks, whatever the restarted rank's capacity.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from weft.config.resolved import KVConfig
 
 
 def blocks_of(kv: KVConfig) -> tuple[int, ...]:
-    """Number of blocks of each pool."""
+    """Return the number of blocks of each pool."""
     return tuple(pool.num_blocks for pool in kv.pools)
 
 
 def sized(kv: KVConfig, blocks: Sequence[int]) -> KVConfig:
-    """``kv`` with pools of so many blocks. Raises EngineDead when these are not as many pools."""
+    """Return ``kv`` with ``blocks`` as pool sizes. Raises EngineDead if the number of pools differs."""
     if len(blocks) != len(kv.pools):
         raise EngineDead(f"the head speaks of {len(blocks)} kinds of caches, this rank has {len(kv.pools)}")
     pools = (
@@ -31,9 +31,9 @@ def sized(kv: KVConfig, blocks: Sequence[int]) -> KVConfig:
 
 
 def least(own: Sequence[int], rooms: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Blocks of each pool that the head and every rank of ``rooms`` has room for.
+    """Return the minimum number of blocks of each pool over the engine process and all ``rooms``.
 
-    Raises EngineDead when a rank has other kinds of pools than the head.
+    Raises EngineDead if a rank has a different number of pools than the engine process.
     """
     for rank, blocks in rooms.items():
         if len(blocks) != len(own):

@@ -1,4 +1,4 @@
-"""Reports of steps: which ranks have ended a step, and what they sampled. Pure."""
+"""Step reports of the ranks: which ranks have ended a step, and checksums of samples. Pure."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from collections.abc import Sequence
 
 
 class Steps:
-    """Steps of one epoch that some rank has reported, and not all."""
+    """Unsettled steps of one epoch. A step is settled once all ranks have reported equal checksums."""
 
     def __init__(self, rank: int, others: Sequence[int], patience: float) -> None:
-        """``patience``: seconds that ``others`` may be behind ``rank``."""
+        """Create an empty record. ``patience``: maximum seconds of ``others`` behind ``rank``."""
         self._rank, self._others, self._patience = rank, others, patience
         self.own = -1
-        """The last step that ended on ``rank``."""
+        """The last ended step of ``rank``; -1 for none."""
         self._checksums: dict[int, dict[int, int]] = {}
-        """Step -> rank -> checksum, of steps that are not settled."""
+        """Step -> rank -> checksum, for unsettled steps."""
         self._due: dict[int, float] = {}
-        """Steps that ended on ``rank`` and are not settled, in order, and by when they must be."""
+        """Unsettled steps ended by ``rank``, in order -> deadline for the other ranks, in seconds."""
 
     def clear(self) -> None:
-        """Another epoch begins."""
+        """Drop all unsettled steps, because another epoch begins. ``own`` stays."""
         self._checksums.clear()
         self._due.clear()
 
     def take(self, rank: int, step: int, checksum: int, now: float) -> tuple[int, int] | None:
-        """A step has ended on a rank. A rank that sampled something else than this one, and in which step."""
+        """Record the end of ``step`` on ``rank``, and settle complete steps in order.
+
+        Return (rank, step) of the first checksum that differs from the checksum of the engine's rank. Return
+        None without a difference.
+        """
         self._checksums.setdefault(step, {})[rank] = checksum
         if rank == self._rank:
             self.own, self._due[step] = step, now + self._patience
@@ -39,15 +43,18 @@ class Steps:
         return None
 
     def extend(self, now: float) -> None:
-        """Frames were not read for long: other ranks get their time from ``now`` on."""
+        """Restart all deadlines at ``now``, because no frames were read for a long time."""
         self._due = dict.fromkeys(self._due, now + self._patience)
 
     def settled(self, step: int) -> bool:
-        """Whether all ranks have ended ``step``, if this one has, and all before it, with equal checksums."""
+        """Return True if no step up to ``step`` waits for another rank.
+
+        A step unfinished on the own rank does not wait for other ranks.
+        """
         return all(number > step for number in self._due)
 
     def late(self) -> tuple[float, int, int] | None:
-        """Until when is waited for which rank and step."""
+        """Return (deadline, rank, step) of the oldest missing report; None if no report is missing."""
         for number, due in self._due.items():
             missing = next((r for r in self._others if r not in self._checksums[number]), None)
             if missing is not None:

@@ -1,4 +1,4 @@
-"""How often a group that was lost is formed anew. Pure."""
+"""Limits on forming a lost group again. Pure."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from weft.common.restarts import RestartBudget
 log = get_logger(__name__)
 
 TRIES = 4
-"""Of forming a group that was lost."""
+"""Attempts to form a group again after one loss."""
 MOST, WINDOW = 4, 600.0
-"""How many losses of one group are followed by another epoch within so many seconds; one more ends it."""
+"""Maximum losses within a window of seconds before the group ends. One more loss ends the group."""
 
 
 class Tries:
-    """How often one group was formed anew, and may be."""
+    """Attempts already used, and the budget for losses."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.budget = budget or RestartBudget(MOST, WINDOW)
         self.ran = False
-        """Whether there was an epoch under this head: till then a rank that differs ends the start."""
+        """True after the first epoch of this engine process. Before, different settings are fatal."""
         self.fresh = True
-        """Whether no rank was in any epoch yet: then a failure is not tried again, and ends the start."""
+        """True while no rank has been in any epoch. Then a failure ends the start without another attempt."""
         self._left = TRIES
 
     def run(self) -> None:
-        """An epoch runs."""
+        """Record the start of an epoch."""
         self.ran, self.fresh = True, False
 
     def renew(self, now: float) -> None:
-        """The epoch that ran was lost: there may be some tries, unless that was so too often."""
+        """Grant new attempts after the loss of an epoch, or none when the budget of losses is spent."""
         self._left = TRIES
         if not self.budget.grant(now):
             log.error("the group was lost %d times in %g seconds", self.budget.most + 1, self.budget.window)
             self._left = 0
 
     def again(self) -> bool:
-        """Whether there may be another one."""
+        """Use one attempt. Return True if the attempt is allowed."""
         self._left -= 1
         return self._left >= 0 and not self.fresh

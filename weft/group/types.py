@@ -1,4 +1,4 @@
-"""Events and actions of ``Membership``: what happens to a group, and what its head is to do."""
+"""Events and actions of ``Membership``: changes of a group, and instructions to the shell."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from weft.types import frames as f
 
 
 class GroupLost(EngineDead):
-    """A group cannot go on as it is. Its ranks that still run have stopped, with weights kept.
+    """A group cannot continue in the present form. Surviving ranks have stopped and retain all weights.
 
-    ``rank``: who is at fault; None when it cannot be told, or nobody is (a link that broke).
-    ``refused``: whether that rank cannot load as it is configured.
+    ``rank`` is the rank at fault; None if the fault is unknown, or if no rank is at fault (a broken link).
+    ``refused`` is True if the rank cannot load with the given configuration.
     """
 
     def __init__(self, rank: int | None, reason: str, refused: bool = False) -> None:
@@ -24,17 +24,17 @@ class GroupLost(EngineDead):
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the head of a replica tells the heads of its domain about itself."""
+    """Lease of one engine process, visible to all engine processes of the expert-parallel group."""
 
     incarnation: str
-    """Of its process, drawn by chance."""
+    """Random incarnation of the engine process."""
     epoch: int
-    """That it would begin or, if ``begun``, is in."""
+    """The proposed epoch; with ``begun``, the running epoch."""
     begun: bool
     wakeup: str = ""
-    """The address where it is woken."""
+    """Address of the wake-up socket."""
     stores: str = ""
-    """What the addresses of stores begin with that heads meet at, if this one is the first of all heads."""
+    """Prefix of rendezvous store addresses. Only the prefix of replica 0 is used."""
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -45,62 +45,62 @@ class _Word(msgspec.Struct, frozen=True):
 
 
 class Received(_Word, frozen=True):
-    """A frame came, from the process that the channel calls ``peer``."""
+    """A frame arrived. ``peer`` is the channel's name of the sending process."""
 
     peer: bytes
     frame: f.ToHead
 
 
 class Garbled(_Word, frozen=True):
-    """Bytes came that are no frame of this version."""
+    """Bytes arrived and are not a frame of this version."""
 
     peer: bytes
     error: f.FrameError
 
 
 class Read(_Word, frozen=True):
-    """All frames that had come were given, or all heartbeats: whoever is late now has sent nothing."""
+    """All received frames, or all received heartbeats, have been delivered. A late rank has sent nothing."""
 
     heartbeats: bool = False
 
 
 class Gone(_Word, frozen=True):
-    """The process of a rank has ended, or cannot be reached."""
+    """The process of a rank has ended or cannot be reached. ``how`` says how."""
 
     rank: int
     how: str
 
 
 class Spawned(_Word, frozen=True):
-    """``Spawn`` was carried out. ``outlived``: the process ran already, under the head before this one."""
+    """``Spawn`` is done. ``outlived``: the process already ran under an earlier engine process."""
 
     rank: int
     outlived: bool
 
 
 class Own(_Word, frozen=True):
-    """How far this rank is. While it is loading, and until it is ready, it reads no frames."""
+    """Load stage of this rank. A rank reads no frames while loading or allocating."""
 
     stage: Literal["started", "loading", "loaded", "ready"]
     blocks: tuple[int, ...] = ()
-    """Of each pool, that it has room for, once it is loaded."""
+    """Number of blocks in each pool for which this rank has memory, once the rank has loaded."""
 
 
 class Connected(_Word, frozen=True):
-    """The action ``Connect`` was carried out."""
+    """The action ``Connect`` is done."""
 
     epoch: int
 
 
 class OwnOutcome(_Word, frozen=True):
-    """A step has ended on this rank."""
+    """A step has ended on this rank. ``checksum`` covers the sampled tokens."""
 
     step: int
     checksum: int
 
 
 class OwnFailure(_Word, frozen=True):
-    """A step, or ``Connect``, failed on this rank. ``collective``: another rank may be at fault."""
+    """A step or ``Connect`` failed on this rank. ``collective``: another rank may be at fault."""
 
     epoch: int
     message: str
@@ -108,25 +108,25 @@ class OwnFailure(_Word, frozen=True):
 
 
 class LeasesRead(_Word, frozen=True):
-    """The leases of all heads of the domain, by replica; None of one that never had any."""
+    """Leases of all engine processes of the expert-parallel group, by replica. None: no lease so far."""
 
     leases: tuple[Lease | None, ...]
 
 
 class Resume(_Word, frozen=True):
-    """The engine has dropped its steps: the group can be formed anew."""
+    """The engine has dropped all steps, so the group can be formed again."""
 
     lost: GroupLost
 
 
 class Unable(_Word, frozen=True):
-    """An action could not be carried out, and nothing will help."""
+    """An action failed permanently. ``Membership`` ends the group with ``error``."""
 
     error: WeftError
 
 
 class Close(_Word, frozen=True):
-    """The last event. ``dismiss``: the ranks are to end, too."""
+    """The last event. ``dismiss``: the ranks must end as well."""
 
     dismiss: bool
 
@@ -140,7 +140,7 @@ Event = (
 
 
 class Send(_Word, frozen=True):
-    """Sends a frame. Where ``rank`` is given, a failure is answered with ``Gone``."""
+    """Send a frame. With a ``rank``, the shell reports a failure with ``Gone``."""
 
     peer: bytes
     frame: f.ToRank
@@ -148,9 +148,9 @@ class Send(_Word, frozen=True):
 
 
 class Spawn(_Word, frozen=True):
-    """Starts the process of a rank on this host, unless it runs. ``anew``: ends the one that runs first.
+    """Start the process of a rank on this host unless running. ``anew``: end a running process first.
 
-    Answered with ``Spawned``, or ``Unable``.
+    The shell reports the result with ``Spawned`` or ``Unable``.
     """
 
     rank: int
@@ -158,30 +158,30 @@ class Spawn(_Word, frozen=True):
 
 
 class Connect(_Word, frozen=True):
-    """Empties this rank's slots and connects its communicators for an epoch.
+    """Empty the slots and connect the communicators of this rank for an epoch.
 
-    Answered with ``Connected`` or ``OwnFailure``, in a time that has a bound.
+    The shell reports ``Connected`` or ``OwnFailure`` within a bounded time.
     """
 
     epoch: int
     store: str
-    """Where ranks meet."""
+    """Address at which the ranks meet; empty: no rank connects."""
     wakeups: tuple[str, ...]
-    """Where each head of the domain is woken."""
+    """Wake-up address of each engine process of the expert-parallel group."""
 
 
 class Abort(_Word, frozen=True):
-    """Ends this rank's communicators: whoever waits in a collective is free."""
+    """Close the communicators of this rank. Every wait in a collective ends."""
 
 
 class Renew(_Word, frozen=True):
-    """Writes this head's lease."""
+    """Write the lease of this engine process."""
 
     lease: Lease
 
 
 class Told(_Word, frozen=True):
-    """A rank of this group says something of a room."""
+    """Hand a rank's report about a transfer to the engine."""
 
     frame: f.RoomToHead
 

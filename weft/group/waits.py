@@ -1,17 +1,17 @@
-"""How long ranks and heads of a group are waited for. Seconds."""
+"""Time limits for ranks and engine processes of a group, in seconds."""
 
 from __future__ import annotations
 
 HELLO_S = 120.0
-"""Seconds from starting a rank's process to its hello."""
+"""Maximum seconds from the start of a rank's process to the hello."""
 LOAD_S = 3600.0
-"""Seconds that ranks may take to load, and heads to come, as long as they show that they run."""
+"""Maximum seconds for ranks to load, and for engine processes to meet. Heartbeats are required meanwhile."""
 LAG = 1
-"""How many steps the reports of the other ranks may be behind a result that counts."""
+"""Maximum steps by which the reports of other ranks may be behind a committed step."""
 LOOK_MEETING_S, LOOK_S = 0.02, 1.0
-"""Seconds between two looks at the leases of other heads: while they are waited for, and while steps run."""
+"""Seconds between two readings of leases: in phase ``meeting``, and in phase ``running``."""
 
 
 def late(what: str, patience: float) -> str:
-    """Why a rank is lost that did not do ``what`` in so many seconds."""
+    """Return the reason for a rank's loss: ``what`` was not done within ``patience`` seconds."""
     return f"it did not {what} within {patience:g} s"

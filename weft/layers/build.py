@@ -1,4 +1,4 @@
-"""What every layer is built with: where its weights live, how they are computed with, and its rank."""
+"""Settings for the construction of layers: dtype, device, ops and rank; base classes of layers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from weft.types.exchange import UNAGREED, Exchange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertOptions:
-    """How ranks divide experts, where they do; see ``ParallelSection``."""
+    """Division of experts over ranks; see ``ParallelSection``."""
 
     dispatch: str = "auto"
     redundant: int = 0
-    """Places for further copies of experts, in each layer."""
+    """Places for additional copies of experts, per layer."""
     counts: bool = False
-    """Whether tokens of each expert are counted, to move experts by."""
+    """True if tokens per expert are counted, as input for moves of experts."""
 
     @property
     def moving(self) -> bool:
-        """Whether two tokens with one expert may find it on different ranks."""
+        """True if two tokens with the same expert may find the expert on different ranks."""
         return self.counts or self.redundant > 0
 
 
@@ -50,55 +50,56 @@ class Build:
     device: torch.device
     mesh: Mesh = field(default_factory=Mesh)
     quantization: str = "none"
-    """Other than ``none``: matrices of linear layers are rounded to it, and heads to 8 bits."""
+    """Rounding of the matrices of linear layers; ``none`` for plain. Heads are rounded to 8 bits."""
     staged: bool = False
-    """Whether matrices wait on the host until their layers pack them: they are larger than what is packed."""
+    """True if matrices wait on the host until packing, because plain matrices are larger than packed ones."""
     invariant: bool = False
-    """Demand ops whose bits do not depend on the other rows."""
+    """Require ops in which the bits of a row do not depend on other rows."""
     experts: ExpertOptions = ExpertOptions()
     ops: dict[tuple[str, torch.dtype], Implementation] = field(default_factory=dict)
-    """What was chosen, by op and dtype."""
+    """Chosen implementations, by op and dtype."""
 
     @property
     def comm(self) -> Comm:
-        """Over which partials are summed."""
+        """Communicator for sums of partial results."""
         return self.mesh.tp
 
     @property
     def divides_experts(self) -> bool:
-        """Whether each rank of a domain of several has some experts, whole."""
+        """True if the expert-parallel group has several ranks, and each rank has some whole experts."""
         return self.mesh.ep.size > 1
 
     def op(self, name: str, *, wide: bool = False) -> Implementation:
-        """How ``name`` is computed in this model. Raises ConfigError when nothing here can."""
+        """Return the implementation of ``name`` and note the choice. Raises ConfigError if there is none."""
         dtype = self.wide if wide else self.dtype
         result = self.ops[name, dtype] = choose(name, dtype, self.device, invariant=self.invariant)
         return result
 
     def matrix_op(self, name: str, *, wide: bool = False, divided: int = 0) -> Implementation:
-        """``op`` for a matrix that quantization applies to (wide ones are never quantized).
+        """Return ``op`` for a matrix to which quantization applies. Wide matrices are never quantized.
 
-        ``divided``: of one whose inputs ranks divide, how many all have. What is rounded to 8 bits may not
-        depend on how many ranks there are: so whole rows of these are not, nor parts that ranks may cut.
+        ``divided`` is the total number of inputs of a matrix with inputs divided over ranks, otherwise 0.
+        Rounding of x to 8 bits must not depend on the number of ranks. With ``divided``, w8a8 therefore
+        becomes int8, and w4a8 becomes int4 unless ``divided`` is a multiple of ``coded.UNCUT``.
         """
         kind = self._kind(divided)
         return self.op(name if kind == "none" or wide else f"{name}_{kind}", wide=wide)
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of what is never rounded to the model's: float64 in a float64 model, else float32."""
+        """Dtype of unrounded values: float64 in a float64 model, otherwise float32."""
         return torch_ops.wide(self.dtype)
 
     def part(self, size: int) -> Shard:
-        """This rank's share of ``size`` heads, columns and the like."""
+        """Return the rank's share of ``size`` heads, columns and the like."""
         return Shard((sharding.share(size, self.comm.rank, self.comm.size),), size)
 
     def kv_part(self, heads: int) -> Shard:
-        """This rank's share of KV heads: at least one, which other ranks may have too."""
+        """Return the rank's share of KV heads: at least one head, which other ranks may share."""
         return Shard((sharding.share_of_kv(heads, self.comm.rank, self.comm.size),), heads)
 
     def local(self, spec: ModelSpec) -> ModelSpec:
-        """``spec`` as this rank computes it. Raises ConfigError where it does not divide."""
+        """Return ``spec`` with the rank's sizes. Raises ConfigError if the sizes do not divide."""
         return sharding.local_spec(spec, self.mesh.layout)
 
     def weight(
@@ -108,9 +109,10 @@ class Build:
         wide: bool = False,
         device: torch.device | None = None,
     ) -> nn.Parameter:
-        """Uninitialized memory for one weight of a local ``shape``; the loader fills it in place.
+        """Return an uninitialized weight of the local ``shape``; the loader fills the memory in place.
 
-        shard: what part of the global weight it is; by default all. device: other than the model's.
+        ``shard``: part of the global weight, by default all. Padding beyond the shard is zero. ``device``:
+        default is the model's.
         """
         memory = torch.empty(shape, dtype=self.wide if wide else self.dtype, device=device or self.device)
         parameter = nn.Parameter(memory, requires_grad=False)
@@ -118,72 +120,75 @@ class Build:
             assert shape[shard.dim] >= shard.count
             parameter.data.narrow(shard.dim, shard.count, shape[shard.dim] - shard.count).zero_()
             mark(parameter, shard)
+            # A part of a row cannot give the row's scale, so the loader notes the row's maximum.
             if not wide and 0 < shard.dim == len(shape) - 1 and self._kind(shard.size) == "int8":
                 keep_largest(parameter, self.wide)
         return parameter
 
     def matrix(self, *shape: int, shard: Shard | None = None, wide: bool = False) -> nn.Parameter:
-        """``weight`` for a matrix, or a stack of them, that may be loaded as codes: ``Packs._give`` takes
-        it.
+        """Return ``weight`` for a matrix, or a stack of matrices, possibly loaded as codes.
+
+        The layer must take the matrix with ``Packs._give`` or a function of ``layers.held``.
         """
         if wide:
             return self.weight(*shape, shard=shard, wide=wide)
         where = torch.device("cpu") if self.staged else self.device
         made = allow_codes(self.weight(*shape, shard=shard, device=where), self.device)
         if shard is not None and not shard.whole and shard.dim == len(shape) - 1:
+            # Groups of a whole row must not depend on the cut, so the loader rounds before the cut.
             rounds = coded.GROUPED.get(self._kind(shard.size))
             if rounds is not None:
                 round_whole(made, rounds)
         return made
 
     def rounds_inner(self, divided: int) -> bool:
-        """Whether w4a8 rounds rows of ``divided`` inputs, which ranks may divide."""
+        """Return True if w4a8 rounds rows of ``divided`` inputs, which may be divided over ranks."""
         return self._kind(divided) == "w4a8"
 
     def _kind(self, divided: int) -> str:
-        """The kind of quantization of a matrix; ``divided``: see ``matrix_op``."""
+        """Return the quantization of a matrix; ``divided``: see ``matrix_op``."""
         if self.quantization == "w8a8" and divided:
             return "int8"
         return "int4" if self.quantization == "w4a8" and divided % coded.UNCUT else self.quantization
 
 
 class Layer(nn.Module):
-    """A module without hooks: to call it is to call ``forward``, which a step does some hundred times."""
+    """A module without hooks. Calls go directly to ``forward``; a step makes some hundred calls."""
 
     def __call__(self, *inputs: Any) -> Any:
         return self.forward(*inputs)
 
 
 class FeedForward(Layer):
-    """What follows attention in a block: of [T, hidden] a partial, which ranks sum."""
+    """Feed-forward part of a block: [T, hidden] to a partial [T, hidden], which is summed over ranks."""
 
     reads_ids: bool = False
-    """Whether it reads the token ids of its rows."""
+    """True if the block reads token ids."""
 
     def steps(
         self, comm: Comm, x: torch.Tensor, ids: torch.Tensor | None, exchange: Exchange = UNAGREED
     ) -> Generator[Pending, None, torch.Tensor]:
-        """What the block adds to its stream, [T, hidden]; yields once for each collective.
+        """Return the block's contribution to the stream, [T, hidden]; yield once per collective.
 
-        x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``; comm: sums partials;
-        exchange: what ranks agreed on for rows that go to other ranks.
+        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``; comm: sums partials;
+        exchange: agreement of the ranks about rows sent to other ranks.
         """
         return (yield from reduced(comm, self.forward(x, ids)))
 
 
 class Packs(Layer, ABC):
-    """A layer that hands its loaded weights to an op in the op's own layout.
+    """A layer with loaded weights to convert to the layout of an op.
 
-    ``pack`` is called once, after loading and before the first forward; plain weights that nothing reads
-    any more are dropped then, layer by layer, so that no model is in memory twice.
+    ``pack`` is called once, after loading and before the first forward. Plain weights without further use are
+    then dropped, layer by layer, so a model is never in memory twice.
     """
 
     @abstractmethod
     def pack(self) -> None:
-        """Makes the layouts that ``forward`` reads."""
+        """Make the layouts for ``forward``."""
 
     def _give(self, weight: str, op: Implementation) -> object:
-        """What ``op`` takes for the parameter called ``weight``, which is dropped if it is not that."""
+        """Return the input of ``op`` for the parameter ``weight``. A packed parameter is dropped."""
         plain = getattr(self, weight)
         codes = take_mixed(plain, op.pack_codes is not None, mixes=op.mixes)
         if codes is not None and op.pack_codes is not None:
@@ -200,9 +205,9 @@ class Packs(Layer, ABC):
 
 
 def pack_all(model: nn.Module) -> None:
-    """Packs every layer of ``model``, in order of definition: an embedding before the head tied to it.
+    """Pack every layer of ``model`` in order of definition: an embedding before a tied head.
 
-    What a layer's weights were loaded in goes back to the system, of which the C library would keep a part.
+    After each layer the freed memory returns to the system; the C library would retain a part.
     """
     for module in model.modules():
         if isinstance(module, Packs):

@@ -1,9 +1,11 @@
-"""Codes that the loader leaves on a parameter, in place of plain weights, until its layer packs them.
+"""Codes that the loader puts on a parameter, instead of plain weights, until the layer packs the codes.
 
-Such a parameter may wait on the host for a layer that computes elsewhere: what its layer takes is there.
+A parameter may wait on the host for a layer that computes on another device. The functions here
+return values on the layer's device, except ``take_apart``.
 
-A parameter is filled by several published tensors (q, k and v by rows of one), each quantized or plain.
-What is held as codes is not written to the memory of the parameter itself, which takes none before that.
+Several published tensors fill one parameter (for example q, k and v as rows of one matrix), each quantized or
+plain. Codes are not written to the parameter's own memory, which stays untouched and therefore occupies no
+pages.
 """
 
 from __future__ import annotations
@@ -23,35 +25,36 @@ from weft.ops.stacks import Unstacked, unstacked
 
 class _Piece(NamedTuple):
     row: int
-    """Of its matrix, the first that it fills."""
+    """First row of the piece in the parameter's matrix."""
     codes: Codes
 
 
 @dataclass(slots=True)
 class Held:
-    """What waits on one parameter, and what became of it."""
+    """Codes waiting on one parameter, and statistics."""
 
     device: torch.device
-    """Where its layer computes."""
+    """Device of the layer."""
     pieces: dict[int, list[_Piece]] = field(default_factory=dict)
-    """By matrix."""
+    """Pieces by matrix of a stack; 0 for a single matrix."""
     coded: int = 0
-    """Bytes of codes that its layer could not take."""
+    """Bytes of codes in formats without support by the layer."""
     widened: int = 0
-    """Bytes that those are dequantized."""
+    """Bytes of the same codes after dequantization."""
 
 
 def allow_codes(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    """Lets the loader hold codes for ``parameter``, [N, K] or [E, N, K]: its layer calls ``take_codes``.
+    """Let the loader put codes on ``parameter``, [N, K] or [E, N, K]; return ``parameter``.
 
-    device: where the layer computes, if the parameter is not there.
+    The layer must call ``take_codes`` later. ``device``: the layer's device if different from the
+    parameter's.
     """
     parameter.held = Held(device or parameter.device)  # type: ignore[attr-defined]
     return parameter
 
 
 def in_place(parameter: nn.Parameter) -> nn.Parameter:
-    """``parameter``, or what takes its place where its layer computes: its values, nothing noted."""
+    """Return ``parameter``, or a copy without notes on the layer's device if the parameter is elsewhere."""
     held = held_on(parameter)
     if held is None or held.device.type == parameter.device.type:
         return parameter
@@ -59,40 +62,43 @@ def in_place(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def largest_in_place(parameter: nn.Parameter) -> torch.Tensor | None:
-    """``shard.largest_of``, where the layer computes."""
+    """Return ``shard.largest_of`` on the layer's device; None if not noted."""
     held = held_on(parameter)
     largest = largest_of(parameter)
     return largest if held is None or largest is None else largest.to(held.device)
 
 
 def held_on(parameter: nn.Parameter) -> Held | None:
-    """None where its layer takes no codes."""
+    """Return the codes record of ``parameter``; None if the layer accepts no codes."""
     held: Held | None = getattr(parameter, "held", None)
     return held
 
 
 def holds_codes(parameter: nn.Parameter) -> bool:
-    """Whether codes wait on it: then its own memory does not have all of it."""
+    """Return True if codes wait on ``parameter``. The parameter's own memory is then incomplete."""
     held = held_on(parameter)
     return held is not None and bool(held.pieces)
 
 
 def hold_codes(parameter: nn.Parameter, matrix: int, row: int, codes: Codes) -> None:
-    """``codes`` are rows ``row`` and on of the local ``parameter[matrix]`` (of a matrix: 0).
+    """Put ``codes`` on ``parameter`` as rows from ``row`` on of the local ``parameter[matrix]``.
 
-    They replace codes that begin at that row: a checkpoint's weights those that were made up before.
+    ``matrix`` is 0 for a single matrix. Earlier codes with the same first row are replaced: weights of a
+    checkpoint replace random weights.
     """
     held = held_on(parameter)
     assert held is not None
     pieces = held.pieces.setdefault(matrix, [])
+    # Only an equal first row replaces: other pieces are other published tensors of the same matrix.
     pieces[:] = [piece for piece in pieces if piece.row != row]
     pieces.append(_Piece(row, codes))
 
 
 def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
-    """All of ``parameter`` as codes, where its layer computes; or None: then its own memory has all of it.
+    """Return all of ``parameter`` as codes on the layer's device, or None if the parameter is complete.
 
-    allowed: whether codes are wanted. Those of a part are dequantized, as are parts of different kinds.
+    Codes are dequantized into the memory if ``allowed`` is False, if codes do not cover all rows, or if the
+    formats of the rows differ.
     """
     found = take_mixed(parameter, allowed, mixes=False)
     assert not isinstance(found, MixedCodes)
@@ -100,7 +106,7 @@ def take_codes(parameter: nn.Parameter, allowed: bool = True) -> Codes | None:
 
 
 def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes | MixedCodes | None:
-    """Likewise; with ``mixes`` the rows of a matrix may be of different kinds."""
+    """Return like ``take_codes``; with ``mixes`` the rows of a matrix may have different formats."""
     held = held_on(parameter)
     codes = _taken(parameter, allowed, mixes)
     if isinstance(codes, Unstacked):
@@ -109,20 +115,24 @@ def take_mixed(parameter: nn.Parameter, allowed: bool, *, mixes: bool) -> Codes 
 
 
 def take_apart(parameter: nn.Parameter) -> Unstacked | None:
-    """Likewise of a stack, [E, N, K], on the host: its matrices are still apart."""
+    """Return a stack [E, N, K] like ``take_codes``, on the host and with separate matrices."""
     found = _taken(parameter, allowed=True, mixes=False)
     assert found is None or isinstance(found, Unstacked)
     return found
 
 
 def _taken(parameter: nn.Parameter, allowed: bool, mixes: bool) -> Codes | MixedCodes | Unstacked | None:
-    """What it returns has the only references to codes that waited: they go as they are used."""
+    """Take the waiting codes off ``parameter``, or dequantize the codes into its memory and return None.
+
+    The result has the only references to the codes, so use releases memory.
+    """
     waiting = held_on(parameter)
     if waiting is None or not waiting.pieces:
         return None
     held = waiting.pieces
     rows = parameter.shape[-2]
     count = parameter.shape[0] if parameter.dim() == 3 else 1
+    # Without codes for every row there is no layout of codes: the memory must be complete instead.
     if allowed and all(_whole(held.get(matrix, ()), rows) for matrix in range(count)):
         matrices = [[piece.codes for piece in sorted(held[matrix], key=_row)] for matrix in range(count)]
         found: Codes | MixedCodes | Unstacked | None
@@ -144,7 +154,7 @@ def _row(piece: _Piece) -> int:
 
 
 def _whole(pieces: Sequence[_Piece], rows: int) -> bool:
-    """Whether they are ``rows`` rows, each once."""
+    """Return True if the pieces cover ``rows`` rows, each exactly once."""
     end = 0
     for piece in sorted(pieces, key=_row):
         if piece.row != end:

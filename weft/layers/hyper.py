@@ -1,9 +1,9 @@
-"""Hyper-connections: several residual streams, which a layer reads as one and gives to with learned weights.
+"""Hyper-connections: several residual streams with learned weights for reading and writing.
 
     x [T, N, hidden]  --into [T, N]-->  layer's input [T, hidden]
     layer's output    --out [T, N]--->  added to each stream of  mix^T [T, N, N] @ x
 
-The weights follow from the token's streams. Source: Xie et al. 2025, arXiv 2512.24880.
+The weights are a function of the token's streams. Source: Xie et al. 2025, arXiv 2512.24880.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class _Mixer(Layer):
-    """Weights of the streams of a token, a linear function of all of them at a root mean square of 1."""
+    """Stream weights of a token: a linear function of all streams, normalized to a root mean square of 1."""
 
     def __init__(self, hidden: int, spec: HyperSpec, outputs: int, eps: float, build: Build) -> None:
         super().__init__()
@@ -32,20 +32,20 @@ class _Mixer(Layer):
         self._eps = eps
 
     def mixed(self, x: Tensor) -> Tensor:
-        """x: [T, N, hidden]; returns wide [T, outputs]."""
+        """Return the linear function of the streams x [T, N, hidden]: wide [T, outputs]."""
         made: Tensor = self.mixer(self._norm(x.flatten(1).to(self._ones.dtype), self._ones, self._eps))
         return made
 
 
 class HyperConnection(_Mixer):
-    """How one layer is connected to the streams. Weights and their computation are wide."""
+    """Connection of one layer to the streams. Weights and their computation are wide."""
 
     def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
         super().__init__(hidden, spec, (2 + spec.streams) * spec.streams, eps, build)
         self.scale = build.weight(3, wide=True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, N, hidden]; (the layer's input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N])."""
+        """Return (input [T, hidden], ``out`` wide [T, N], ``mix`` wide [T, N, N]) for x [T, N, ..]."""
         into, out, mix = stream_weights(
             self.mixed(x), self.scale, self.base, self._spec.streams, self._spec.iterations, self._spec.eps
         )
@@ -53,19 +53,20 @@ class HyperConnection(_Mixer):
 
     @staticmethod
     def add(x: Tensor, made: Tensor, out: Tensor, mix: Tensor) -> Tensor:
-        """The streams after the layer made [T, hidden] of its input: [T, N, hidden] in x's dtype."""
+        """Return the streams after a layer with output ``made`` [T, hidden]: [T, N, hidden] in x's dtype."""
+        # [T, 1, hidden] * [T, N, 1] -> [T, N, hidden]
         given = made.to(mix.dtype).unsqueeze(1) * out.unsqueeze(2)
         return (sum_streams(x, mix) + given).to(x.dtype)
 
 
 class HyperHead(_Mixer):
-    """The streams as one, after the last layer."""
+    """Combination of all streams into one, after the last layer."""
 
     def __init__(self, hidden: int, spec: HyperSpec, eps: float, build: Build) -> None:
         super().__init__(hidden, spec, spec.streams, eps, build)
         self.scale = build.weight(1, wide=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, N, hidden]; returns [T, hidden]."""
+        """Combine x [T, N, hidden] into [T, hidden]."""
         weights = logistic(self.mixed(x) * self.scale + self.base) + self._spec.eps
         return sum_streams(x, weights).to(x.dtype)

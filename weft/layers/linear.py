@@ -1,4 +1,4 @@
-"""Linear layers and the embedding, in the two ways they are split over ranks."""
+"""Linear layers and the embedding, in both ways of division over ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tensor = torch.Tensor
 
 
 class Linear(Packs):
-    """``x @ weight.T + bias``; its outputs are what ranks divide (column-parallel), as ``outputs`` says.
+    """``x @ weight.T + bias`` with outputs divided over ranks (column-parallel) according to ``outputs``.
 
     x: [T, inputs]; returns [T, outputs of this rank] in the model's dtype. ``wide`` keeps weight and
-    computation in float32 (float64 in a float64 model) whatever the model's dtype: x must come in that dtype.
+    computation in float32 (float64 in a float64 model) for any model dtype; x must have the wide dtype.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class Linear(Packs):
 
 
 class RowLinear(Packs):
-    """A linear whose inputs ranks divide, as ``inputs`` says; returns a partial, for ``comm`` to sum.
+    """A linear layer with inputs divided over ranks according to ``inputs``. Returns a partial result.
 
-    x: [T, inputs of this rank]; [T, outputs]. The first rank alone adds the bias.
+    x: [T, inputs of this rank]; returns [T, outputs], to be summed over ranks. Only the first rank adds the
+    bias.
     """
 
     def __init__(self, inputs: Shard, outputs: int, build: Build, *, bias: bool = False) -> None:
@@ -66,18 +67,18 @@ class RowLinear(Packs):
 
 
 class Embedding(Packs):
-    """Rows of a table, which ranks divide. ids: int64 [T]; returns a partial, [T, hidden].
+    """Rows of a table divided over ranks. ids: int64 [T]; returns a partial result, [T, hidden].
 
-    With ``tied`` the table is the head's matrix too. Where the op that computes logits has a layout of its
-    own and can read rows from it, both share that one; else the head makes its own copy of the table. A table
-    of codes is in the layout of that op in any case. In a model with ``quantization`` a tied table is rounded
-    to codes of 8 bits, as heads are.
+    With ``tied`` the table is also the head's matrix. If the op for logits has its own layout and can read
+    rows from the layout, embedding and head share one table. Otherwise the head copies the table. A table of
+    codes always has the layout of the op for logits. With ``quantization`` a tied table is rounded to 8 bits,
+    like all heads.
     """
 
     def __init__(self, vocab_size: int, hidden: int, build: Build, *, tied: bool = False) -> None:
         super().__init__()
         self.shard = build.part(vocab_size)
-        """This rank's rows. The table has as many as the largest share; what is beyond its own is zero."""
+        """The rank's rows. The table has the size of the largest share, padded with zero rows."""
         rows_of_all = -(-vocab_size // build.comm.size)
         self.weight = build.matrix(rows_of_all, hidden, shard=self.shard)
         self._first = self.shard.spans[0][0]
@@ -90,11 +91,11 @@ class Embedding(Packs):
         self._rounds = tied and build.quantization != "none"
         self._coded_rows = functools.partial(build.op("coded_embedding").run, dtype=build.dtype)
         self.table: Any = None
-        """What ``forward`` reads."""
+        """Table in the layout for ``forward``."""
 
     @property
     def shared(self) -> bool:
-        """Whether ``table`` is in the layout of the head's op."""
+        """True if ``table`` has the layout of the head's op."""
         return self._matrix is not None or self._coded
 
     def pack(self) -> None:
@@ -115,27 +116,29 @@ class Embedding(Packs):
             result: Tensor = self._rows(ids, self.table)
             return result
         own = ids - self._first
+        # Rows of other ranks are 0 here, so the sum over ranks is the embedding.
         others = (own < 0) | (own >= self.shard.count)
         found: Tensor = self._rows(own.masked_fill_(others, 0), self.table)
         return found.masked_fill_(others.unsqueeze(1), 0)
 
 
 def _round(head: nn.Parameter) -> None:
-    """Leaves codes of 8 bits on it, where it is: a head that waits on the host goes to a GPU as these."""
+    """Replace the matrix by codes of 8 bits on the same device. A head waiting on the host moves as codes."""
     if not holds_codes(head):
         hold_codes(head, 0, 0, torch_ops.to_int8_codes(head.detach()))
 
 
 class LMHead(Packs):
-    """Logits of hidden states [L, hidden], of the rows of the vocabulary that the embedding of this rank has.
+    """Logits of hidden states [L, hidden], for the part of the vocabulary in this rank's embedding.
 
     A tied head uses the embedding's table and owns no weight. With ``quantization`` heads have 8 bits,
-    whatever other matrices have.
+    independent of other matrices.
     """
 
     def __init__(self, embedding: Embedding, build: Build, *, tied: bool) -> None:
         super().__init__()
-        self._tied_to = (embedding,) if tied else ()  # in a tuple: its parameters are not the head's
+        # a tuple hides the embedding's parameters from nn.Module
+        self._tied_to = (embedding,) if tied else ()
         self.weight = None if tied else build.matrix(*embedding.weight.shape, shard=embedding.shard)
         self._vocab_size = embedding.shard.size
         self._comm = build.comm
@@ -144,7 +147,7 @@ class LMHead(Packs):
         self._packed: object = None
 
     def pack(self) -> None:
-        """After the embedding's."""
+        """Pack the head. The embedding must be packed first."""
         if not self._tied_to:
             if self._rounds:
                 assert self.weight is not None
@@ -161,7 +164,7 @@ class LMHead(Packs):
         return logits
 
     def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
-        """The logits of all ranks, [L, vocab] in the model's dtype."""
+        """Return the logits of all ranks, [L, vocab] in the model's dtype."""
         mine = self.forward(x)
         if self._comm.size == 1:
             return mine
@@ -170,10 +173,10 @@ class LMHead(Packs):
 
 
 class NoHead(nn.Module):
-    """In the place of a head that a checkpoint lacks: every logit is 0.
+    """Substitute for a head without weights in the checkpoint: every logit is 0.
 
-    Steps ask for logits of rows that sample, and no request of such a model samples (``check_submit``); the
-    graphs that a GPU captures have such rows all the same.
+    Requests of such a model never sample (``check_submit``). But captured CUDA graphs contain rows with
+    samples, which need a head.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -181,6 +184,6 @@ class NoHead(nn.Module):
         self._vocab_size = vocab_size
 
     def steps(self, x: Tensor) -> Generator[Pending, None, Tensor]:
-        """Zeros [L, vocab] in the model's dtype, for hidden states ``x`` [L, hidden]."""
+        """Return zeros [L, vocab] in the model's dtype, for hidden states ``x`` [L, hidden]."""
         yield from ()
         return x.new_zeros(len(x), self._vocab_size)

@@ -12,9 +12,9 @@ Tensor = torch.Tensor
 
 
 class GateUp(Packs):
-    """``activation(gate(x)) * up(x)``; its outputs are what ranks divide (column-parallel).
+    """``activation(gate(x)) * up(x)`` with outputs divided over ranks (column-parallel).
 
-    ``weight`` holds both matrices, gate first: [2 * intermediate, hidden]; ``bias`` likewise.
+    ``weight`` contains both matrices, gate first: [2 * intermediate, hidden]. ``bias`` has the same order.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GateUp(Packs):
 
 
 class GatedMLP(FeedForward):
-    """``down(activation(gate(x)) * up(x))``; returns a partial. Source: Shazeer 2020, arXiv 2002.05202."""
+    """``down(activation(gate(x)) * up(x))``, a partial result. Source: Shazeer 2020, arXiv 2002.05202."""
 
     def __init__(
         self, hidden: int, intermediate: int, activation: str, build: Build, *, bias: bool = False
@@ -48,6 +48,6 @@ class GatedMLP(FeedForward):
         self.down = RowLinear(inner, hidden, build, bias=bias)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """x: [T, hidden]; ids are not read."""
+        """Return the partial result for x [T, hidden]. ``ids`` are not read."""
         partial: Tensor = self.down(self.gate_up(x))
         return partial

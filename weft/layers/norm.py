@@ -10,9 +10,9 @@ Tensor = torch.Tensor
 
 
 class RMSNorm(Layer):
-    """Normalizes the last dim, of ``size``, in float32 (float64 in a float64 model); x's dtype in and out.
+    """RMS norm over the last dim, of ``size``, in float32 (float64 in a float64 model). Keeps x's dtype.
 
-    ``wide``: the weight is kept in float32 (float64).
+    ``wide``: the weight is stored in float32 (float64).
     """
 
     def __init__(self, size: int, eps: float, build: Build, *, wide: bool = False) -> None:
@@ -27,6 +27,6 @@ class RMSNorm(Layer):
         return result
 
     def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + delta, its norm): the residual stream, which may take x's memory, and what a layer reads."""
+        """Return (x + delta, norm of the sum). The sum is the new residual stream and may overwrite x."""
         result: tuple[Tensor, Tensor] = self._add_norm(x, delta, self.weight, self._eps)
         return result

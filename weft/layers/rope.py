@@ -1,14 +1,13 @@
 """Rotary position embedding with every scaling form of ``RopeSpec``.
 
-Angles depend on a token's absolute position and nothing else, so tokens do not depend on how a prompt was
-cut or batched. That is also the rule for ``dynamic`` (NTK by length): position p is rotated with the base
-for a sequence of ``max(p + 1, max_position)`` tokens.
+Angles depend only on a token's absolute position, so tokens do not depend on chunks or batches. The rule also
+holds for ``dynamic`` (NTK by length): position p is rotated with the base for a sequence of ``max(p + 1,
+max_position)`` tokens.
 
-    transformers takes the base from the longest position of the current forward pass. So both agree exactly
-    for sequences of at most ``max_position`` tokens (no scaling), and for longer ones whose positions beyond
-    it were computed one token at a time, as generation from a prompt of at most ``max_position`` tokens does.
-    They differ for a prompt longer than ``max_position`` given to transformers in one piece, where its
-    result depends on that piece.
+    transformers takes the base from the longest position of the current forward pass. Both agree exactly for
+    sequences of at most ``max_position`` tokens (no scaling). Both also agree for longer sequences whenever
+    positions beyond ``max_position`` are computed one token at a time, as in generation from a short prompt.
+    Results differ for a prompt longer than ``max_position`` that transformers gets in one piece.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ Tensor = torch.Tensor
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Radians a position of each pair of dims: float64 [dim / 2], on the CPU. ``dynamic``: unstretched."""
+    """Return radians per position of each pair of dims: float64 [dim / 2], on the CPU.
+
+    ``dynamic`` frequencies are not stretched here.
+    """
     exponents = torch.arange(0, spec.dim, 2, dtype=torch.float64) / spec.dim
     base = spec.theta**-exponents
     if spec.kind == "linear":
@@ -37,7 +39,7 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Slow pairs are divided by factor, fast ones kept, others blended. Source: Llama 3.1 reference code."""
+    """Divide slow pairs by the factor, keep fast pairs, blend others. Source: Llama 3.1 reference code."""
     turns = spec.original_max_position * base / (2 * math.pi)
     blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     blend = blend.clamp(0, 1)
@@ -45,10 +47,10 @@ def _llama3(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
-    """Interpolation by parts. Source: Peng et al. 2023, arXiv 2309.00071, section 3.2."""
+    """Interpolate by parts. Source: Peng et al. 2023, arXiv 2309.00071, section 3.2."""
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that turns so often within the original context."""
+        """Return the (fractional) pair that makes ``turns`` turns within the original context."""
         return (
             spec.dim
             * math.log(spec.original_max_position / (turns * 2 * math.pi))
@@ -63,6 +65,7 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
     low = max(low, 0)
     high = min(high, spec.dim - 1)
     if low == high:
+        # An empty ramp would divide by zero below.
         high += 0.001
     pairs = torch.arange(spec.dim // 2, dtype=torch.float64)
     interpolated = ((pairs - low) / (high - low)).clamp(0, 1)
@@ -70,17 +73,18 @@ def _yarn(spec: RopeSpec, base: Tensor) -> Tensor:
 
 
 def attention_factor(spec: RopeSpec) -> float:
-    """The factor of cos and sin: as the configuration says, or yarn's temperature; 1 for other kinds."""
+    """Return the factor of cos and sin: the configured factor of yarn, or the temperature of ``spec``."""
     if spec.kind == "yarn" and spec.attention_factor is not None:
         return spec.attention_factor
     return spec.temperature
 
 
 def axes(spec: RopeSpec) -> list[int]:
-    """By which of frame, row and column (0, 1, 2) each pair of dims is turned, where ``spec`` has sections.
+    """Return the axis of each pair of dims: 0 for frame, 1 for row, 2 for column. Needs sections.
 
-    In turns: frame, row, column, frame, .. until a section has all its pairs; what is left turns by the
-    frame. Source: Qwen2-VL, arXiv 2409.12191 (sections one after another); Qwen3-VL, arXiv 2511.21631.
+    Interleaved axes alternate frame, row, column until a section has all its pairs. Remaining pairs use the
+    frame. Otherwise sections follow one another. Source: Qwen2-VL, arXiv 2409.12191; Qwen3-VL, arXiv
+    2511.21631.
     """
     assert spec.sections is not None
     frame, row, _ = spec.sections
@@ -101,15 +105,15 @@ class Rope:
         self._frequencies = exact.to(build.wide)
         self._factor = attention_factor(spec)
         self._axes: Tensor | None = None
-        """int64 [dim / 2]."""
+        """Axis of each pair, int64 [dim / 2]; None without sections."""
         if spec.sections is not None:
             self._axes = torch.tensor(axes(spec), device=build.device)
 
     def angles(self, positions: Tensor, rope_positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin for int64 [T] positions: each [T, dim / 2], float32 (float64 in a float64 model).
+        """Return cos and sin of int64 [T] positions: each [T, dim / 2], float32 (float64 in a float64 model).
 
-        rope_positions: int64 [3, T], frame, row and column of each token, where its sections turn by them.
-        Where all three are its position the angles are the same to the bit.
+        rope_positions: int64 [3, T], frame, row and column of each token; needs sections. If all three equal
+        the position, the angles have the same bits as without ``rope_positions``.
         """
         if rope_positions is None:
             turns = positions.to(self._wide).unsqueeze(1)
@@ -120,14 +124,14 @@ class Rope:
         return angles.cos() * self._factor, angles.sin() * self._factor
 
     def _frequencies_at(self, positions: Tensor) -> Tensor:
-        """[dim / 2], or [T, dim / 2] where they depend on the position."""
+        """Return the frequencies: [dim / 2], or [T, dim / 2] if frequencies depend on the position."""
         spec = self._spec
         if spec.kind != "dynamic":
             return self._frequencies
         length = (positions + 1).clamp(min=spec.max_position).to(torch.float64)
         stretch = spec.factor * length / spec.max_position - (spec.factor - 1)
         pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device=positions.device)
-        # base * stretch^(dim / (dim - 2)), to the power of -2 i / dim. By exp and log, of which torch
-        # computes every element alike; of pow the last ones of a loop by another function (E1).
+        # base * stretch^(dim / (dim - 2)), to the power of -2 i / dim. exp and log compute every element
+        # alike; pow uses another function for the last elements of a loop, and rows would affect each other.
         scaled = (stretch.log().unsqueeze(1) * (-2 * pairs / (spec.dim - 2))).exp()
         return (self._exact * scaled).to(self._wide)

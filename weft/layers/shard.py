@@ -1,7 +1,7 @@
-"""Which part of a global parameter a rank's own is.
+"""Part of a global parameter stored by one rank.
 
-Weight maps speak of whole parameters. A layer makes what its rank needs of them, and says what that is; the
-loader reads no more than that.
+Weight maps refer to whole parameters. A layer allocates the rank's part and notes the
+part on the parameter; the loader reads nothing else.
 
     global rows     | gate 0 | gate 1 | up 0 | up 1 |
     rank 1                   | gate 1 |      | up 1 |      spans, one after another in the local parameter
@@ -22,42 +22,42 @@ class Shard:
     """Ranges of one dim of a global parameter. Other dims are whole."""
 
     spans: tuple[tuple[int, int], ...]
-    """Half open, one after another in the local parameter. What that has beyond them is padding, zero."""
+    """Half-open ranges, one after another in the local parameter. Local entries beyond are zero."""
     size: int
-    """Of the global dim."""
+    """Size of the global dim."""
     dim: int = 0
 
     @property
     def count(self) -> int:
-        """Entries of all spans."""
+        """Number of entries in all spans."""
         return sum(end - begin for begin, end in self.spans)
 
     @property
     def whole(self) -> bool:
-        """Whether the local dim is the global one."""
+        """True if the local dim equals the global dim."""
         return self.spans == ((0, self.size),)
 
     def times(self, each: int) -> Shard:
-        """The shard of a dim in which each entry of this one has ``each`` entries."""
+        """Return the shard of a dim with ``each`` entries for every present entry."""
         return replace(self, spans=tuple((b * each, e * each) for b, e in self.spans), size=self.size * each)
 
     def at(self, dim: int) -> Shard:
-        """This shard along another dim."""
+        """Return the same shard along another dim."""
         return replace(self, dim=dim)
 
 
 def whole(size: int) -> Shard:
-    """All of ``size``."""
+    """Return the shard with all of ``size`` entries."""
     return Shard(((0, size),), size)
 
 
 def picked(entries: Sequence[int], size: int) -> Shard:
-    """Single ``entries`` of a dim, in any order."""
+    """Return the shard of single ``entries`` of a dim, in any order."""
     return joined_spans(((entry, entry + 1) for entry in entries), size)
 
 
 def joined(*parts: Shard) -> Shard:
-    """Parts of parameters that lie one after another in one."""
+    """Return the shard of the concatenation of the parameters of ``parts``."""
     spans = list[tuple[int, int]]()
     size = 0
     for part in parts:
@@ -67,7 +67,7 @@ def joined(*parts: Shard) -> Shard:
 
 
 def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Shard:
-    """``spans`` one after another, neighbours as one."""
+    """Return the shard of ``spans`` in order, with adjacent spans merged."""
     merged = list[tuple[int, int]]()
     for begin, end in spans:
         if merged and merged[-1][1] == begin:
@@ -78,47 +78,47 @@ def joined_spans(spans: Iterable[tuple[int, int]], size: int) -> Shard:
 
 
 def mark(parameter: torch.nn.Parameter, shard: Shard) -> None:
-    """Notes on ``parameter`` what it holds."""
+    """Note ``shard`` on ``parameter``."""
     parameter.shard = shard  # type: ignore[attr-defined]
 
 
 def shard_of(parameter: torch.nn.Parameter) -> Shard | None:
-    """What ``parameter`` holds; None for all of the global one."""
+    """Return the shard of ``parameter``; None if ``parameter`` is the whole global parameter."""
     result: Shard | None = getattr(parameter, "shard", None)
     return result
 
 
 def keep_largest(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Has the loader note, in ``dtype``, the largest magnitude of each whole row of ``parameter``.
+    """Have the loader note, in ``dtype``, the largest magnitude of each whole row of ``parameter``.
 
-    For weights whose rows are cut and then rounded to a scale of the row: all ranks take the same.
+    For weights with cut rows that are rounded to a scale per row: all ranks use the same scale.
     """
     shape = (*parameter.shape[:-1], 1)
     parameter.largest = torch.zeros(shape, dtype=dtype, device=parameter.device)  # type: ignore[attr-defined]
 
 
 def round_whole(parameter: torch.nn.Parameter, rounds: Callable[[torch.Tensor], Codes]) -> None:
-    """Has the loader round whole rows of ``parameter``, before it takes what this rank has of them.
+    """Have the loader round whole rows of ``parameter`` with ``rounds`` before cutting the rank's part.
 
-    For weights whose rows are cut and then rounded to scales of groups: all ranks have the same groups.
+    For weights with cut rows that are rounded to scales of groups: all ranks use the same groups.
     """
     parameter.rounds = rounds  # type: ignore[attr-defined]
 
 
 def rounding_of(parameter: torch.nn.Parameter) -> Callable[[torch.Tensor], Codes] | None:
-    """What ``round_whole`` was given; None where rows need not be whole."""
+    """Return the function of ``round_whole``; None if rows may be rounded after the cut."""
     result: Callable[[torch.Tensor], Codes] | None = getattr(parameter, "rounds", None)
     return result
 
 
 def largest_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """[..., 1] for each row of ``parameter``; None where they are not noted."""
+    """Return the largest magnitudes [..., 1] of the whole rows of ``parameter``; None if not noted."""
     result: torch.Tensor | None = getattr(parameter, "largest", None)
     return result
 
 
 def global_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    """The shape of the parameter that ``parameter`` holds a part of."""
+    """Return the shape of the global parameter of ``parameter``."""
     shape = list(parameter.shape)
     shard = shard_of(parameter)
     if shard is not None:
@@ -127,5 +127,5 @@ def global_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
 
 
 def cut(values: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The part ``shard`` of a whole parameter's values."""
+    """Return the part ``shard`` of a whole parameter's values."""
     return torch.cat([values.narrow(shard.dim, begin, end - begin) for begin, end in shard.spans], shard.dim)

@@ -1,10 +1,10 @@
-"""Moving experts between ranks: the routed layers of one model whose experts are divided.
+"""Moves of experts between ranks, for the routed layers of one model with divided experts.
 
     rebalance    loads of all ranks, summed -> the same plan on all -> experts move, maps change
-    agree        whenever groups have formed: a rank that was started anew takes over where experts are
+    agree        whenever groups have formed: a restarted rank takes over the present placement
 
-All ranks call the first at the same step. Weights are written where they lie, so what was captured stays
-right.
+All ranks must call ``rebalance`` at the same step. Weights are written in place, so captured programs stay
+valid.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ class ExpertLayers:
         self._ep = layers[0].mesh.ep
         self._launcher = layers[0].mesh.launcher
         self.moved = 0
-        """Number of experts moved to this rank."""
+        """Number of experts moved to the own rank."""
         self.rebalanced = 0
         """Number of rebalancing passes."""
         self.reload: Callable[[Sequence[Placement]], ExpertLayers | None] | None = None
-        """Reads experts of another placement from the checkpoint."""
+        """Reader of the experts of another placement from the checkpoint."""
         self._torn = False
-        """Whether the last pass ended while experts were moving."""
+        """True if the last pass ended while experts were moving."""
         layers[0].mesh.formed.append(self.agree)
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The placement of each layer."""
+        """Placement of each layer."""
         return tuple(layer.map.placement for layer in self._layers)
 
     def asks(self, tokens: int) -> bool:
-        """Whether the host reads how many rows travel, in a step of so many tokens of one replica."""
+        """Return True if the host reads row counts in a step of ``tokens`` tokens per replica."""
         return any(layer.chooser.form(tokens) == "throughput" for layer in self._layers)
 
     def rebalance(self) -> Generator[Pending, None, None]:
-        """Moves experts by the rows that chose them since the last time. Yields once for each collective."""
+        """Move experts by the rows that chose each expert since the last call. Yields once per collective."""
         counts = [layer.loads for layer in self._layers]
+        # Stays True if an exception ends the generator: experts may then be lost on the way.
         self._torn = True
         assert all(count is not None for count in counts), "the loads of experts were not counted"
         own = torch.stack([count for count in counts if count is not None])
+        # All ranks sum the same loads and therefore compute the same plan.
         pending = self._ep.all_reduce(own)
         if pending is not None:
             yield pending
@@ -87,11 +89,10 @@ class ExpertLayers:
             self._launcher.moving = False
 
     def agree(self) -> None:
-        """All ranks take rank 0's choice of forms, and the placements of the rank that has moved experts most
-        often.
+        """Make all ranks use rank 0's choice of forms, and the placement of the rank with the most passes.
 
-        A rank that has others reads its experts again. Where some rank lost experts on their way all go back
-        to the order of the checkpoint. Raises ConfigError where ranks' experts would answer in other dtypes.
+        A rank with another placement reads its experts again. If experts were lost on any rank, all ranks
+        return to the order of the checkpoint. Raises ConfigError if the ranks' answers would differ in dtype.
         """
         votes = torch.tensor([[layer.chooser.element, *layer.chooser.votes()] for layer in self._layers])
         all_votes = self._ep.all_gather(votes).result()
@@ -106,6 +107,7 @@ class ExpertLayers:
         flat = [expert for placement in self.placements for mine in placement for expert in mine]
         own = torch.tensor([int(self._torn), self.rebalanced, *flat])
         states = self._ep.all_gather(own).result().tolist()
+        # A torn rank has lost weights in place, and no other rank need have copies.
         if any(torn for torn, *_ in states):
             self._take(None)
             self.rebalanced = 0
@@ -123,7 +125,7 @@ class ExpertLayers:
         return result
 
     def _take(self, target: list[Placement] | None) -> None:
-        """Reads experts anew, as ``target`` has them (None: as a new rank would)."""
+        """Read the experts of ``target`` from the checkpoint. None: the placement of a new rank."""
         if target is None:
             target = [
                 in_order(len(one.map), self._ep.size, sum(map(len, one.map.placement)) - len(one.map))
@@ -142,8 +144,9 @@ class ExpertLayers:
 
 
 def _move(ep: Comm, layer: DividedExperts, new: Placement) -> Generator[Pending, None, int]:
-    """Moves every expert to its new place. Returns how many came to this rank."""
+    """Move every expert to its new place. Return the number of experts received by the rank."""
     steps = moves(layer.map.placement, new)
+    # Both ends sort by (peer, number of the move), so rows arrive in the order of ``into``.
     out = sorted(
         (to, number, place) for number, (source, place, to, _) in enumerate(steps) if source == ep.rank
     )

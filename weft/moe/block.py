@@ -1,7 +1,7 @@
 """A routed feed-forward block: router, experts, shared expert, combination.
 
-Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts, Dai et al. 2024, arXiv 2401.06066. The rules by
-which experts are chosen are ``weft.ops.routing``; the whole block is one op, ``moe``.
+Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts, Dai et al. 2024, arXiv 2401.06066. The rules
+for choosing experts are in ``weft.ops.routing``. The whole block is one op, ``moe``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weft.types.exchange import UNAGREED, Exchange
 
 Tensor = torch.Tensor
 
-#: Noted as an op where sums over ranks are grouped by which copy of an expert a row went to.
+# Recorded as an op if sums over ranks are grouped by the copies of experts.
 _COPIES = Implementation(name="of experts that move", run=lambda: None)
 
 
 class Router(nn.Module):
-    """What a token's experts are chosen by; all wide but the table."""
+    """Parameters of the router. All wide, except the int64 table of experts by token id."""
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, vocab: int) -> None:
         super().__init__()
@@ -48,9 +48,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked. Gate rows come before those of ``up``.
+    """Stacked weights of the experts. Gate rows precede up rows.
 
-    Ranks divide each of them, or have ``mine`` whole.
+    Without ``mine`` every expert is divided over ranks. With ``mine`` this rank has whole experts.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build, mine: Shard | None) -> None:
@@ -64,13 +64,13 @@ class Experts(nn.Module):
         self.gate_up_bias = build.weight(count, both.count, shard=up) if spec.bias else None
         self.down_bias = build.weight(count, hidden, shard=mine) if spec.bias else None
         self.adds_bias = mine is not None or build.comm.rank == 0
-        """Whether ``down_bias`` is in what this rank makes."""
+        """True if the rank's output includes ``down_bias``."""
 
 
 class Shared(nn.Module):
-    """The expert of every token: shared experts side by side are one, as wide as all of them.
+    """The expert of every token. Several shared experts are stored side by side as one wide expert.
 
-    Ranks divide it, unless they divide the others whole: then it is where its tokens are.
+    The shared expert is divided over ranks, except with divided experts: then every rank has a whole copy.
     """
 
     def __init__(self, hidden: int, spec: MoESpec, build: Build) -> None:
@@ -83,11 +83,11 @@ class Shared(nn.Module):
 
 
 class RoutedMLP(FeedForward, Packs):
-    """The ``top_k`` experts of each token, summed by their weights in top-k order, and the shared expert.
+    """The ``top_k`` experts of each token, summed by weight in top-k order, plus the shared expert.
 
     The router computes in float32 (float64 in a float64 model); ties go to the lowest expert. With
-    ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores only weight
-    them. Where ranks divide experts whole, rows go to them and come back (``weft.moe.parallel``).
+    ``hashed``, the size of the vocabulary, experts come from a table by token id, and scores only give
+    weights. If ranks have whole experts, rows travel to the experts and back (``weft.moe.parallel``).
     """
 
     def __init__(self, hidden: int, spec: MoESpec, activation: str, build: Build, *, hashed: int = 0) -> None:
@@ -119,12 +119,12 @@ class RoutedMLP(FeedForward, Packs):
         self._run = self._op.run
         self._packed: Any = None
         self.divided: DividedExperts | None = None
-        """Where ranks divide the experts; there when the weights are packed."""
+        """The rank's experts if ranks have whole experts; None before ``pack``."""
         if build.divides_experts and build.experts.moving and not build.invariant:
             build.ops["moe_copies", build.dtype] = _COPIES
 
     def place(self, placement: Placement) -> None:
-        """Will have the experts of another placement. Before they are loaded."""
+        """Select the experts of another placement. Call before the experts are loaded."""
         self._placement = placement
         mine = picked(placement[self._build.mesh.ep.rank], self.router.weight.shape[0])
         for parameter in self.experts.parameters():
@@ -134,6 +134,7 @@ class RoutedMLP(FeedForward, Packs):
         router = self.router
         experts = self.experts
         shared = self.shared
+        # Taken before ``_matrices``, which replaces parameters without notes.
         down_largest = largest_in_place(experts.down)
         shared_down_largest = None if shared is None else largest_in_place(shared.down)
         weights = Routed(
@@ -162,12 +163,13 @@ class RoutedMLP(FeedForward, Packs):
             self.divided = self._divide(self._packed)
         if self._op.pack is None and not has_codes(weights):
             return
+        # Drop plain matrices now: the op has a layout of packed matrices.
         for held in (experts, shared):
             if held is not None:
                 held.gate_up = held.down = None  # type: ignore[assignment]
 
     def _matrices(self, holder: Experts | Shared, name: str) -> Any:
-        """Plain, or as codes where they were loaded so and the op takes some."""
+        """Return the matrices ``name``: codes if loaded as codes and accepted by the op, otherwise plain."""
         weight = getattr(holder, name)
         apart = self._op.apart and weight.dim() == 3
         codes = take_apart(weight) if apart else take_codes(weight, self._op.pack_codes is not None)
@@ -199,9 +201,9 @@ class RoutedMLP(FeedForward, Packs):
         return (yield from super().steps(comm, x, ids, exchange))
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """A partial, of a rank that has a part of every expert.
+        """Return a partial result, for a rank with a part of every expert.
 
-        x: [T, hidden]; ids: int64 [T], the tokens of its rows, where ``reads_ids``.
+        x: [T, hidden]; ids: int64 [T], token ids of the rows, needed with ``reads_ids``.
         """
         partial: Tensor = self._run(x, ids, self._packed)
         return partial

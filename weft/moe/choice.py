@@ -1,4 +1,4 @@
-"""Which form of dispatch a step takes: as set, or the one that measured costs say is fastest. No torch."""
+"""Form of dispatch of a step: as configured, or the fastest form by measured costs. No torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from weft.types.exchange import FORMS, Exchange
 from weft.types.layout import Layout
 
 MOST_PADDED = 512
-"""Tokens of a replica up to which rows may be padded: beyond, filling up costs more than it saves."""
+"""Maximum tokens of a replica for padded forms. Beyond, padding costs more than the form saves."""
 
 DOUBLINGS = 18
-"""Numbers of tokens that are told apart: 1, 2, 4 and so on."""
+"""Number of distinguished token counts: 1, 2, 4 and so on."""
 
 
 class Chooser:
-    """The rule of one model's routed layers; the same on all ranks, which know the same table."""
+    """Choice of forms for one model's routed layers. All ranks use the same table, see ``follow``."""
 
     def __init__(self, layout: Layout, setting: str, shape: ExchangeShape) -> None:
-        """setting: as ``ParallelSection.moe_dispatch``; shape: of the layers."""
+        """Create a chooser. ``setting``: see ``ParallelSection.moe_dispatch``; ``shape``: of the layers."""
         self._layout = layout
         self._setting = setting
         self._shape = shape
@@ -25,27 +25,28 @@ class Chooser:
 
     @property
     def element(self) -> int:
-        """Bytes of what is exchanged."""
+        """Bytes of one exchanged element."""
         return self._shape.element
 
     def form(self, tokens: int) -> str:
-        """For a step in which no replica has more than ``tokens``."""
+        """Return the form for a step in which no replica has more than ``tokens`` tokens."""
         if self._setting == "low-latency" and tokens > MOST_PADDED:
             return "throughput"
         if self._setting != "auto":
             return self._setting
-        doubling = min(max(0, tokens - 1).bit_length(), DOUBLINGS - 1)  # so that few are ever computed
+        # few distinct counts, so results can be cached
+        doubling = min(max(0, tokens - 1).bit_length(), DOUBLINGS - 1)
         result = self._known.get(doubling)
         if result is None:
             result = self._known[doubling] = self._fastest(1 << doubling)
         return result
 
     def votes(self) -> list[int]:
-        """What ``auto`` would take, as numbers in ``FORMS``, for 1, 2, 4 .. tokens."""
+        """Return the choices of ``auto`` for 1, 2, 4 .. tokens, as numbers in ``FORMS``."""
         return [FORMS.index(self.form(1 << doubling)) for doubling in range(DOUBLINGS)]
 
     def follow(self, votes: list[int]) -> None:
-        """Takes what another rank's table says: hosts may have measured for themselves."""
+        """Use the choices of another rank, because hosts may have different measurements."""
         self._known = {doubling: FORMS[vote] for doubling, vote in enumerate(votes)}
 
     def _fastest(self, tokens: int) -> str:
@@ -57,12 +58,13 @@ class Chooser:
         return min(forms, key=lambda form: seconds(form, tokens, self._shape, self._layout))
 
     def choose(self, rows: int, exchange: Exchange) -> tuple[str, int | None]:
-        """The form for a layer that gets ``rows``, and the most rows that a rank is home to, if known.
+        """Return the form for a layer with ``rows`` rows, and the maximum rows per home rank (None: unknown).
 
-        Where replicas agreed on nothing (passes of a drafter), a form that needs no agreement.
+        Without an agreement of the replicas (passes of a drafter) the form must need no agreement.
         """
         places = self._layout.tensor
         if self._layout.data == 1:
+            # With one replica all ranks know the number of rows without an agreement.
             form = exchange.form or self.form(exchange.rows or rows)
             return form, -(-rows // places)
         if exchange.rows:

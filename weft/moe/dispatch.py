@@ -1,13 +1,15 @@
-"""How rows reach the experts of other ranks, and what those make of them comes home: four forms.
+"""Transport of rows to the experts of other ranks, and of the experts' outputs back home: four forms.
 
-Every row has a home rank, which routes it and adds up what its experts made. An expert's rank answers with
+Every row has a home rank, which routes the row and adds up the outputs of its experts. An expert's rank
+answers with
 
-    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for those elsewhere, in
+    answer    [rows, A, hidden]     A = top_k: each expert's output by itself, zeros for experts elsewhere, in
                                     the model's dtype or wider;
                                     A = 1: their weighted sum in top-k order, rounded
 
-so that home, adding the ranks' answers in their order and then (A = top_k) the experts in top-k order, gets
-the same bits in every form; with A = top_k those of one rank, if each row of an expert's has its own.
+The home rank adds the ranks' answers in order of ranks, and with A = top_k then the experts in top-k order.
+So all forms give the same bits. With A = top_k the bits equal the bits of one rank, if the rows of an expert
+do not affect each other.
 
     form         out                       back                   sizes
     reduce       nothing: all ranks have   all-reduce             known: all ranks have the same rows
@@ -18,8 +20,8 @@ the same bits in every form; with A = top_k those of one rank, if each row of an
     throughput   all-to-all, each row to   all-to-all of what     exact: counts go first
                  the ranks that it needs   is not zero
 
-Generators yield as ``Block.steps`` does, as often whatever the rows are. Work that waits for nothing
-(``under``) is done while rows are under way.
+The generators yield like ``Block.steps``; the number of yields does not depend on the rows. Work without
+dependencies (``under``) runs while rows are in transit.
 """
 
 from __future__ import annotations
@@ -38,54 +40,57 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows that a rank is home to (for ``reduce``: all), routed. n rows, k experts each."""
+    """Routed rows of a home rank (for ``reduce``: all rows). n rows, k experts each."""
 
     x: Tensor
-    """[n, hidden]."""
+    """Hidden states, [n, hidden]."""
     ranks: Tensor
-    """int64 [n, k]: who computes each pair of row and expert."""
+    """Rank of the expert of each pair of row and expert, int64 [n, k]."""
     places: Tensor
-    """int64 [n, k]: which of that rank's experts."""
+    """Place of the expert on the rank, int64 [n, k]."""
     scales: Tensor
-    """Wide [n, k]."""
+    """Weight of each pair, wide [n, k]."""
 
 
 class Work(NamedTuple):
-    """What a rank does for others' rows."""
+    """Work of a rank for the rows of other ranks."""
 
     answer: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    """Of x [R, hidden], places int64 [R, k] (-1: another rank's) and scales (wide [R, k], where A is 1):
-    [R, A, hidden], zeros where there is nothing."""
+    """Function from x [R, hidden], places int64 [R, k] (-1: another rank's) and scales (wide [R, k], or None
+    if exact) to answers [R, A, hidden], with zeros for missing experts."""
     exact: bool
-    """Whether A is top_k."""
+    """True if A is top_k."""
     under: Callable[[], Any]
-    """Done once, while rows are under way."""
+    """Function called once, while rows are in transit."""
 
 
 class Came(NamedTuple):
-    """What comes home."""
+    """Results at the home rank."""
 
     total: Tensor
-    """[n, A, hidden]: the sum of all ranks' answers."""
+    """Sum of all ranks' answers, [n, A, hidden]."""
     under: Any
-    """What ``Work.under`` returned."""
+    """Result of ``Work.under``."""
 
 
 Steps: TypeAlias = Generator[Pending, None, Came]
 Form: TypeAlias = Callable[[Comm, Rows, Work, "int | None"], Steps]
-"""(ep, rows, work, most rows of a rank or None: not known) -> what comes home."""
+"""(ep, rows, work, maximum rows per rank or None if unknown) -> results at the home rank."""
 
 
-# --- rows with what belongs to them, as one tensor ---
+# --- rows, places and scales as one tensor ---
 
 
 def _as_columns(x: Tensor, more: Tensor) -> Tensor:
-    """The bits of ``more`` [n, m] (8 bytes an element, or 4) as columns of x's dtype."""
+    """Return the bits of ``more`` [n, m] (elements of 8 or 4 bytes) as columns of x's dtype."""
     return more.contiguous().view(x.dtype)
 
 
 def _of_columns(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """``more`` again. A copy: ``contiguous`` leaves a single row its stride, which a view may not have."""
+    """Return the tensor of ``_as_columns`` in ``dtype``, as a copy.
+
+    ``contiguous`` keeps the stride of a single row, and such a stride may not permit a view.
+    """
     return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -97,19 +102,19 @@ def _joined(x: Tensor, places: Tensor, scales: Tensor | None) -> Tensor:
 
 
 class _Shape(NamedTuple):
-    """How to take ``_joined`` rows apart."""
+    """Layout of rows made by ``_joined``."""
 
     hidden: int
     top_k: int
     wide: torch.dtype | None
-    """Of the scales; None where they stay at home."""
+    """Dtype of the scales; None if scales stay at home."""
 
     def columns(self, dtype: torch.dtype) -> int:
         size = 8 + (0 if self.wide is None else self.wide.itemsize)
         return self.hidden + self.top_k * size // dtype.itemsize
 
     def apart(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [R, hidden], places int64 [R, k], scales."""
+        """Split rows into x [R, hidden], places int64 [R, k] and scales (wide [R, k] or None)."""
         middle = self.hidden + self.top_k * 8 // rows.dtype.itemsize
         places = _of_columns(rows[:, self.hidden : middle], torch.int64)
         scales = None if self.wide is None else _of_columns(rows[:, middle:], self.wide)
@@ -122,12 +127,12 @@ def _shape(rows: Rows, work: Work) -> _Shape:
 
 
 def _sent(rows: Rows, work: Work) -> Tensor | None:
-    """The scales that travel."""
+    """Return the scales to send; None if exact."""
     return None if work.exact else rows.scales
 
 
 def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
-    """x with rows of ``value`` appended. Raises EngineDead when it has more already."""
+    """Return x padded to ``rows`` rows with ``value``. Raises EngineDead if x has more rows."""
     if len(x) > rows:
         raise EngineDead(f"a rank has {len(x)} rows in a step whose ranks agreed on {rows} at most")
     if len(x) == rows:
@@ -139,7 +144,7 @@ def _padded(x: Tensor, rows: int, value: int = 0) -> Tensor:
 
 
 def reduce(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """All ranks have the same rows, and get all of the sum."""
+    """Sum the answers of all ranks. All ranks have the same rows, and each gets the whole sum."""
     places = torch.where(rows.ranks == ep.rank, rows.places, -1)
     answer = work.answer(rows.x, places, _sent(rows, work))
     pending = ep.all_reduce(answer)
@@ -151,13 +156,14 @@ def reduce(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Every rank sees all rows."""
+    """Send all rows to every rank; each home rank receives the sum of its rows."""
     if most is None:
         count = torch.tensor([len(rows.x)], device=rows.x.device)
         pending = ep.all_gather(count)
         yield pending
         most = int(pending.result().max())
     shape, (n, k), scales = _shape(rows, work), rows.ranks.shape, _sent(rows, work)
+    # Rank -1 in padding matches no rank, so padding gets zeros.
     pairs = torch.cat((_padded(rows.ranks, most, -1), _padded(rows.places, most, -1)), dim=1)
     sent = _joined(_padded(rows.x, most), pairs, None if scales is None else _padded(scales, most))
     pending = ep.all_gather(sent)
@@ -173,7 +179,7 @@ def gather(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Every row goes to every rank, and there is as much room for them: the host reads nothing."""
+    """Send every row to every rank, into space for the maximum, so the host reads nothing."""
     assert most is not None
     shape = _shape(rows, work)
     size = ep.size
@@ -183,7 +189,7 @@ def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     scales = _sent(rows, work)
     ranks = _padded(rows.ranks, most, -1)
     places = _padded(rows.places, most, -1)
-    places = torch.where(ranks == numbers, places, -1)  # [size, most, k]
+    places = torch.where(ranks == numbers, places, -1)  # [size, most, k]: places on each destination rank
     if scales is not None:
         scales = _padded(scales, most).expand(size, most, -1)
     sent = _joined(x.expand(size, most, -1), places, scales).flatten(0, 1)
@@ -199,16 +205,17 @@ def low_latency(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
-    """Each row goes to the ranks that it needs, once; back comes what is not zero."""
+    """Send each row once to each rank with one of its experts. Only nonzero answers return."""
     shape, size, (n, k) = _shape(rows, work), ep.size, rows.ranks.shape
     numbers = torch.arange(size, device=rows.x.device).view(size, 1, 1)
     mine = rows.ranks == numbers  # [size, n, k]
     to, row = mine.any(2).nonzero(as_tuple=True)
     places = torch.where(mine[to, row], rows.places[row], -1)
     pairs = mine.sum(2) if work.exact else mine.any(2)
-    counts = torch.stack((mine.any(2).sum(1), pairs.sum(1)), dim=1)  # rows, and answers that come back
+    counts = torch.stack((mine.any(2).sum(1), pairs.sum(1)), dim=1)  # [size, 2]: rows out, answers back
     pending = ep.all_to_all(counts, [1] * size, [1] * size)
     yield pending
+    # The host reads the exact sizes of both exchanges.
     (out, back), (into, answers) = (c.T.tolist() for c in (counts, pending.result()))
     sent = _joined(rows.x[row], places, None if work.exact else rows.scales[row])
     pending = ep.all_to_all(sent, out, into)
@@ -220,6 +227,7 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
     pending = ep.all_to_all(answer, answers, back)
     yield pending
     came = pending.result().view(-1, shape.hidden)
+    # Answers return in the order of the sent pairs, so ``row`` and ``choice`` locate each answer.
     if work.exact:
         total = came.new_zeros(n, k, shape.hidden)
         pair, choice = (places >= 0).nonzero(as_tuple=True)
@@ -232,9 +240,9 @@ def throughput(ep: Comm, rows: Rows, work: Work, most: int | None) -> Steps:
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """The sum of ``parts[0], parts[1], ..`` in this order, in float32 or wider, rounded once."""
+    """Return the sum ``parts[0] + parts[1] + ..`` in order, in float32 or wider, rounded once."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
-    for rank in range(1, len(parts)):  # not over the tensor: that makes a list, which cannot be captured
+    for rank in range(1, len(parts)):  # iterating over the tensor would make a list, which cannot be captured
         total += parts[rank]
     return total.to(parts.dtype)
 

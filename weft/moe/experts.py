@@ -1,4 +1,4 @@
-"""What one rank does for a block whose experts are divided: the parts between which rows travel."""
+"""Work of one rank in a block with divided experts: the parts between two transfers of rows."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Tensor = torch.Tensor
 
 
 class RankExperts(Protocol):
-    """The op ``moe_pieces``. ``weights``: what its ``pack`` made of the whole router and this rank's experts.
+    """The op ``moe_pieces``. ``weights`` is the packed router and this rank's packed experts.
 
-    exact: experts answer one by one; else a rank's are summed. Rows don't depend on each other where the op
-    is invariant.
+    ``exact``: experts answer one by one; otherwise a rank's experts are summed. Rows do not affect each other
+    if the op is invariant.
     """
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(experts int64 [T, k] of all, their weights wide [T, k], for ``shared``) of x [T, hidden]."""
+        """Return (experts int64 [T, k] of all experts, weights wide [T, k], factor for ``shared``) of x."""
 
     def answer(self, x: Tensor, places: Tensor, scales: Tensor | None, weights: Any, exact: bool) -> Tensor:
-        """What this rank's experts make of x [R, hidden], whose pairs are ``places`` int64 [R, k] (-1: none).
+        """Return the output of this rank's experts for x [R, hidden] and ``places`` int64 [R, k] (-1: none).
 
-        ``exact``: [R, k, hidden], zeros where there is none. Else [R, 1, hidden], summed in top-k order by
-        scales (wide [R, k]) and rounded.
+        ``exact``: [R, k, hidden], zeros for -1. Otherwise [R, 1, hidden], summed in top-k order by scales
+        (wide [R, k]) and rounded.
         """
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """In which ``answer`` is, of x in ``dtype``: what travels home."""
+        """Return the dtype of ``answer`` for x in ``dtype``: the dtype that travels home."""
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Any) -> Any:
-        """The shared expert of x [T, hidden], for ``finish``."""
+        """Return the shared expert's output for x [T, hidden], as input of ``finish``."""
 
     def finish(self, total: Tensor, scales: Tensor, shared: Any, dtype: torch.dtype, exact: bool) -> Tensor:
-        """[T, hidden] in ``dtype``. total: [T, A, hidden], all ranks' answers summed; scales: wide [T, k]."""
+        """Return [T, hidden] in ``dtype``. total: [T, A, hidden], sum of all ranks; scales: wide [T, k]."""
 
     def tensors(self, weights: Any) -> Iterable[Tensor]:
-        """All that belongs to this rank's experts; the first dim is their places."""
+        """Return all tensors of this rank's experts. The first dim is the expert's place."""
 
 
 class ByPieces(NamedTuple):
-    """In torch: of one implementation's pieces."""
+    """Implementation in torch, from the pieces of one implementation."""
 
     pieces: Pieces
 
@@ -76,7 +76,7 @@ class ByPieces(NamedTuple):
     def tensors(self, weights: Routed) -> Iterable[Tensor]:
         for one in (weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias):
             if isinstance(one, Codes):
-                yield from map(as_bytes, one.tensors())  # rows of them are taken by number
+                yield from map(as_bytes, one.tensors())  # indexing needs bytes
             elif isinstance(one, Int8Weight):
                 yield one.values
                 yield one.scales
@@ -84,7 +84,7 @@ class ByPieces(NamedTuple):
                 yield one
 
     def _pairs(self, x: Tensor, places: Tensor, weights: Routed) -> Tensor:
-        if x.device.type != "cpu":  # nothing may depend on how many pairs there are
+        if x.device.type != "cpu":  # no sync, and no shape that depends on the number of pairs
             none = places < 0
             result = self.pieces.experts(x, torch.where(none, count_of(weights), places), weights)
             return result.masked_fill_(none.unsqueeze(2), 0.0)
@@ -97,5 +97,5 @@ class ByPieces(NamedTuple):
 
 
 def rank_experts(op: Any) -> RankExperts:
-    """The experts of a rank, from what an implementation of the op ``moe_pieces`` returns."""
+    """Return the experts of a rank, from the result of an implementation of the op ``moe_pieces``."""
     return ByPieces(op) if isinstance(op, Pieces) else op

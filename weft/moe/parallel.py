@@ -1,13 +1,13 @@
-"""A routed block whose experts are divided over ranks.
+"""A routed block with experts divided over ranks.
 
     route -> rows to their experts' ranks -> experts -> answers home -> sum in top-k order, then shared expert
 
-Where the ranks of a replica all have its rows, each is home to its slice of them, and the slices are
-gathered in the end; in the form ``reduce`` all are home to all. Routers and shared experts are whole on every
-rank.
+If all ranks of a replica have its rows, each rank is home to a slice of the rows, and the slices are gathered
+at the end. In the form ``reduce`` all ranks are home to all rows. Every rank has the whole router and shared
+expert.
 
-The sums of all forms have the same bits (``weft.moe.dispatch``), so which one is taken may follow from what a
-step is made of. Under --deterministic experts answer one by one, and the bits are those of one rank.
+All forms sum to the same bits (``weft.moe.dispatch``), so the choice of a form may depend on the step. Under
+--deterministic experts answer one by one, and the bits equal the bits of one rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 
 class Map:
-    """A placement as tensors: which rank and place each copy of an expert has. Changed in place."""
+    """A placement as tensors: rank and place of each copy of an expert. Changed in place."""
 
     def __init__(self, placement: Placement, experts: int, device: torch.device) -> None:
         most = max(1, min(len(placement), 1 + sum(map(len, placement)) - experts))
@@ -41,51 +41,55 @@ class Map:
         self.set(placement)
 
     def __len__(self) -> int:
-        """Experts."""
+        """Return the number of experts."""
         return self._columns.shape[1]
 
     def set(self, placement: Placement) -> None:
-        """Takes another placement of the same experts. Raises ValueError for one that lacks some."""
+        """Use another placement of the same experts. Raises ValueError if the placement lacks an expert."""
         _, experts, most = self._columns.shape
         placing.check(placement, experts)
         rows = []
         for of in placing.copies(placement, experts):
+            # Experts with few copies repeat the first copy, so all rows have ``most`` columns.
             there = of + [of[0]] * (most - len(of))
             rows.append([[rank for rank, _ in there], [place for _, place in there], [len(of)] * most])
         self._columns.copy_(torch.tensor(rows).transpose(0, 1))
         self.placement = placement
 
     def find(self, chosen: Tensor, turn: int) -> tuple[Tensor, Tensor]:
-        """Rank and place, int64 [n, k] each, of the experts ``chosen`` [n, k]. Copies take turns by row."""
+        """Return rank and place, int64 [n, k] each, of experts ``chosen`` [n, k]. Copies alternate by row."""
         ranks = self._columns[0]
         places = self._columns[1]
         count = self._columns[2]
         if self._single:
             return ranks[chosen, 0], places[chosen, 0]
         rows = torch.arange(turn, turn + len(chosen), device=chosen.device).unsqueeze(1)
+        # ``turn`` shifts the alternation by rank, so ranks with few rows do not all use the first copies.
         copy = rows % count[chosen, 0]
         return ranks[chosen, copy], places[chosen, copy]
 
 
 class Slice(NamedTuple):
-    """A rank's part of the rows that the ranks of its replica have in common."""
+    """One rank's part of the rows that all ranks of a replica have."""
 
     begin: int
     end: int
     each: int
-    """Rows of a whole part."""
+    """Rows of a full part."""
 
 
 def slice_of(rows: int, rank: int, ranks: int) -> Slice:
-    """Parts are neighbours, of one size as far as rows go; the last may be empty."""
+    """Return the part of ``rank``. Parts are contiguous and equal as far as rows suffice, or else empty."""
     each = -(-rows // ranks)
     return Slice(min(rows, rank * each), min(rows, (rank + 1) * each), each)
 
 
 class DividedExperts:
-    """The experts of one layer, divided over ranks. ``weights`` has all of the router and this rank's
-    experts, in order of their places, as the implementation ``pieces`` of the op ``moe_pieces`` takes
-    them."""
+    """The experts of one layer, divided over ranks.
+
+    ``weights`` has the whole router and this rank's experts in order of places, packed for ``pieces``, an
+    implementation of the op ``moe_pieces``.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class DividedExperts:
         exact: bool,
         counts: bool,
     ) -> None:
-        """exact: experts answer one by one. counts: tokens of each expert are counted, for rebalancing."""
+        """Create the layer. exact: experts answer one by one. counts: count tokens per expert."""
         self.mesh = mesh
         self.chooser = chooser
         self.weights, self._mine = weights, rank_experts(pieces)
@@ -107,10 +111,10 @@ class DividedExperts:
         self.map = Map(placement, experts, device)
         self._exact = exact
         self.loads = torch.zeros(experts, dtype=torch.int64, device=device) if counts else None
-        """Rows that chose each expert, of those that this rank is home to."""
+        """Rows that chose each expert, among the rows of this home rank, int64 [experts], or None."""
 
     def steps(self, x: Tensor, ids: Tensor | None, exchange: Exchange) -> Generator[Pending, None, Tensor]:
-        """The whole block: x [T, hidden], the same on all ranks of a replica; ids int64 [T]."""
+        """Compute the whole block for x [T, hidden], equal on all ranks of a replica, and ids int64 [T]."""
         form, most = self.chooser.choose(len(x), exchange)
         if form == "reduce":
             return (yield from self._reduced(x, ids, exchange.rows or len(x)))
@@ -122,11 +126,11 @@ class DividedExperts:
         return (yield from self._all_slices(result, mine, len(x)))
 
     def tensors(self) -> Iterable[Tensor]:
-        """All that belongs to this rank's experts; the first dim is their places."""
+        """Return all tensors of this rank's experts. The first dim is the expert's place."""
         return self._mine.tensors(self.weights)
 
     def _route(self, x: Tensor, ids: Tensor | None, turn: int) -> tuple[Rows, Tensor | None, Tensor]:
-        """(rows, what the shared expert is multiplied by, experts chosen)."""
+        """Return (rows, factor of the shared expert, chosen experts)."""
         chosen, scales, share = self._mine.route(x, ids, self.weights)
         ranks, places = self.map.find(chosen, turn)
         return Rows(x=x, ranks=ranks, places=places, scales=scales), share, chosen
@@ -142,7 +146,7 @@ class DividedExperts:
     def _at_home(
         self, form: str, x: Tensor, ids: Tensor | None, mine: Slice, most: int | None
     ) -> Generator[Pending, None, Tensor]:
-        """What the block makes of this rank's slice."""
+        """Compute the block for this rank's slice."""
         x = x[mine.begin : mine.end]
         ids = None if ids is None else ids[mine.begin : mine.end]
         rows, share, chosen = self._route(x, ids, self.mesh.ep.rank)
@@ -152,8 +156,11 @@ class DividedExperts:
         return self._finish(came.total, rows.scales, came.under, x.dtype)
 
     def _reduced(self, x: Tensor, ids: Tensor | None, most: int) -> Generator[Pending, None, Tensor]:
-        """All ranks are home to all rows; of many rows each finishes its slice alone. ``most`` decides, the
-        rows of the larger micro-batch where there are two: both must communicate equally often."""
+        """Compute the block with all ranks home to all rows. For many rows each rank finishes its slice only.
+
+        ``most``, the rows of the larger micro-batch, selects between both ways: micro-batches must
+        communicate equally often.
+        """
         ep = self.mesh.ep
         rows_all = len(x)
         mine = slice_of(rows_all, ep.rank, ep.size)
@@ -161,12 +168,15 @@ class DividedExperts:
         self._count(chosen[mine.begin : mine.end])
         answers = rows.ranks.shape[1] if self._exact else 1
         size = self._mine.answers(x.dtype, self._exact).itemsize
+        # Small sums: a one-shot all-reduce gives every rank all rows. Large sums: reduce-scatter, then
+        # all-gather.
         if most * answers * x.shape[1] * size * ep.size <= ONE_SHOT:
             work = Work(self._answer, self._exact, lambda: self._mine.shared(x, share, self.weights))
             came = yield from FORMS["reduce"](ep, rows, work, None)
             return self._finish(came.total, rows.scales, came.under, x.dtype)
         places = torch.where(rows.ranks == ep.rank, rows.places, -1)
         made = self._answer(x, places, rows.scales)
+        # Equal parts for the reduce-scatter: the padding is zero and dropped below.
         missing = mine.each * ep.size - rows_all
         if missing:
             made = torch.cat([made, made.new_zeros(missing, *made.shape[1:])])
@@ -179,7 +189,7 @@ class DividedExperts:
         return (yield from self._all_slices(out, mine, rows_all))
 
     def _finish(self, total: Tensor, scales: Tensor, shared: Any, dtype: torch.dtype) -> Tensor:
-        """total: [n, A, hidden], all ranks' answers; shared: what the shared expert made."""
+        """Return the block's output from ``total`` [n, A, hidden], the sum of all answers, and ``shared``."""
         return self._mine.finish(total, scales, shared, dtype, self._exact)
 
     def _all_slices(self, made: Tensor, mine: Slice, rows: int) -> Generator[Pending, None, Tensor]:

@@ -1,9 +1,9 @@
-"""Which rank holds which experts, and plans of a better placement from observed load. Pure, without torch.
+"""Placement of experts on ranks, and plans of better placements from observed load. Pure, without torch.
 
-A layer's experts have a fixed number of places in all: each expert one, and some for redundant copies. The
-places are spread evenly over the ranks, for good; what changes is which expert is in which.
+A layer has a fixed number of places: one per expert, and some for redundant copies. The places are spread
+evenly over the ranks, permanently. Only the experts in the places change.
 
-Source of the idea: DeepSeek-V3, arXiv 2412.19437, section 3.4; the planner is our own.
+Source of the idea: DeepSeek-V3, arXiv 2412.19437, section 3.4; the planner is Weft's own.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TypeAlias
 import numpy as np
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of one layer, for each rank the experts in its places; none twice on one rank."""
+"""Experts in the places of each rank, for one layer. No expert is twice on one rank."""
 
 WORTH = 0.03
-"""Share by which a new placement must lower the load of the busiest rank, or else nothing moves."""
+"""Minimum relative decrease of the busiest rank's load for a new placement."""
 _SWAPS = 64
 
 
 def places(experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
-    """How many places each rank has: ``experts + redundant``, as evenly as can be, the first ranks more.
+    """Return the number of places of each rank: ``experts + redundant``, spread evenly, first ranks larger.
 
-    Raises ValueError when there are more than each rank could fill with different experts.
+    Raises ValueError if a rank would have more places than there are experts.
     """
     whole, more = divmod(experts + redundant, ranks)
     if whole + (more > 0) > experts:
@@ -33,7 +33,7 @@ def places(experts: int, ranks: int, redundant: int = 0) -> tuple[int, ...]:
 
 
 def in_order(experts: int, ranks: int, redundant: int = 0) -> Placement:
-    """Expert after expert, rank after rank; redundant places go on with the first ones again."""
+    """Return experts in order over the ranks; redundant places continue with the first experts again."""
     made = []
     at = 0
     for count in places(experts, ranks, redundant):
@@ -43,7 +43,7 @@ def in_order(experts: int, ranks: int, redundant: int = 0) -> Placement:
 
 
 def check(placement: Placement, experts: int) -> None:
-    """Raises ValueError unless every expert has a place, and none two on one rank."""
+    """Raise ValueError unless every expert has a place, and no expert has two places on one rank."""
     seen = {expert for mine in placement for expert in mine}
     if seen != set(range(experts)):
         raise ValueError(f"a placement of {len(seen)} experts, of which there are {experts}")
@@ -52,7 +52,7 @@ def check(placement: Placement, experts: int) -> None:
 
 
 def copies(placement: Placement, experts: int) -> list[list[tuple[int, int]]]:
-    """For each expert its places as (rank, number there), in order of ranks."""
+    """Return the places of each expert as (rank, number on the rank), in order of ranks."""
     result: list[list[tuple[int, int]]] = [[] for _ in range(experts)]
     for rank, mine in enumerate(placement):
         for number, expert in enumerate(mine):
@@ -61,18 +61,18 @@ def copies(placement: Placement, experts: int) -> list[list[tuple[int, int]]]:
 
 
 def rank_loads(placement: Placement, loads: Sequence[float] | np.ndarray) -> list[float]:
-    """Load of each rank when an expert's is divided evenly among its copies."""
+    """Return the load of each rank, with an expert's load divided evenly among its copies."""
     count = [len(of) for of in copies(placement, len(loads))]
     return [float(sum(loads[e] / count[e] for e in mine)) for mine in placement]
 
 
 def plan(loads: Sequence[float] | np.ndarray, old: Placement) -> Placement:
-    """A placement for these loads, with as many places on each rank as ``old`` has.
+    """Return a placement for these loads, with as many places on each rank as in ``old``.
 
-    Copies go to the experts with most load each; the heaviest first, each to the ranks with least; then the
-    busiest rank swaps with others while that helps. Experts that stay on a rank keep their place. Returns
-    ``old`` unless the busiest rank's load falls by ``WORTH``. A function of its arguments alone: all ranks
-    that know the same loads make the same plan.
+    Copies go to the experts with the highest load per copy. Then the heaviest experts go first, each to the
+    ranks with the lowest load. Then the busiest rank swaps with others as long as a swap helps. Experts that
+    stay on a rank keep their place. Returns ``old`` unless the busiest rank's load falls by ``WORTH``. The
+    plan depends only on the arguments, so ranks with the same loads make the same plan.
     """
     room = [len(mine) for mine in old]
     spread = _spread(loads, room)
@@ -93,7 +93,7 @@ def _copies_wanted(loads: Sequence[float] | np.ndarray, ranks: int, total: int) 
 
 
 def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[int]]:
-    """Experts of each rank, in no particular order."""
+    """Return the experts of each rank, in no particular order."""
     ranks = len(room)
     left = list(room)
     wanted = _copies_wanted(loads, sum(size > 0 for size in room), sum(room))
@@ -110,7 +110,7 @@ def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[i
         free = sorted((r for r in range(ranks) if left[r]), key=lambda r: (total[r], r))
         for rank in free[: wanted[expert]]:
             put(expert, rank)
-    for rank in range(ranks):  # what found too few ranks with room leaves places to others
+    for rank in range(ranks):  # copies without a rank leave places to other experts
         while left[rank]:
             others = [e for e in order if e not in mine[rank]]
             put(others[0], rank)
@@ -118,7 +118,7 @@ def _spread(loads: Sequence[float] | np.ndarray, room: list[int]) -> list[list[i
 
 
 def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None:
-    """Swaps experts of the busiest rank with lighter ones elsewhere, the best swap first."""
+    """Swap experts of the busiest rank with lighter experts elsewhere, the best swap first, in place."""
     sizes = [len(one) for one in mine]
     owner = np.repeat(np.arange(len(mine)), sizes)
     number = np.concatenate([np.arange(size) for size in sizes])
@@ -133,8 +133,10 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
         back = np.flatnonzero(owner != busiest)
         if not len(back):
             return
+        # [out, back]: load that leaves the busiest rank, and the higher load of both ranks after each swap
         change = each[expert[out]][:, None] - each[expert[back]]
         peak = np.maximum(total[busiest] - change, total[owner[back]] + change)
+        # A swap must not put two copies of an expert on one rank.
         peak[there[owner[back]][:, expert[out]].T | there[busiest, expert[back]]] = np.inf
         i, j = np.unravel_index(int(peak.argmin()), peak.shape)
         if not peak[i, j] < total[busiest] * (1 - 1e-12):
@@ -146,7 +148,8 @@ def _improve(mine: list[list[int]], loads: Sequence[float] | np.ndarray) -> None
 
 
 def _in_place(spread: list[list[int]], old: Placement) -> Placement:
-    """``spread``, given to the ranks (of as many places) that hold most of it already, with least motion."""
+    """Return ``spread``, assigned to ranks with as many places so that most experts stay in place."""
+    # Greedy: each rank takes the most similar set of the right size. Ties go to the lowest index.
     open_ = set(range(len(spread)))
     made: list[tuple[int, ...]] = []
     for mine in old:
@@ -160,9 +163,9 @@ def _in_place(spread: list[list[int]], old: Placement) -> Placement:
 
 
 def moves(old: Placement, new: Placement) -> list[tuple[int, int, int, int]]:
-    """What to copy: (from rank, its place, to rank, its place) for every place whose expert changes.
+    """Return the copies to make: (from rank, from place, to rank, to place) for each changed place.
 
-    A copy on the rank itself goes first; else copies elsewhere take turns.
+    The source is a copy on the same rank if one exists. Otherwise the copies elsewhere take turns.
     """
     held = copies(old, 1 + max(e for mine in old for e in mine))
     result = []

@@ -1,11 +1,10 @@
-"""Matrices of few bits, as loading leaves them: neutral between what was published and an op's own layout.
+"""Quantized matrices as loading leaves them: independent of the published format and of an op's own layout.
 
     w[n, k] = (number(code[n, k]) - zero[n, group of k]) * scale[n, group of k] * factor[n]
 
-Blocks of GGML (``weft.ops.ggml``) are kept whole, as the file has them: what they mean is said there.
-On a CPU the C++ extension packs these and multiplies by them (csrc/coded.h); on a GPU kernels read them as
-they are (``weft.ops.triton.coded``). Elsewhere torch dequantizes one matrix each time that it is read.
-Importing registers nothing.
+GGML blocks (``weft.ops.ggml``) keep the bytes of the file; ``ggml`` documents their meaning. On a CPU the C++
+extension packs codes and multiplies by packed codes (csrc/coded.h). On a GPU kernels read the codes directly
+(``weft.ops.triton.coded``). Elsewhere torch dequantizes a matrix on every use. Importing registers nothing.
 """
 
 from __future__ import annotations
@@ -21,60 +20,59 @@ from weft.ops.mapped import Mapped
 
 Tensor = torch.Tensor
 
-#: By code: sign in the highest bit, then two of exponent and one of mantissa. (E2M1 of the OCP MX formats.)
+# Value of each code of E2M1 (OCP MX formats): 1 sign bit (highest), 2 exponent bits, 1 mantissa bit.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: The zero point of integers that come without.
+# Zero point of integer codes without an explicit zero point.
 MIDDLE = {"int4": 8, "int8": 128}
-#: As csrc/coded.h numbers them.
+# Index = number in csrc/coded.h.
 NUMBERS = ("none", "int4", "int8", "e2m1", "e4m3")
 NIBBLES = 7
-"""Likewise: int4 against rows of 8 bits."""
+"""Number in csrc/coded.h of int4 codes that are multiplied by rows in 8 bits."""
 SCALES = (torch.float32, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 LARGEST_GROUP = 256
-"""Inputs. Scales of more are repeated."""
+"""Maximum inputs of one group. The scale of a larger group is repeated."""
 LEAST_GROUP = 8
-"""Inputs of groups that are made smaller because ranks cut them."""
+"""Minimum inputs of a group that becomes smaller because ranks cut the matrix inside a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """A matrix [N, K], or a stack of E: then every tensor but ``order`` has E as its first dim."""
+    """A quantized matrix [N, K], or a stack of E: then every tensor except ``order`` is [E, ...]."""
 
     numbers: str
-    """``int4``, ``int8`` (both unsigned, less a zero point), ``e2m1``, ``e4m3``; or of ``ggml.BLOCKS``."""
+    """Number format: ``int4``, ``int8`` (unsigned, with a zero point), ``e2m1``, ``e4m3``, or a GGML type."""
     values: Tensor
-    """uint8 [N, K]; of 4 bits [N, ceil(K / 2)], a pair's first in the low half; of blocks the bytes."""
+    """Codes, uint8 [N, K]. 4-bit codes: [N, ceil(K / 2)], first of a pair in the low half. Blocks: bytes."""
     inputs: int
-    """K."""
+    """Number of inputs, K."""
     group: int
-    """Inputs that have a scale in common, or are a block; the last group may have fewer. Even, or at least K.
-    """
+    """Inputs that share a scale, or inputs of a block. The last group may be shorter. Even, or at least K."""
     scales: Tensor
-    """[N, G] in one of ``SCALES``; of blocks [N, 0]."""
+    """Scales [N, G] in a dtype of ``SCALES``; [N, 0] for blocks."""
     zeros: Tensor | None = None
-    """uint8 [N, G], of integers; None: ``MIDDLE``."""
+    """Zero points of integer codes, uint8 [N, G]; None stands for ``MIDDLE``."""
     factors: Tensor | None = None
-    """float64 [N]; float32 as a GPU's kernels read them."""
+    """Factor of each row, float64 [N] (float32 for GPU kernels); None for no factors."""
     order: Tensor | None = None
-    """int64 [K]: column i here is input ``order[i]``; None: in order."""
+    """Permutation of inputs, int64 [K]: column i is input ``order[i]``. None for the natural order."""
     rounds_rows: bool = False
-    """Whether rows that are multiplied are rounded to 8 bits, ``group`` inputs at a time; of ``to_int4``."""
+    """True if rows of x are rounded to 8 bits as well, ``group`` inputs at a time. Only for ``to_w4a8``."""
     mapped: Mapped | None = None
-    """The mapped file that ``values``, and perhaps scales, lie in: who has read them drops its pages."""
+    """Mapped file with the memory of ``values``, and possibly of the scales. Readers call ``drop_pages``."""
 
     @property
     def four(self) -> bool:
-        """Whether a code has 4 bits."""
+        """True if a code has 4 bits."""
         return self.numbers in ("int4", "e2m1")
 
     @property
     def block(self) -> ggml.Block | None:
-        """Of what size blocks are, where they are blocks."""
+        """Layout of a block for a GGML type; None for other number formats."""
         return ggml.BLOCKS.get(self.numbers)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix, or of the stack."""
+        """Shape of the dequantized matrix, or of the stack of matrices."""
         return (*self.values.shape[:-1], self.inputs)
 
     @property
@@ -83,7 +81,7 @@ class Codes:
 
     @property
     def coding(self) -> list[int]:
-        """What csrc/coded.h wants to know."""
+        """The four integers by which csrc/coded.h describes the format: numbers, scales, zeros, group."""
         if self.block is not None:
             return list(self.block.coding)
         if self.rounds_rows:
@@ -92,18 +90,21 @@ class Codes:
         return [numbers, SCALES.index(self.scales.dtype), int(self.zeros is not None), self.group]
 
     def tensors(self) -> list[Tensor]:
-        """All but ``order``."""
+        """Return all tensors except ``order``; absent tensors are left out."""
         each = (self.values, self.scales, self.zeros, self.factors)
         return [tensor for tensor in each if tensor is not None]
 
     def drop_pages(self) -> None:
-        """They were read, and will hardly be again: pages of a mapped file go, other memory stays."""
+        """Release the pages of a mapped file after reading. Other memory stays."""
         if self.mapped is not None:
             for tensor in self.tensors():
                 self.mapped.drop(tensor)
 
     def to(self, device: torch.device) -> Codes:
-        """The same in the memory of ``device``."""
+        """Return the same codes in the memory of ``device``; ``self`` if the codes are there.
+
+        After a copy the pages of a mapped file are released.
+        """
         if self.values.device.type == device.type:
             return self
 
@@ -126,7 +127,7 @@ class Codes:
         return len(self.values)
 
     def __getitem__(self, place: int | slice | Tensor) -> Codes:
-        """One matrix of a stack, or some rows of a matrix."""
+        """Return one matrix of a stack, or some rows of a matrix."""
         return replace(
             self,
             values=self.values[place],
@@ -137,9 +138,11 @@ class Codes:
         )
 
     def columns(self, begin: int, end: int, least: int | None = None) -> Codes | None:
-        """Inputs begin .. end of a matrix; None where they are in another order, or no groups of ``least``
-        (by default ``LEAST_GROUP``) inputs fit. Groups that are cut become smaller ones, and rows are not
-        rounded then.
+        """Return inputs ``begin`` to ``end`` (exclusive) of a matrix; None if the codes cannot be cut there.
+
+        A cut inside a group makes all groups smaller, down to ``least`` inputs (default ``LEAST_GROUP``).
+        Rows are not rounded in such a result. Codes with an ``order`` and cuts inside a block or byte return
+        None.
         """
         if (begin, end) == (0, self.inputs):
             return self
@@ -148,6 +151,7 @@ class Codes:
         whole = self.group >= self.inputs
         if self.order is not None or begin % 2:
             return None
+        # A group size that divides both cut positions. The end of the matrix is no cut.
         fitting = math.gcd(self.group, begin, 0 if end == self.inputs else end)
         if not whole and fitting < self.group:
             if fitting < (least or LEAST_GROUP) or fitting % 2:
@@ -173,9 +177,14 @@ class Codes:
         return replace(self, values=values, inputs=end - begin)
 
     def regrouped(self, group: int) -> Codes:
-        """The same with scales for fewer inputs each: ``group`` divides that of before, or there is one."""
+        """Return the same codes with a scale for every ``group`` inputs.
+
+        ``group`` must divide the present group size, unless one group spans all inputs. Any change clears
+        ``rounds_rows``.
+        """
         if group == self.group:
             return self
+        # Index of the old group for each new group, [new G]
         index = torch.arange(-(-self.inputs // group), device=self.scales.device) * group // self.group
         return replace(
             self,
@@ -188,13 +197,13 @@ class Codes:
 
 @dataclass(frozen=True, slots=True)
 class MixedCodes:
-    """Rows of one matrix in several forms, one after another."""
+    """Rows of one matrix in several number formats, one part after another."""
 
     parts: tuple[Codes, ...]
-    """Without an order of inputs."""
+    """Consecutive rows. No part has an ``order``."""
 
     def to(self, device: torch.device) -> MixedCodes:
-        """The same in the memory of ``device``."""
+        """Return the same codes in the memory of ``device``."""
         return MixedCodes(tuple(part.to(device) for part in self.parts))
 
     def __len__(self) -> int:
@@ -202,7 +211,10 @@ class MixedCodes:
 
 
 def of_blocks(kind: str, values: Tensor, *, mapped: Mapped | None = None) -> Codes:
-    """uint8 [N, bytes of a row] (or a stack) of blocks of GGML's type ``kind``. mapped: as of ``Codes``."""
+    """Return codes for GGML blocks of type ``kind``: ``values`` is uint8 [N, bytes of a row], or a stack.
+
+    ``mapped`` is stored in the result.
+    """
     block = ggml.BLOCKS[kind]
     return Codes(
         numbers=kind,
@@ -215,15 +227,16 @@ def of_blocks(kind: str, values: Tensor, *, mapped: Mapped | None = None) -> Cod
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """uint8 [..., ceil(K / 2)] of codes 0 to 15, uint8 [..., K]."""
+    """Pack codes 0 to 15, uint8 [..., K], in pairs: uint8 [..., ceil(K / 2)]."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
 def common_group(parts: Sequence[Codes]) -> int | None:
-    """Inputs that have a scale in common in all of ``parts``, where these can be rows of one matrix; else
-    None.
+    """Return a group size for all ``parts`` as rows of one matrix; None if there is none.
+
+    The parts need the same number format, scales dtype, inputs and order.
     """
     first = parts[0]
     group = min(part.group for part in parts)
@@ -231,13 +244,17 @@ def common_group(parts: Sequence[Codes]) -> int | None:
         return None
     if any(not _same_order(part.order, first.order) for part in parts):
         return None
+    # The smallest group must divide every other group. A group that spans all inputs can be cut anywhere.
     if any(part.group % group and part.group < part.inputs for part in parts):
         return None
     return group
 
 
 def joined(parts: Sequence[Codes]) -> Codes | None:
-    """The rows of all ``parts``, one after another; None where they are of different kinds."""
+    """Return the rows of all ``parts`` as one matrix, in order; None if the number formats differ.
+
+    The result is a copy, and mapped pages of the parts are released. A single part is returned unchanged.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -254,13 +271,17 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
         zeros=None if all(part.zeros is None for part in parts) else all_zeros(parts),
         factors=None if all(part.factors is None for part in parts) else all_factors(parts),
     )
+    # The copy is complete, so mapped pages of the parts are not needed again.
     for part in parts:
         part.drop_pages()
     return made
 
 
 def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
-    """Likewise, neighbours of one kind joined; None where inputs are in different orders."""
+    """Return the rows of all ``parts``, with neighbours of the same format joined.
+
+    Return None if any part has an ``order``.
+    """
     if any(part.order is not None for part in parts):
         return None
     made: list[Codes] = []
@@ -271,13 +292,14 @@ def mixed(parts: Sequence[Codes]) -> MixedCodes | None:
 
 
 def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
-    """The matrix [N, K] (or the stack) in ``dtype``, a wide one."""
+    """Return the matrix [N, K], or the stack, in the wide dtype ``dtype``."""
     if isinstance(codes, MixedCodes):
         return torch.cat([dequantize(part, dtype) for part in codes.parts])
     values = codes.values
     if codes.block is not None:
         return ggml.dequantize(codes.numbers, values, dtype)
     if codes.four:
+        # [..., K / 2] bytes -> [..., K] codes
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)[..., : codes.inputs]
     if codes.numbers == "e2m1":
         made = _e2m1(values).to(dtype) * 2.0**14
@@ -285,6 +307,7 @@ def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
         made = values.contiguous().view(torch.float8_e4m3fn).to(dtype)
     else:
         made = values.to(dtype)
+    # Group of each input, [K]
     groups = torch.arange(codes.inputs, device=values.device) // codes.group
     if codes.numbers in MIDDLE:
         zeros = codes.zeros
@@ -293,6 +316,7 @@ def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
     if codes.factors is not None:
         made = made * codes.factors.to(dtype).unsqueeze(-1)
     if codes.order is not None:
+        # Inverse permutation: column ``order[i]`` of the result is column i of the codes.
         back = torch.empty_like(codes.order)
         back[codes.order] = torch.arange(codes.inputs, device=values.device)
         made = made[..., back]
@@ -300,24 +324,28 @@ def dequantize(codes: Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
 
 
 def _e2m1(values: Tensor) -> Tensor:
-    """float16 whose bits are those of codes 0 to 15 of ``E2M1``: 2 ** 14 times too small."""
+    """Return float16 numbers for codes 0 to 15 of ``E2M1``, smaller by a factor of 2 ** 14.
+
+    The bits of a code move into the exponent and mantissa of float16, without a table.
+    """
     wide = values.to(torch.int16)
     return ((wide & 7) << 9 | (wide & 8) << 12).view(torch.float16)
 
 
 def storable(codes: Codes) -> Codes:
-    """The same in groups that csrc/coded.h takes: even, and of at most ``LARGEST_GROUP`` inputs."""
+    """Return the same codes in groups that csrc/coded.h accepts: even, at most ``LARGEST_GROUP`` inputs."""
     if codes.group <= LARGEST_GROUP and codes.group % 2 == 0:
         return codes
     if codes.group >= codes.inputs:
         return codes.regrouped(min(LARGEST_GROUP, codes.inputs + codes.inputs % 2))
     fitting = [g for g in range(2, LARGEST_GROUP + 1, 2) if codes.group % g == 0]
-    whole_tiles = [g for g in fitting if g % 32 == 0]  # with AMX, others are rounded
+    # With AMX other groups are scaled before the product and rounded to bf16.
+    whole_tiles = [g for g in fitting if g % 32 == 0]
     return codes.regrouped((whole_tiles or fitting)[-1])
 
 
 def broken(codes: Codes) -> bool:
-    """Whether a code or a scale is no number."""
+    """Return True if an E4M3 code is NaN or a scale is not finite. Scales inside blocks are not checked."""
     values = codes.values
     if codes.numbers == "e4m3" and bool(((values & 127) == 127).any()):
         return True
@@ -325,7 +353,7 @@ def broken(codes: Codes) -> bool:
 
 
 def as_bytes(scales: Tensor) -> Tensor:
-    """Torch's indexing does not know types of 8 bits."""
+    """Return ``scales``, with 1-byte dtypes viewed as uint8, because torch cannot index float8 types."""
     return scales if scales.dtype.itemsize > 1 else scales.view(torch.uint8)
 
 
@@ -340,7 +368,7 @@ def _same_order(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def all_zeros(parts: Sequence[Codes]) -> Tensor:
-    """Zero points of the rows of all ``parts``, of integers, also of those that come without."""
+    """Return the zero points of the rows of all integer ``parts``, uint8 [rows, G]; default ``MIDDLE``."""
     middle = MIDDLE[parts[0].numbers]
     full = [
         torch.full(p.scales.shape, middle, dtype=torch.uint8, device=p.scales.device)
@@ -352,7 +380,7 @@ def all_zeros(parts: Sequence[Codes]) -> Tensor:
 
 
 def all_factors(parts: Sequence[Codes]) -> Tensor:
-    """Factors of the rows of all ``parts``, likewise."""
+    """Return the factors of the rows of all ``parts``, float64 [rows], with 1 as default."""
     full = [
         torch.ones(len(p), dtype=torch.float64, device=p.scales.device) if p.factors is None else p.factors
         for p in parts
@@ -364,9 +392,9 @@ def all_factors(parts: Sequence[Codes]) -> Tensor:
 
 
 def to_int4(weight: Tensor) -> Codes:
-    """weight [N, K] (or a stack) in groups of 64 inputs, each with a scale and a zero point.
+    """Round ``weight`` [N, K] (or a stack) to int4, with a scale and a zero point per 64 inputs.
 
-    The scale spans a group's smallest and largest weight, and 0.
+    The scale covers the range of the group's weights and 0.
     """
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_int4(some) for some in weight.split(rows)])
@@ -387,12 +415,15 @@ def to_int4(weight: Tensor) -> Codes:
 
 
 def to_w4a8(weight: Tensor) -> Codes:
-    """``to_int4``, for rows that are rounded to 8 bits as well, 64 inputs at a time."""
+    """Round ``weight`` like ``to_int4``, for products with rows of x in 8 bits, 64 inputs at a time."""
     return replace(to_int4(weight), rounds_rows=True)
 
 
 def to_fp8(weight: Tensor) -> Codes:
-    """weight [N, K] (or a stack) in E4M3, in groups of 128 inputs: a group's largest magnitude is 448."""
+    """Round ``weight`` [N, K] (or a stack) to E4M3 in groups of 128 inputs.
+
+    The scale maps the largest magnitude of a group to 448.
+    """
     if (rows := rows_at_once(weight)) < len(weight):
         return _all_rows([to_fp8(some) for some in weight.split(rows)])
     exact, inputs = _grouped(weight.float(), FP8_GROUP)
@@ -403,38 +434,38 @@ def to_fp8(weight: Tensor) -> Codes:
 
 
 def quotient(x: Tensor, by: float) -> Tensor:
-    """``x / by``, correctly rounded on every device. CUDA would multiply by the reciprocal of a number of
-    Python's: another last bit of a scale, and so other codes than on a CPU.
+    """Return ``x / by``, correctly rounded on every device.
+
+    CUDA multiplies by the reciprocal of a Python number. The last bit of a scale would differ from the CPU,
+    and so would codes. A tensor divisor avoids this.
     """
     return x / x.new_full((), by)
 
 
 def rows_at_once(weight: Tensor) -> int:
-    """How many rows of weight [N, K], or matrices of a stack, are rounded at a time: in float32 there is no
-    more.
-    """
+    """Return the number of rows (or matrices of a stack) to round at a time, which bounds float32 copies."""
     return max(1, ROUNDED_NUMBERS // max(1, weight[:1].numel()))
 
 
 def _all_rows(parts: list[Codes]) -> Codes:
-    """Rows, or matrices of stacks, that were rounded in one way."""
+    """Join rows, or matrices of stacks, of the same number format."""
     whole = joined(parts)
     assert whole is not None, "all were made in one way"
     return whole
 
 
 GROUPED: dict[str, Callable[[Tensor], Codes]] = {"int4": to_int4, "w4a8": to_w4a8, "fp8": to_fp8}
-"""By name of ``--quantization``: those whose scales are of some inputs."""
+"""Rounding functions with a scale for each group of inputs, by name of ``--quantization``."""
 ROUNDED_NUMBERS = 1 << 20
 DEQUANTIZED = 1 << 26
-"""Numbers that a GPU dequantizes at a time, so that cuBLAS can multiply many rows."""
+"""Maximum numbers that a GPU dequantizes at a time before cuBLAS multiplies many rows."""
 INT4_GROUP = 64
 UNCUT = 4 * INT4_GROUP
-"""Of so many inputs, or a multiple, two and four ranks have whole groups."""
+"""If K is a multiple of this number, two and four ranks have whole groups."""
 FP8_GROUP = 128
 
 
 def _grouped(weight: Tensor, group: int) -> tuple[Tensor, int]:
-    """([..., N, G, group], filled up with zeros; K)."""
+    """Return (``weight`` as [..., N, G, group], padded with zeros; K)."""
     inputs = weight.shape[-1]
     return torch.nn.functional.pad(weight, (0, -inputs % group)).unflatten(-1, (-1, group)), inputs

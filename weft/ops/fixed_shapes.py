@@ -1,16 +1,16 @@
-"""Matrix products whose rows don't depend on what is computed beside them: few shapes, shown to agree.
+"""Matrix products in which a row does not depend on the rows beside it: few shapes, tested to agree.
 
-A library picks its kernel, its blocking and its threads by a product's shape, so that a row's last bits can
-change with the number of rows. Here only products of a few fixed shapes are ever asked for, and before a
-shape is used it is tried: one row at every place of every shape must give the same bits. What does not agree
-is not used; a product of one row (one matrix) is the last resort and agrees with itself.
+A library selects kernel, blocking and threads by the shape of a product, so the last bits of a row can change
+with the number of rows. This module uses only a few fixed shapes. Before the first use of a shape a trial
+runs: one row, at every place of every shape, must give the same bits. Shapes that disagree are not used. The
+last resort is a product of one row (one matrix), which always agrees with itself.
 
     rows    256 256 .. 64 .. 16 .. 16        the last 16 filled up with zeros
                                              [T, K] x [N, K]     `linear`
     matrices 64 64 .. 8 .. 1 1               [B, M, K] x [B, K, N], M and K and N given    `products`
 
-Rows begin at multiples of 64 bytes, always: libraries may look at that too. Answers of trials are kept for
-the life of the process, by shape, dtype and number of threads.
+Rows always begin at multiples of 64 bytes, because libraries may depend on alignment as well. Results of
+trials last for the life of the process, by shape, dtype and number of threads.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 
 LADDER = (256, 64, 16)
-"""Rows of the products of ``linear``, descending: prefill runs at nearly its full speed, decode wastes 15."""
+"""Row counts of ``linear``, descending. Prefill runs at nearly full speed; decode wastes up to 15 rows."""
 LAST_RESORTS = (8, 4, 1)
 BATCHES = (64, 8, 1)
-"""Matrices of one call of ``products``, descending."""
+"""Numbers of matrices per call of ``products``, descending."""
 ALIGNMENT = 64
 
 _row_tiles: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -37,9 +37,9 @@ _product_shapes: dict[tuple[object, ...], ProductShapes] = {}
 
 
 def aligned(matrix: Tensor) -> Tensor:
-    """``matrix`` [R, K] with zeros appended to its rows until each begins at a multiple of 64 bytes.
+    """Return ``matrix`` [R, K], padded with zero columns until each row begins at a multiple of 64 bytes.
 
-    The matrix itself where that is so already.
+    Returns the matrix itself if all rows are aligned.
     """
     unit = ALIGNMENT // matrix.element_size()
     missing = -matrix.shape[1] % unit
@@ -51,9 +51,9 @@ def aligned(matrix: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K] and weight [N, K or K of ``aligned``]; [T, N] in x's dtype.
+    """Return ``x @ weight.T + bias``: x [T, K], weight [N, K or K of ``aligned``]; [T, N] in x's dtype.
 
-    Each row's bits are a function of that row, the weight and the bias.
+    The bits of each row depend only on the row, the weight and the bias.
     """
     x = aligned(x)
     weight = aligned(weight)
@@ -61,6 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tiles = row_tiles(weight, bias)
     if rows in tiles:
         return F.linear(x, weight, bias)
+    # Cover the rows greedily with the largest tiles. The rest is padded to the smallest tile.
     result = x.new_empty(rows, weight.shape[0])
     begin = 0
     for tile in tiles:
@@ -75,9 +76,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def row_tiles(weight: Tensor, bias: Tensor | None = None) -> tuple[int, ...]:
-    """Numbers of rows that ``linear`` may multiply by (aligned) ``weight`` [N, K] at once, descending.
+    """Return the allowed row counts for ``linear`` with the aligned ``weight`` [N, K], descending.
 
-    Tried on the first call for a shape, with this weight.
+    The first call for a shape runs the trial, with this weight.
     """
     key = (weight.shape, weight.dtype, weight.device, bias is None, torch.get_num_threads())
     known = _row_tiles.get(key)
@@ -89,21 +90,24 @@ def row_tiles(weight: Tensor, bias: Tensor | None = None) -> tuple[int, ...]:
 
 
 def _try_rows(weight: Tensor, bias: Tensor | None) -> tuple[tuple[int, ...], bool]:
-    """(the tiles, whether the trial says anything about other weights of this shape)."""
+    """Return (row counts, True if the trial also holds for other weights of this shape)."""
     outputs, inputs = weight.shape
-    samples = min(16, max(1, 4096 // outputs))  # few outputs tell less of each row
+    # few outputs reveal less about each row, so more rows are tried
+    samples = min(16, max(1, 4096 // outputs))
     trial = _noise(samples, inputs, dtype=weight.dtype)
 
     def at_every_place(rows: int) -> Tensor:
-        """[samples, rows, N]."""
+        """Return the products of each sample at every place of ``rows`` rows, [samples, rows, N]."""
         return torch.stack([F.linear(row.expand(rows, inputs).contiguous(), weight, bias) for row in trial])
 
+    # The smallest count that agrees with itself is the base. Larger counts must agree with the base.
     for base in (LADDER[-1], *LAST_RESORTS):
         made = at_every_place(base)
         first = made[:, :1]
         if base == 1 or _same(made, first):
             break
     larger = [rows for rows in LADDER if rows > base and _same(at_every_place(rows), first)]
+    # Zero outputs agree in any kernel, so a mostly zero weight does not settle the shape.
     telling = bool((first != 0).double().mean() > 0.5)
     return (*larger, base), telling
 
@@ -115,20 +119,18 @@ class ProductShapes(NamedTuple):
     """Shapes of ``products`` that agree with each other."""
 
     rows: tuple[int, ...]
-    """Rows of each left matrix, descending."""
+    """Row counts of the left matrices, descending."""
     batches: tuple[int, ...]
-    """Matrices of one call, descending; ends with 1."""
+    """Numbers of matrices per call, descending; ends with 1."""
 
 
 def product_shapes(
     inputs: int, outputs: int, rows: tuple[int, ...], dtype: torch.dtype, *, transposed: bool
 ) -> ProductShapes:
-    """What may be asked of ``products`` for [., inputs] x [inputs, outputs].
+    """Return the allowed shapes for ``products`` of [., inputs] x [inputs, outputs].
 
-    All of ``rows`` (descending) with all of ``BATCHES``, or else the fewest rows one matrix at a time, or
-    else single rows.
-
-    ``transposed``: the right matrix lies in memory as [outputs, inputs].
+    Tries three choices in order: all ``rows`` (descending) with all ``BATCHES``; the fewest rows with one
+    matrix at a time; single rows. ``transposed``: the right matrix is stored as [outputs, inputs].
     """
     key = (inputs, outputs, rows, dtype, transposed, torch.get_num_threads())
     known = _product_shapes.get(key)
@@ -144,7 +146,7 @@ def _try_products(
     right = _noise(outputs, inputs, dtype=dtype) if transposed else _noise(inputs, outputs, dtype=dtype)
 
     def at_every_place(count: int, batch: int) -> Tensor:
-        """[8, batch, count, outputs]."""
+        """Return the products of each row at every place of every matrix, [8, batch, count, outputs]."""
         many = right.expand(batch, *right.shape).contiguous()
         many = many.transpose(1, 2) if transposed else many
         return torch.stack([torch.bmm(row.expand(batch, count, inputs).contiguous(), many) for row in left])
@@ -159,7 +161,7 @@ def _try_products(
 
 
 def products(a: Tensor, b: Tensor, batches: tuple[int, ...]) -> Tensor:
-    """``a @ b``, matrix by matrix: a [B, M, K], b [B, K, N]; [B, M, N], in calls of ``batches`` matrices."""
+    """Return ``a @ b`` for a [B, M, K], b [B, K, N]: [B, M, N], in calls of ``batches`` matrices."""
     result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
     begin = 0
     for batch in batches:

@@ -1,11 +1,11 @@
-"""GGML's quantized blocks, as a GGUF file has them: a row is blocks of 32 or 256 numbers with their scales.
+"""Quantized blocks of GGML, as in a GGUF file: a row is a list of blocks of 32 or 256 numbers with scales.
 
     Q8_0    w = d q                          32 numbers: float16 d, signed bytes
     Q4_0    w = d (q - 8)                    32: float16 d, halves of bytes
     Q4_K    w = d s q - m t                  256: float16 d and m; s and t, 6 bits for each 32; half bytes
     Q6_K    w = d s (q - 32)                 256: 6 bits in two places; s a signed byte for each 16; float16 d
 
-Source: ggml-org/ggml, ggml-common.h and ggml-quants.c. csrc/coded_pack.cpp reads the same.
+Source: ggml-org/ggml, ggml-common.h and ggml-quants.c. csrc/coded_pack.cpp reads the same blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Tensor = torch.Tensor
 
 
 class Block(NamedTuple):
-    """What a block is, and how csrc/coded.h holds its numbers."""
+    """Layout of a block, and the corresponding format in csrc/coded.h."""
 
     numbers: int
     bytes: int
     number: int
-    """In csrc/coded_pack.cpp."""
+    """Number of the type in csrc/coded_pack.cpp."""
     coding: tuple[int, int, int, int]
     """Numbers, scales, zeros, group: see csrc/coded.h."""
 
@@ -37,13 +37,13 @@ BLOCKS = {
 
 
 def dequantize(kind: str, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """bytes [..., bytes of a row] -> [..., numbers of a row] in ``dtype``, a wide one."""
+    """Return blocks, bytes [..., bytes of a row], as numbers [..., numbers of a row] in a wide ``dtype``."""
     each = blocks.unflatten(-1, (-1, BLOCKS[kind].bytes))
     return _READ[kind](each, dtype).flatten(-2)
 
 
 def _halves(of: Tensor, begin: int, dtype: torch.dtype) -> Tensor:
-    """The float16 at ``begin`` of each block, [..., blocks, 1]."""
+    """Return the float16 at byte ``begin`` of each block, [..., blocks, 1]."""
     return of[..., begin : begin + 2].contiguous().view(torch.float16).to(dtype)
 
 
@@ -57,12 +57,15 @@ def _q4_0(of: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _q4_k(of: Tensor, dtype: torch.dtype) -> Tensor:
+    # 8 scales and 8 minimums of 6 bits in 12 bytes: the low 6 bits of bytes 0-3 and 4-7, then the low and
+    # high halves of bytes 8-11, with their upper 2 bits from the top of bytes 0-7.
     packed = of[..., 4:16]
     first = packed[..., :4]
     second = packed[..., 4:8]
     rest = packed[..., 8:]
     scales = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=-1)
     minimums = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), dim=-1)
+    # [.., 4, 1, 32]: 32 bytes hold 64 codes
     halves = of[..., 16:].unflatten(-1, (4, 1, 32))
     codes = torch.cat((halves & 15, halves >> 4), dim=-2).flatten(-3, -2)  # [.., 8, 32]
     made = (_halves(of, 0, dtype) * scales.to(dtype)).unsqueeze(-1) * codes.to(dtype)

@@ -1,4 +1,4 @@
-"""Every implementation of every op: importing this registers them all, and loads none of what they need."""
+"""All implementations of all ops. Importing this module registers every op and loads no optional library."""
 
 from __future__ import annotations
 

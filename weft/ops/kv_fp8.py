@@ -1,9 +1,9 @@
-"""Entries of a KV cache in 8 bits: E4M3 values and one scale, a power of two, for each entry.
+"""KV cache entries in 8 bits: E4M3 values, and one power-of-two scale per entry.
 
-A power of two costs no accuracy, as E4M3 is a float itself, and makes every value exact in bf16 and wider:
-so reading rounds nothing, and what an entry becomes depends on the entry alone. The scale is the smallest
-with which the largest value is at most 448, E4M3's largest; an entry that is not finite has the scale NaN, so
-that all of it reads as NaN.
+A power of two costs no accuracy, because E4M3 is a floating-point format, and makes every value exact in bf16
+and wider dtypes. So reading does not round, and a stored entry depends on the entry alone. The scale is the
+smallest power that maps the largest value to at most 448, the largest E4M3 number. An entry with a value that
+is not finite gets the scale NaN, so all of the entry reads as NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VALUES = torch.float8_e4m3fn
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(values E4M3 [..., n], scales float32 [...]) of entries x [..., n]; halves round to even."""
+    """Return (values E4M3 [..., n], scales float32 [...]) of entries x [..., n]; halves round to even."""
     exact = x.to(wide(x.dtype))
     top = exact.abs().amax(dim=-1)
     mantissa, exponent = torch.frexp(top)  # mantissa in [0.5, 1), and 448 is 0.875 * 2^9
@@ -30,30 +30,30 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Entries [..., n] in ``dtype`` of values E4M3 [..., n] and scales float32 [...]."""
+    """Return entries [..., n] in ``dtype`` from values E4M3 [..., n] and scales float32 [...]."""
     exact = wide(dtype)
     made = values.to(exact) * scales.to(exact).unsqueeze(-1)
     if dtype == torch.float16:
-        # The values next to its largest number round to one that it lacks.
+        # Values next to the largest float16 would round to infinity.
         made = made.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return made.to(dtype)
 
 
 def take(entries: Tensor, rows: Tensor) -> Tensor:
-    """The entries ``rows`` [N] of ``entries`` [.., n], contiguous, in any dtype."""
+    """Return the entries ``rows`` [N] of ``entries`` [.., n], contiguous, in any dtype."""
     if entries.dtype != VALUES:
         return entries.index_select(0, rows)
-    # Bytes, because a GPU copies no E4M3 by index.
+    # As bytes: a GPU cannot copy E4M3 by index.
     return entries.view(torch.uint8).index_select(0, rows).view(VALUES)
 
 
 def write(cache: Tensor, scales: Tensor, rows: Tensor, entries: Tensor) -> None:
-    """Quantizes ``entries`` [N, n] into the entries ``rows`` [N] of a cache.
+    """Quantize ``entries`` [N, n] and write them to the places ``rows`` [N] of a cache.
 
     cache: E4M3 [.., n] and scales: float32 [..], contiguous, both counted in entries.
     """
     values, own = quantize(entries)
-    # Bytes, because copying by index knows no E4M3.
+    # As bytes: copying by index does not support E4M3.
     cache.view(torch.uint8).view(-1, entries.shape[1]).index_copy_(0, rows, values.view(torch.uint8))
     scales.view(-1).index_copy_(0, rows, own)
 
@@ -71,7 +71,7 @@ def qkv_rope_cache_fp8(
     scales: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``torch_ops.qkv_rope_cache`` into a cache in 8 bits.
+    """Compute ``torch_ops.qkv_rope_cache`` with a cache in 8 bits.
 
     cache: E4M3 [blocks, 2, kv_heads, block, dim]; scales: float32 [blocks, 2, kv_heads, block].
     """
@@ -82,7 +82,7 @@ def qkv_rope_cache_fp8(
 
 
 def _power_of_two(power: Tensor) -> Tensor:
-    """2^power in float32, exactly. power: integers, -126 .. 127."""
+    """Return 2^power in float32, exactly. power: integers, -126 .. 127."""
     return ((power.to(torch.int32) + 127) << 23).view(torch.float32)
 
 

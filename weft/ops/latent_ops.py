@@ -1,4 +1,4 @@
-"""What latent attention has beside core attention, in torch: the cache entry, and which form a segment takes.
+"""Parts of latent attention around core attention, in torch: cache entries, and the form of a segment.
 
 Importing registers the ops.
 """
@@ -15,13 +15,14 @@ Tensor = torch.Tensor
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary embedding of x [T, ..., dim] by cos, sin [T, dim / 2] (wide), in x's dtype; leaves as halves.
+    """Return the rotary embedding of x [T, ..., dim] by wide cos, sin [T, dim / 2], in x's dtype, as halves.
 
-    interleaved: pairs come as neighbours (2 i, 2 i + 1), else as halves (i, i + dim / 2). Scores don't depend
-    on the order of dims that queries and keys share. Source: Su et al. 2021, arXiv 2104.09864.
+    interleaved: pairs are neighbours (2 i, 2 i + 1), otherwise halves (i, i + dim / 2). Scores do not depend
+    on the order of dims if queries and keys share the order. Source: Su et al. 2021, arXiv 2104.09864.
     """
     exact = x.to(cos.dtype)
     first, second = (exact[..., ::2], exact[..., 1::2]) if interleaved else exact.chunk(2, dim=-1)
+    # [T, 1, .., dim / 2], to broadcast over heads
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[1])
     cos = cos.view(shape)
     sin = sin.view(shape)
@@ -39,11 +40,11 @@ def latent_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Writes each token's entry ``[normalized latent | rotated key]``; returns the queries' part [T, first].
+    """Write each token's entry ``[normalized latent | rotated key]``; return the queries' part [T, first].
 
-    joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, None for none;
-    weight [kv_lora]: of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope] of
-    one layer, written at ``writes``, int64 [T]: block id * block + offset.
+    joined: [T, first + kv_lora + rope]. q_weight [first]: RMS norm of the queries' part, or None. weight
+    [kv_lora]: RMS norm of the latent. cos, sin: [T, rope / 2] (wide). cache: [blocks, block, kv_lora + rope]
+    of one layer. writes: int64 [T], block id * block + offset.
     """
     q, *entry = _parts(joined, q_weight, weight, eps, cos, sin, interleaved)
     cache.view(-1, cache.shape[2]).index_copy_(0, writes, torch.cat(entry, dim=1).to(cache.dtype))
@@ -63,7 +64,7 @@ def latent_rope_cache_fp8(
     keys: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``latent_rope_cache`` into a cache in 8 bits.
+    """Compute ``latent_rope_cache`` with a cache in 8 bits.
 
     cache: latents E4M3 [blocks, block, kv_lora]; scales: float32 [blocks, block]; keys: rotated, in joined's
     dtype, [blocks, block, rope].
@@ -83,9 +84,10 @@ def _parts(
     sin: Tensor,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token the queries' part and the latent, normalized, and the rotated key."""
+    """Return each token's queries' part and latent, both normalized, and rotated key."""
     lora = weight.shape[0]
     rope = 2 * cos.shape[1]
+    # [T, first | kv_lora | rope]
     q, latent, key = joined.split((joined.shape[1] - lora - rope, lora, rope), dim=1)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
@@ -93,25 +95,25 @@ def _parts(
 
 
 def latent_up(keys: Tensor, values: Tensor) -> None:
-    """What the C++ backend takes of the key and value matrices: nothing here."""
+    """Return None: only the C++ backend packs the key and value matrices."""
     return
 
 
 def head_product(x: Tensor, matrices: Tensor, packed: object) -> Tensor:
-    """x [T, heads, n] through each head's own matrix of ``matrices`` [heads, m, n]: [T, heads, m].
+    """Multiply x [T, heads, n] by each head's own matrix of ``matrices`` [heads, m, n]: [T, heads, m].
 
-    packed: what ``latent_up`` made of the same matrices, for the implementations that take it.
+    packed: result of ``latent_up`` for the same matrices; unused here.
     """
     return torch.einsum("thn,hmn->thm", x, matrices)
 
 
 def both_forms() -> tuple[str, str]:
-    """(prefill segment, decode segment): each the form that it is fastest in."""
+    """Return the fastest forms: (prefill segment, decode segment)."""
     return ("expanded", "absorbed")
 
 
 def one_form() -> tuple[str, str]:
-    """One form for both segments: a token's bits don't depend on the segment that it is computed in."""
+    """Return one form for both segments, so the bits of a token do not depend on its segment."""
     return ("absorbed", "absorbed")
 
 

@@ -1,6 +1,4 @@
-"""Files that are mapped, and their pages: dropped behind what was read, so that no file is in memory beside
-what is made of it.
-"""
+"""Memory-mapped files. Pages are released after reading, so a file is not in memory twice."""
 
 from __future__ import annotations
 
@@ -14,28 +12,28 @@ from pathlib import Path
 
 import torch
 
-#: With a page that is read the system maps those around it that it has: Linux a piece of its cache.
+# Reading a page also maps cached pages around it. Linux maps one piece of its page cache.
 _AROUND = 2 << 20
 _LINE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r[w-][x-]p \S+ \S+ ([1-9]\d*) ", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mapped:
-    """Addresses of a file that is mapped privately and written by nobody."""
+    """Address range of a file that is mapped privately and never written."""
 
     owner: torch.Tensor
-    """One that lies in there: as long as it is, nothing else can."""
+    """A tensor inside the range, which keeps the mapping alive."""
     begin: int
     end: int
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether it begins in there; an empty one does not."""
+        """Return True if ``tensor`` is not empty and begins in the range."""
         return tensor.nbytes > 0 and self.begin <= tensor.data_ptr() < self.end
 
     def drop(self, tensor: torch.Tensor | None = None) -> None:
-        """Takes the pages of ``tensor`` and around it, or all, from this process: they are read again.
+        """Release the pages of ``tensor`` and around it, or of the whole range. Later reads load pages again.
 
-        Of a tensor that is not in there nothing.
+        Does nothing for a tensor outside the range, or on systems without ``madvise``.
         """
         begin, end = self.begin, self.end
         if tensor is not None:
@@ -46,7 +44,7 @@ class Mapped:
             begin = max(begin, tensor.data_ptr() - _AROUND)
             end = min(end, behind + _AROUND)
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError, AttributeError):  # other systems than Linux may lack it
+        with contextlib.suppress(OSError, AttributeError):  # other systems than Linux may lack madvise
             _library().madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
 
 
@@ -56,9 +54,7 @@ def _library() -> ctypes.CDLL:
 
 
 def mapped_around(tensor: torch.Tensor) -> Mapped | None:
-    """The private mapping of a file that ``tensor`` lies in; None where that is other memory, or nobody
-    says.
-    """
+    """Return the private file mapping around ``tensor``; None for other memory or without /proc."""
     address = tensor.data_ptr()
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -72,5 +68,5 @@ def mapped_around(tensor: torch.Tensor) -> Mapped | None:
 
 
 def all_mapped(tensor: torch.Tensor) -> Mapped:
-    """Of a tensor that is all of what was mapped."""
+    """Return the range of a tensor that spans a whole mapping."""
     return Mapped(tensor, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)

@@ -1,11 +1,12 @@
-"""Routed feed-forward blocks: what they are made of, and their torch implementations.
+"""Routed feed-forward blocks: weights, parts, and the torch implementations.
 
     out[t] = sum over j of weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t])
 
-summed in top-k order, the shared expert last, in a wide dtype and rounded once. Three forms compute the
-experts in torch; a measured table says which (``moe_table``).
+The sum runs in top-k order with the shared expert last, in a wide dtype, and is rounded once. Torch computes
+the experts in one of three forms; a table of measurements selects the form (``moe_table``).
 
-The op ``moe`` is the whole block. Where ranks divide its experts, ``moe_pieces`` gives its parts one by one.
+The op ``moe`` is the whole block. ``moe_pieces`` returns the parts of the block, for experts divided over
+ranks.
 """
 
 from __future__ import annotations
@@ -29,62 +30,62 @@ Tensor = torch.Tensor
 
 
 class Gate(NamedTuple):
-    """What stands between an expert's two matrices: ``activation(gate) * up``, or a variant of it."""
+    """Function between the two matrices of an expert: ``activation(gate) * up``, or a variant."""
 
     activation: str = "silu"
     limit: float = 0.0
-    """Above 0: gates are clamped to at most this, and ``up`` to within +- this, before anything else."""
+    """Above 0: clamp gates to at most ``limit`` and ``up`` to +- ``limit``, before anything else."""
     alpha: float = 0.0
-    """Above 0: ``gate * sigmoid(alpha * gate) * (up + 1)`` instead, whatever ``activation`` says."""
+    """Above 0: compute ``gate * sigmoid(alpha * gate) * (up + 1)``, whatever the ``activation``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routed:
-    """The weights of a routed block. E experts of n, a shared one of s; gate rows come before up rows.
+    """Weights of a routed block: E experts of inner size n, a shared expert of size s. Gate rows come first.
 
-    The matrices of experts are tensors, or ``Int8Weight`` or ``Codes`` of the same leading shape; for an op
-    to pack they may be ``Unstacked``.
+    Expert matrices are tensors, or ``Int8Weight`` or ``Codes`` of the same leading shape. Before packing they
+    may be ``Unstacked``.
     """
 
     rule: Rule
     gate: Gate
     router: Tensor
-    """Wide [E, hidden]."""
+    """Router weight, wide [E, hidden]."""
     gate_up: Any
-    """[E, 2 n, hidden]."""
+    """Gate and up matrices, [E, 2 n, hidden]."""
     down: Any
-    """[E, hidden, n]."""
+    """Down matrices, [E, hidden, n]."""
     router_bias: Tensor | None = None
-    """Wide [E]."""
+    """Router bias, wide [E]."""
     correction: Tensor | None = None
-    """Wide [E]: added to scores for the choice alone."""
+    """Addend to the scores, wide [E]. Affects the choice of experts, not the weights."""
     table: Tensor | None = None
-    """int64 [vocab, top_k]: the experts of each token id, which replace the choice by score."""
+    """Experts by token id, int64 [vocab, top_k]. Replaces the choice by score."""
     gate_up_bias: Tensor | None = None
-    """[E, 2 n]."""
+    """Bias of ``gate_up``, [E, 2 n]."""
     down_bias: Tensor | None = None
-    """[E, hidden]."""
+    """Bias of ``down``, [E, hidden]."""
     shared_gate_up: Any = None
-    """[2 s, hidden]."""
+    """Gate and up matrix of the shared expert, [2 s, hidden]."""
     shared_down: Any = None
-    """[hidden, s]."""
+    """Down matrix of the shared expert, [hidden, s]."""
     shared_gate: Tensor | None = None
-    """Wide [1, hidden]: the shared expert is multiplied by the sigmoid of this product."""
+    """Gate of the shared expert, wide [1, hidden]: the shared output is multiplied by sigmoid(x @ gate.T)."""
     down_largest: Tensor | None = None
-    """Wide [E, hidden, 1]: the largest magnitude of each row of the whole ``down``, where this has a part of
-    them; for rounding to 8 bits."""
+    """Largest magnitude of each row of the whole ``down``, wide [E, hidden, 1]. Needed to round to 8 bits
+    when ``down`` contains only a part of each row."""
     shared_down_largest: Tensor | None = None
-    """Wide [hidden, 1]: likewise."""
+    """Largest magnitude of each row of the whole ``shared_down``, wide [hidden, 1]."""
     round_inner: bool = True
-    """Whether w4a8 rounds what is multiplied by ``down``, too."""
+    """True if w4a8 also rounds the input rows of ``down``."""
     round_shared_inner: bool = True
-    """Likewise by ``shared_down``."""
+    """True if w4a8 also rounds the input rows of ``shared_down``."""
     dtype: torch.dtype | None = None
-    """Of the activations, where the matrices don't say (codes)."""
+    """Dtype of the activations for matrices in codes, which have no such dtype."""
 
     @property
     def experts(self) -> int:
-        """That the router knows."""
+        """Number of experts of the router."""
         return self.router.shape[0]
 
     @property
@@ -92,29 +93,29 @@ class Routed:
         return self.router.device
 
 
-#: ``x @ weight.T + bias`` of x [T, K] and one matrix.
+# ``x @ weight.T + bias`` for x [T, K] and one matrix.
 Multiply: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]
-#: ``activation(gate) * up`` of the two halves of [..., 2 n].
+# ``activation(gate) * up`` of the two halves of [..., 2 n].
 Gated: TypeAlias = Callable[[Tensor, str], Tensor]
-#: All tokens through their experts: (x [T, hidden], ids [T, k], weights) -> [T, k, hidden]. An id that is the
-#: number of experts stands for none, and what is returned for it is anything.
+# All tokens through their experts: (x [T, hidden], ids [T, k], weights) -> [T, k, hidden]. An id equal to the
+# number of experts means no expert; the result for such an id is arbitrary.
 Experts: TypeAlias = Callable[[Tensor, Tensor, Routed], Tensor]
 
 
 class Pieces(NamedTuple):
-    """The parts of a block as one implementation of the op ``moe_pieces`` computes them."""
+    """Parts of a block, as one implementation of the op ``moe_pieces`` computes them."""
 
     multiply: Multiply
-    """The router and the shared expert's gate."""
+    """Product for the router and the shared expert's gate."""
     matrix: Multiply
-    """The shared expert."""
+    """Product for the shared expert."""
     gated: Gated
     experts: Experts
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Routed) -> Tensor | None:
-        """The shared expert of x [T, hidden], wide [T, hidden]; None where there is none.
+        """Return the shared expert's output for x [T, hidden], wide [T, hidden]; None if there is none.
 
-        share: wide [T, 1], what it is multiplied by; see ``choose_experts``.
+        ``share``: factor of each token, wide [T, 1], from ``choose_experts``; None for 1.
         """
         if weights.shared_gate_up is None:
             return None
@@ -127,7 +128,7 @@ class Pieces(NamedTuple):
 
 
 def activate(gate_up: Tensor, gate: Gate, gated: Gated = torch_ops.gated) -> Tensor:
-    """gate_up [..., 2 n], gate half first; [..., n] in the same dtype."""
+    """Return the activation of ``gate_up`` [..., 2 n], gate half first: [..., n] in the same dtype."""
     if gate.limit > 0:
         first, second = gate_up.chunk(2, dim=-1)
         gate_up = torch.cat((first.clamp(max=gate.limit), second.clamp(-gate.limit, gate.limit)), dim=-1)
@@ -140,7 +141,7 @@ def activate(gate_up: Tensor, gate: Gate, gated: Gated = torch_ops.gated) -> Ten
 def choose_experts(
     x: Tensor, ids: Tensor | None, weights: Routed, multiply: Multiply
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(experts int64 [T, k], their weights wide [T, k], the shared expert's wide [T, 1] or None)."""
+    """Return (expert ids int64 [T, k], expert weights wide [T, k], shared factor wide [T, 1] or None)."""
     x = x.to(weights.router.dtype)
     logits = multiply(x, weights.router, weights.router_bias)
     chosen = None
@@ -155,10 +156,11 @@ def choose_experts(
 
 
 def combine(made: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sum over each token's experts in top-k order, in the weights' wide dtype: [T, hidden].
+    """Return the weighted sum over each token's experts in top-k order, [T, hidden] in the weights' dtype.
 
-    made: [T, k, hidden]; weights: wide [T, k].
+    ``made``: [T, k, hidden]; ``weights``: wide [T, k].
     """
+    # A loop, not a matmul: the order of the sum is fixed, so a row does not depend on other rows.
     total = made[:, 0].to(weights.dtype) * weights[:, :1]
     for choice in range(1, weights.shape[1]):
         total = total + made[:, choice].to(weights.dtype) * weights[:, choice : choice + 1]
@@ -166,9 +168,9 @@ def combine(made: Tensor, weights: Tensor) -> Tensor:
 
 
 def block(x: Tensor, ids: Tensor | None, weights: Routed, pieces: Pieces) -> Tensor:
-    """The whole block. x: [T, hidden]; ids: int64 [T], token ids that a table is read with.
+    """Compute the whole block for x [T, hidden] and return [T, hidden] in x's dtype.
 
-    Returns [T, hidden] in x's dtype.
+    ``ids``: token ids int64 [T]; needed only with a ``table``.
     """
     chosen, scales, share = choose_experts(x, ids, weights, pieces.multiply)
     total = combine(pieces.experts(x, chosen, weights), scales)
@@ -187,12 +189,13 @@ def by_expert(
     matrix: Multiply = torch_ops.linear,
     gated: Gated = torch_ops.gated,
 ) -> Tensor:
-    """One product after another, each expert with all of its tokens.
+    """Compute the experts one after another, each with all of its tokens.
 
-    The host learns the group sizes: one synchronisation a call on a GPU.
+    The group sizes are read by the host: one synchronisation per call on a GPU.
     """
     tokens, top_k = ids.shape
     flat = ids.reshape(-1)
+    # Sort the T * k pairs by expert. Pairs without an expert come last and stay uninitialised in ``made``.
     order = torch.argsort(flat, stable=True)
     sizes = torch.bincount(flat, minlength=count_of(weights)).tolist()[: count_of(weights)]
     grouped = x[order // top_k]  # [T * k, hidden]
@@ -212,7 +215,7 @@ def by_expert(
 
 
 def count_of(weights: Routed) -> int:
-    """How many experts' matrices there are: those of one rank may be fewer than the router knows."""
+    """Return the number of local expert matrices. One rank may have fewer experts than the router."""
     down = weights.down
     return (down.values if isinstance(down, Int8Weight) else down).shape[0]
 
@@ -226,8 +229,9 @@ def _at(weight: Any, expert: int) -> Any:
 
 
 def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """Each token's matrices copied side by side, and two products of batches: for few tokens."""
+    """Copy each token's matrices side by side, then run two batched products. Fast for few tokens."""
     tokens, top_k = ids.shape
+    # Pairs without an expert use the last expert; their result is arbitrary anyway.
     flat = ids.reshape(-1).clamp(max=count_of(weights) - 1)
     rows = x.repeat_interleave(top_k, dim=0).unsqueeze(-1)  # [T * k, hidden, 1]
     inner = torch.bmm(weights.gate_up[flat], rows).squeeze(-1)
@@ -241,11 +245,12 @@ def by_gather(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
 
 
 def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """``torch._grouped_mm``, one call for all experts: bfloat16; no synchronisation."""
+    """Compute all experts with one ``torch._grouped_mm`` per matrix: bfloat16 only, no synchronisation."""
     tokens, top_k = ids.shape
     order = torch.argsort(ids.reshape(-1), stable=True)
     flat = ids.reshape(-1)[order]
     last = count_of(weights) - 1
+    # End row of each expert's group in the sorted pairs, int32 [E]
     ends = torch.searchsorted(flat, torch.arange(last + 1, device=x.device), right=True)
     ends = ends.to(torch.int32)
     flat = flat.clamp(max=last)
@@ -262,16 +267,16 @@ def by_group(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
 
 
 FORMS: dict[str, Experts] = {"loop": by_expert, "gather": by_gather, "grouped": by_group}
-"""By their names in the table."""
+"""Torch implementations of ``Experts``, by name in the table."""
 
 
 def usable(weights: Routed) -> tuple[str, ...]:
-    """The forms that can compute plain weights here."""
+    """Return True if ``torch._grouped_mm`` supports the weights without a wait for the GPU."""
     return ("loop", "gather", "grouped") if _groups(weights) else ("loop", "gather")
 
 
 def _groups(weights: Routed) -> bool:
-    """Whether ``torch._grouped_mm`` takes them, without waiting for a GPU."""
+    """Return True if ``torch._grouped_mm`` accepts the weights and needs no wait for the GPU."""
     down = weights.down
     if down.dtype != torch.bfloat16 or down.shape[1] % 8 or down.shape[2] % 8:  # rows of whole 16 bytes
         return False
@@ -279,13 +284,13 @@ def _groups(weights: Routed) -> bool:
 
 
 def size_of(weights: Routed) -> moe_table.Size:
-    """What the table is looked up by."""
+    """Return the key of the lookup in the table."""
     experts, hidden, inner = weights.down.shape
     return moe_table.Size(experts, weights.rule.top_k, hidden, inner)
 
 
 def chosen_form(x: Tensor, ids: Tensor, weights: Routed, forms: tuple[str, ...]) -> str:
-    """The table's form for so many tokens as have all of their ``top_k`` experts."""
+    """Return the best of ``forms`` by the table. Counts only tokens whose ``top_k`` experts are all local."""
     dtype = str(x.dtype).removeprefix("torch.")
     tokens = ids.numel() // weights.rule.top_k
     return moe_table.choose(x.device.type, dtype, tokens, size_of(weights), forms)
@@ -295,7 +300,7 @@ def chosen_form(x: Tensor, ids: Tensor, weights: Routed, forms: tuple[str, ...])
 
 
 def has_codes(weights: Routed) -> bool:
-    """Whether any of its matrices are codes."""
+    """Return True if any matrix consists of codes."""
     each = (weights.gate_up, weights.down, weights.shared_gate_up, weights.shared_down)
     return any(isinstance(matrices, Codes | Unstacked) for matrices in each)
 
@@ -306,7 +311,11 @@ def rounded(
     inner: Callable[[Tensor], Codes] | None = None,
     shared_inner: Callable[[Tensor], Codes] | None = None,
 ) -> Routed:
-    """Its plain matrices as codes: ``to`` of one, or of all of a stack. The others: of ``down``s instead."""
+    """Return the weights with plain matrices rounded by ``to``; codes stay.
+
+    ``to`` accepts a matrix or a stack. ``inner`` and ``shared_inner`` replace ``to`` for ``down`` and
+    ``shared_down``.
+    """
 
     def made(matrices: Any, to: Callable[[Tensor], Codes] = to) -> Any:
         return to(matrices) if isinstance(matrices, Tensor) else matrices
@@ -322,33 +331,40 @@ def rounded(
 
 
 def in_int4(weights: Routed) -> Routed:
-    """As ``coded.to_int4`` rounds."""
+    """Return the weights with plain matrices rounded by ``coded.to_int4``."""
     return rounded(weights, to_int4)
 
 
 def in_w4a8(weights: Routed) -> Routed:
-    """As ``coded.to_w4a8`` rounds; rows between an expert's halves where ``round_inner`` says so."""
+    """Return the weights with plain matrices rounded by ``coded.to_w4a8``.
+
+    The down matrices use ``to_int4`` where ``round_inner`` or ``round_shared_inner`` is False.
+    """
     inner = to_w4a8 if weights.round_inner else to_int4
     shared = to_w4a8 if weights.round_shared_inner else to_int4
     return rounded(weights, to_w4a8, inner, shared)
 
 
 def in_fp8(weights: Routed) -> Routed:
-    """As ``coded.to_fp8`` rounds."""
+    """Return the weights with plain matrices rounded by ``coded.to_fp8``."""
     return rounded(weights, to_fp8)
 
 
 def as_they_are(weights: Routed) -> Routed:
-    """What the torch implementations take for matrices of which some are codes."""
+    """Return ``weights`` unchanged: the torch implementations accept codes."""
     return weights
 
 
 def quantized(weights: Routed) -> Routed:
-    """The matrices of all experts in 8 bits, one scale an output channel; router and gates stay."""
+    """Return the weights with all expert matrices in 8 bits, one scale per output channel.
+
+    The router and the gates stay plain.
+    """
 
     def stacked(matrices: Tensor, largest: Tensor | None = None) -> Int8Weight:
         if not len(matrices):
             return Int8Weight(matrices.to(torch.int8), matrices[:, :, :1].float())
+        # A rank with a part of each row uses the largest magnitude of the whole row.
         of_rows = [None] * len(matrices) if largest is None else list(largest)
         made = [to_int8(matrix, most) for matrix, most in zip(matrices, of_rows, strict=True)]
         return Int8Weight(torch.stack([m.values for m in made]), torch.stack([m.scales for m in made]))
@@ -365,8 +381,10 @@ def quantized(weights: Routed) -> Routed:
 
 
 def with_rounded_rows(weights: Routed) -> Routed:
-    """``quantized``, and rows of tokens are rounded as well; those between an expert's halves are not: ranks
-    may have parts of them.
+    """Return ``quantized`` weights that also round rows of x for the first matrix.
+
+    Rows between the two matrices of an expert are not rounded, because ranks may have only parts of such
+    rows.
     """
     made = quantized(weights)
     shared = made.shared_gate_up
@@ -378,7 +396,7 @@ def with_rounded_rows(weights: Routed) -> Routed:
 
 
 def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """The experts in the form that the table has for so many tokens."""
+    """Compute the experts in the table's form for this number of tokens; codes always use ``by_expert``."""
     if not count_of(weights) or has_codes(weights):
         return by_expert(x, ids, weights)
     return FORMS[chosen_form(x, ids, weights, usable(weights))](x, ids, weights)
@@ -393,33 +411,33 @@ _int8 = torch_ops.linear_int8
 _tiled_int8 = tiled.linear_int8
 PLAIN = Pieces(F.linear, torch_ops.linear, _gated, by_table)
 INT8 = Pieces(F.linear, _int8, _gated, _by_expert(_int8, _gated))
-#: Products and activations whose rows don't depend on each other.
+# Parts in which rows do not depend on each other.
 TILED = Pieces(tiled.linear, tiled.linear, tiled.gated, _by_expert(tiled.linear, tiled.gated))
 TILED_INT8 = Pieces(tiled.linear, _tiled_int8, tiled.gated, _by_expert(_tiled_int8, tiled.gated))
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``block`` in the form that the table has for so many tokens."""
+    """Compute ``block`` in the table's form for this number of tokens."""
     return block(x, ids, weights, PLAIN)
 
 
 def moe_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``moe`` of ``quantized`` weights."""
+    """Compute ``block`` with ``quantized`` weights."""
     return block(x, ids, weights, INT8)
 
 
 def moe_tiled(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``block`` with products and activations whose rows don't depend on each other (``tiled``)."""
+    """Compute ``block`` with products and activations of independent rows (``tiled``)."""
     return block(x, ids, weights, TILED)
 
 
 def moe_tiled_int8(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``moe_tiled`` of ``quantized`` weights."""
+    """Compute ``moe_tiled`` with ``quantized`` weights."""
     return block(x, ids, weights, TILED_INT8)
 
 
 def register_pieces(name: str, implementation: str, pieces: Pieces, **facts: Any) -> None:
-    """Registers ``pieces`` as an implementation of the op ``name``, whose ``run()`` returns them."""
+    """Register ``pieces`` as an implementation of the op ``name``; ``run()`` returns ``pieces``."""
     register(name, Implementation(name=implementation, run=lambda: pieces, **facts))
 
 
@@ -433,7 +451,7 @@ for _name, _pieces, _whole, _more in (
     register_pieces("moe_pieces", _name, _pieces, **_facts)
     register("moe", Implementation(name=_name, run=_whole, **_facts))
     for _form, _to in (("int4", in_int4), ("w4a8", in_w4a8), ("fp8", in_fp8)):
-        _facts = {"pack": _to, "pack_codes": _to, "asks": True, **_more}  # codes stay as they are
+        _facts = {"pack": _to, "pack_codes": _to, "asks": True, **_more}  # existing codes stay
         register_pieces(f"moe_pieces_{_form}", _name, _pieces, **_facts)
         register(f"moe_{_form}", Implementation(name=_name, run=_whole, **_facts))
 for _name, _pieces, _whole, _more in (

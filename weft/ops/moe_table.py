@@ -1,4 +1,4 @@
-"""Which form computes the experts of a routed block in torch: a table of measurements, looked up by size.
+"""Form of the experts of a routed block in torch: a table of measurements, looked up by size.
 
     weft/ops/moe_table.json                   comes with the package; says on which machines it was measured
     <cache>/moe_table.json                    measured on this machine by ``weft bench moe-table``; goes first
@@ -8,11 +8,11 @@
          "experts": 32, "top_k": 4, "hidden": 512, "intermediate": 256,
          "times": {"1": {"loop": 310.0, "gather": 95.1}, "8": ...}}]}       microseconds, by tokens and form
 
-The nearest measured block of the device and dtype decides (in doublings of experts, top_k and the size of
-an expert), at the nearest number of tokens; of its forms the fastest that can be used here. Without any,
-the first of ``FORMS`` that can.
+A lookup takes the nearest measured block of the device and dtype, in doublings of experts, of top_k and of
+the expert size. At the nearest number of tokens, the fastest usable form is the result. Without a measurement
+the result is the first usable form of ``FORMS``.
 
-The C++ form of the CPU extension needs no table: what it does follows from the tokens of each expert.
+The C++ form of the CPU extension needs no table: its choices follow from the tokens of each expert.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from weft.common.measurements import Measurements
 
 FORMS = ("triton", "grouped", "loop", "gather")
-"""triton: a grouped product of our own; grouped: ``torch._grouped_mm``; loop: expert after expert; gather:
+"""triton: Weft's own grouped product; grouped: ``torch._grouped_mm``; loop: one expert after another; gather:
 each token's matrices copied side by side."""
 
 
 class Size(NamedTuple):
-    """The sizes of a routed block that decide its form."""
+    """Sizes of a routed block that decide the form."""
 
     experts: int
     top_k: int
@@ -39,15 +39,15 @@ class Size(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One block on one device."""
+    """Measured times of one block on one device."""
 
     device: str
-    """``cpu`` or ``cuda``."""
+    """Device type, ``cpu`` or ``cuda``."""
     machine: str
     dtype: str
     size: Size
     times: dict[int, dict[str, float]]
-    """Tokens to form to microseconds."""
+    """Number of tokens -> form -> microseconds."""
 
 
 def _parse(row: dict[str, Any]) -> Measured:
@@ -75,18 +75,19 @@ MEASUREMENTS = Measurements(
 
 @functools.cache
 def tables() -> tuple[tuple[Measured, ...], ...]:
-    """This machine's table, if there is one, and the package's. ``tables.cache_clear()`` reads again."""
+    """Return this machine's table, if any, and the package's. ``tables.cache_clear()`` forces a reload."""
     return MEASUREMENTS.found()
 
 
 @functools.cache
 def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, ...]) -> str:
-    """The form to compute with, one of ``usable``, in which ``loop`` or ``triton`` is."""
+    """Return the best form of ``usable``, which must contain ``loop`` or ``triton``."""
     for table in tables():
         fitting = [m for m in table if m.device == device and m.dtype == dtype]
         if not fitting:
             continue
         near = min(fitting, key=lambda m: _distance(m.size, size))
+        # Nearest measured token count, in doublings.
         at = min(near.times, key=lambda n: abs(math.log2(n / max(1, tokens))))
         known = {form: us for form, us in near.times[at].items() if form in usable}
         if known:
@@ -95,7 +96,7 @@ def choose(device: str, dtype: str, tokens: int, size: Size, usable: tuple[str, 
 
 
 def _distance(a: Size, b: Size) -> float:
-    """In doublings."""
+    """Return the sum of the differences in experts, top_k and expert size, in doublings."""
     ratios = (
         a.experts / b.experts,
         a.top_k / b.top_k,

@@ -25,11 +25,11 @@ MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 
 GUMBEL_SPAN = 26.01
-"""More than the largest g less the smallest: a token further below the largest x can't win."""
+"""Upper bound of the range of g. A token further below the largest x cannot win."""
 
 
 def signed_seed(seed: int) -> int:
-    """The int64 with the bits of ``seed`` taken modulo 2^64; tensors and columns hold seeds in this form."""
+    """Return the int64 with the bits of ``seed`` modulo 2^64. Tensors contain seeds in int64 form."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed
 
@@ -37,11 +37,11 @@ def signed_seed(seed: int) -> int:
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four output words of Philox-4x32-10.
+    """Return the four output words of Philox-4x32-10.
 
-    ``counter`` and ``key`` are int64 tensors of words in [0, 2^32), of shapes that broadcast together; those
-    that are equal along a dim are best passed with size 1 there. Returns int64 words of the common shape.
-    Nothing is written to the arguments.
+    ``counter`` and ``key`` are int64 tensors of words in [0, 2^32), with shapes that broadcast together. Pass
+    tensors that are constant along a dim with size 1 there. Returns int64 words of the common shape.
+    Arguments are not changed.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -50,8 +50,8 @@ def philox(
         if number:
             k0 = (k0 + WEYL[0]) & WORD
             k1 = (k1 + WEYL[1]) & WORD
-        # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products: what is
-        # above their low word falls to the next round's mask, with the arithmetic shift's copies of the sign.
+        # An int64 product of two words wraps to the right 64 bits. c1 and c3 keep whole products. The bits
+        # above the low word, with sign copies of the arithmetic shift, disappear in the next round's mask.
         product0 = c0 * MULTIPLIERS[0]
         product1 = c2 * MULTIPLIERS[1]
         c0 = _xor(product1 >> 32, c1, k0, full).bitwise_and_(WORD)
@@ -62,7 +62,7 @@ def philox(
 
 
 def _xor(own: Tensor, first: Tensor, second: Tensor, full: torch.Size) -> Tensor:
-    """``own ^ first ^ second``, written to ``own`` once it has the full shape (as it has from round 3 on)."""
+    """Return ``own ^ first ^ second``, in place once ``own`` has the full shape (from round 3 on)."""
     if own.shape == full:
         return own.bitwise_xor_(first).bitwise_xor_(second)
     return own ^ (first ^ second)
@@ -73,9 +73,10 @@ def _key(seeds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def token_words(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """The word w of each token in ``ids``.
+    """Return the word w of each token in ``ids``.
 
-    All int64 and broadcasting together; seeds are bit patterns of uint64. Returns int64 of the common shape.
+    All arguments are int64 and broadcast together; seeds are bit patterns of uint64. Returns int64 of the
+    common shape.
     """
     words = philox((ids >> 2, positions, choices, torch.zeros_like(choices)), _key(seeds))
     lane = ids & 3
@@ -87,9 +88,9 @@ def token_words(seeds: Tensor, choices: Tensor, positions: Tensor, ids: Tensor) 
 def row_lanes(
     seeds: Tensor, choices: Tensor, positions: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The words of all tokens of each row: int64 [R] each -> four int64 [R, ceil(vocab_size / 4)].
+    """Return the words of all tokens of each row: int64 [R] each -> four int64 [R, ceil(vocab_size / 4)].
 
-    Lane l holds tokens l, l + 4, l + 8 .. Costs a quarter of ``token_words`` a token.
+    Lane l contains tokens l, l + 4, l + 8 .. The cost per token is a quarter of ``token_words``.
     """
     counters = torch.arange((vocab_size + 3) // 4, device=seeds.device).unsqueeze(0)  # [1, V / 4]
     seeds, choices, positions = (column.unsqueeze(1) for column in (seeds, choices, positions))  # [R, 1]
@@ -97,17 +98,17 @@ def row_lanes(
 
 
 def merge_lanes(lanes: Sequence[Tensor], vocab_size: int) -> Tensor:
-    """Four lanes [R, ceil(vocab_size / 4)] -> [R, vocab_size], in the order of ids."""
+    """Merge four lanes [R, ceil(vocab_size / 4)] to [R, vocab_size], in the order of ids."""
     return torch.stack(tuple(lanes), dim=-1).flatten(1)[:, :vocab_size]
 
 
 def pick_words(lanes: Sequence[Tensor], rows: Tensor, ids: Tensor) -> Tensor:
-    """The words of tokens ``ids`` of ``rows`` (int64 [N] each) out of the four lanes: int64 [N]."""
+    """Return the words of tokens ``ids`` of ``rows`` (int64 [N] each) from the four lanes: int64 [N]."""
     four = torch.stack([lane[rows, ids >> 2] for lane in lanes], dim=-1)
     return four.gather(1, (ids & 3).unsqueeze(1)).squeeze(1)
 
 
 def gumbel(words: Tensor) -> Tensor:
-    """g of each word, float64 in [-3.14, 22.88]."""
+    """Return g of each word, float64 in [-3.14, 22.88]."""
     uniform = words.double().add_(0.5).mul_(2.0**-32)
     return uniform.log_().neg_().log_().neg_()

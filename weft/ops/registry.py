@@ -1,11 +1,11 @@
-"""Implementations of the operations that models are made of, chosen by capability.
+"""Implementations of the operations of models, chosen by capability.
 
-An op is a name with one signature. Each implementation declares where it runs and whether it is
-``invariant``: a row's bits do not depend on the other rows or their number. Layers choose when they are
-built, so that a missing form is known when the model is loaded.
+An op is a name with one signature. Each implementation declares its devices and dtypes, and whether it is
+``invariant``: the bits of a row do not depend on other rows or on the number of rows. Layers choose
+implementations when they are built, so a missing implementation is an error at load time.
 
-Ops on weights may want them in a layout of their own: ``pack`` makes it once, after loading, and what it
-returns takes the weight's place in every call.
+Ops on weights may need a layout of their own. ``pack`` makes the layout once, after loading, and every call
+gets the packed weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
-    """One way to compute an op."""
+    """One implementation of an op."""
 
     name: str
     run: Callable[..., Any]
@@ -31,27 +31,27 @@ class Implementation:
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     invariant: bool = False
     priority: int = 0
-    """The highest that fits is chosen; the torch reference has 0."""
+    """The implementation with the highest priority is chosen. The torch reference has 0."""
     pack: Callable[..., Any] | None = None
-    """From a plain weight (or an op's own record of several) to what ``run`` takes instead; None: that. Of an
-    op that rounds, also given the largest magnitude of each row where the weight's rows are parts of rows."""
+    """Function from a plain weight (or an op's record of several weights) to the input of ``run``; None: no
+    packing. With parts of rows, an op with rounding also gets the largest magnitude of each whole row."""
     pack_codes: Callable[[Any], Any] | None = None
-    """Likewise, from ``coded.Codes``; None: it wants plain weights."""
+    """Function from ``coded.Codes`` to the input of ``run``; None: only plain weights are supported."""
     mixes: bool = False
-    """Whether ``pack_codes`` takes ``coded.MixedCodes`` as well."""
+    """True if ``pack_codes`` also accepts ``coded.MixedCodes``."""
     apart: bool = False
-    """Whether ``pack_codes`` takes ``stacks.Unstacked`` for a stack of codes, in the host's memory."""
+    """True if ``pack_codes`` also accepts ``stacks.Unstacked`` for a stack of codes in host memory."""
     asks: bool = False
-    """Whether the host reads, in the middle of it, a value that the device made: it can't be captured."""
+    """True if the host reads a device value during ``run``. Such an op cannot be captured."""
     available: Callable[[], bool] = lambda: True
-    """Whether it can run in this process (an extension that was built, a library that is installed)."""
+    """Return True if the implementation can run in this process: extension built, library installed."""
 
 
 _OPS: dict[str, list[Implementation]] = {}
 
 
 def register(op: str, implementation: Implementation) -> None:
-    """Adds a way to compute ``op``. Raises ValueError when its name is taken."""
+    """Add an implementation of ``op``. Raises ValueError if the name is taken."""
     known = _OPS.setdefault(op, [])
     if any(other.name == implementation.name for other in known):
         raise ValueError(f"{op} has an implementation called {implementation.name!r} already")
@@ -59,15 +59,17 @@ def register(op: str, implementation: Implementation) -> None:
 
 
 def choose(op: str, dtype: torch.dtype, device: torch.device, *, invariant: bool = False) -> Implementation:
-    """The implementation of ``op`` with the highest priority that serves ``dtype`` on ``device``.
+    """Return the implementation of ``op`` with the highest priority for ``dtype`` on ``device``.
 
-    ``invariant`` (``--deterministic``) demands the capability. Raises ConfigError that names what is lacking.
+    ``invariant`` (``--deterministic``) requires the capability. Raises ConfigError that names the missing
+    implementation.
     """
     fitting = [
         found
         for found in _OPS.get(op, [])
         if device.type in found.devices and dtype in found.dtypes and (found.invariant or not invariant)
     ]
+    # Availability last: the check may load a library.
     fitting = [found for found in fitting if found.available()]
     if not fitting:
         wanted = f"{op} for {str(dtype).removeprefix('torch.')} on {device.type}"

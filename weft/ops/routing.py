@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weights: every published rule, as one pure function.
+"""Choice and weights of each token's experts: every published rule in one pure function.
 
 Sources: softmax over all experts, Shazeer et al. 2017, arXiv 1701.06538; groups by their best, DeepSeek-V2,
 arXiv 2405.04434; sigmoid, correction and groups by their best two, DeepSeek-V3, arXiv 2412.19437.
@@ -17,36 +17,39 @@ _TINY = 1e-20
 
 
 class Rule(NamedTuple):
-    """How experts are chosen and weighted."""
+    """Rule for the choice and the weights of experts."""
 
     top_k: int
     scoring: str = "softmax"
-    """``softmax`` over all experts; ``sigmoid``; ``sqrtsoftplus``: sqrt(log(1 + exp(x)))."""
+    """Score function: ``softmax`` over all experts, ``sigmoid``, ``sqrtsoftplus``: sqrt(log(1 + exp(x)))."""
     renormalize: bool = False
-    """Scale the chosen experts' scores to sum to 1. Of softmax scores: a softmax over the chosen alone."""
+    """Scale the chosen scores to sum to 1. With softmax scores: a softmax over the chosen experts alone."""
     groups: int = 1
-    """Groups of neighbouring experts."""
+    """Number of groups of neighbouring experts."""
     top_groups: int = 1
-    """Groups that one token's experts may come from."""
+    """Number of groups from which one token's experts may come."""
     group_rule: str = "max"
-    """What a group is chosen by: its best score (``max``), or the sum of its best two (``top2``)."""
+    """Score of a group: the best score (``max``), or the sum of the best two scores (``top2``)."""
     scale: float = 1.0
-    """What the weights are multiplied with in the end."""
+    """Final factor of the weights."""
 
 
 def route(
     logits: Tensor, rule: Rule, correction: Tensor | None = None, chosen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` experts of each token: (ids int64 [T, k], weights [T, k] in the logits' wide dtype).
+    """Return the ``top_k`` experts of each token: (ids int64 [T, k], weights [T, k] in a wide dtype).
 
-    Choice is by score plus ``correction`` (wide [E]), which has no part in the weights. Order: score
-    descending, then id ascending, so that ties go to the lowest id, in groups too. Softmax scores that
-    nothing is added to are compared as logits, which tell apart what rounding makes equal.
-    chosen: int64 [T, k], ids that are given (a table's); then only weights are computed.
+    The choice is by score plus ``correction`` (wide [E]); the correction does not affect the weights. Order:
+    score descending, then id ascending, so ties go to the lowest id, for groups as well. ``chosen``, int64
+    [T, k], replaces the choice (a table's ids), and only weights are computed.
     """
     logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    # A renormalized softmax over all experts equals a softmax over the chosen logits, so no scores are
+    # needed.
     scores = None if rule.scoring == "softmax" and rule.renormalize else _scores(logits, rule.scoring)
     if chosen is None:
+        # Softmax keeps the order of logits. Logits also separate experts whose scores round to the same
+        # number.
         by_logit = rule.scoring == "softmax" and correction is None
         if by_logit and (rule.groups == 1 or rule.group_rule == "max"):
             choice = logits
@@ -64,7 +67,7 @@ def route(
 
 
 def _scores(logits: Tensor, scoring: str) -> Tensor:
-    """[T, E]. Written in functions that torch computes alike for every element (E1)."""
+    """Return the scores [T, E]. The functions used here compute every element of a tensor alike."""
     if scoring == "softmax":
         return torch.softmax(logits, dim=-1)
     if scoring == "sigmoid":
@@ -76,6 +79,7 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
 
 def _chosen(choice: Tensor, rule: Rule) -> Tensor:
     if rule.groups > 1:
+        # [T, groups, experts of a group]
         grouped = choice.unflatten(-1, (rule.groups, choice.shape[1] // rule.groups))
         if rule.group_rule == "max":
             best = grouped.amax(-1)

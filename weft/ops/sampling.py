@@ -1,7 +1,7 @@
 """The sampling rule as tensor functions: from logits to tokens, row by row.
 
-For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 where the
-logits are float64):
+For the token at absolute position p of a sequence, with x the row's logits in float32 (float64 for float64
+logits):
 
     1  masks of a grammar, allowed tokens,
        bad words, min_tokens                    -> -inf         allow_bits_, allow_only_, mask_entries_
@@ -14,14 +14,14 @@ logits are float64):
        those with at least min_p times the largest probability  keep_within
     7  argmax of float64(x) + Gumbel noise over what is kept    sample_filtered, sample_open
 
-All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on the
-other rows; a ``broken`` row gets an arbitrary number, which need not be an id. Functions ending in ``_``
-change x in place; no other function writes to an argument.
+All ties go to the lowest id. R is the number of rows, V the vocabulary. A row's result never depends on other
+rows. A ``broken`` row gets an arbitrary number, which may not be a valid id. Functions ending in ``_`` change
+x in place; no other function writes to an argument.
 
-Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and
-x + g <= x - log(1 - u) bounds a score before its logarithms are taken. Step 6 looks at the likeliest tokens
-first and goes on only where they do not settle the cut. On the CPU these choices look at the data; elsewhere
-nothing waits for the device, and the general form is taken.
+Exactness of the fast forms. Step 7 skips tokens that cannot win: g spans less than 26.01, and x + g <= x -
+log(1 - u) bounds a score without logarithms. Step 6 looks at the likeliest tokens first and continues only
+for rows in which these tokens do not settle the cut. On the CPU these choices read the data. On other devices
+nothing waits for the device, and the general form is used.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Tensor = torch.Tensor
 
 NEG_INF = float("-inf")
 BLOCK = 128
-DENSE = 1 << 18  # tokens whose words are made at a time, to stay in the CPU's cache
-WIDTHS = (128, 2048, 16384)  # leading tokens that step 6 looks at before it sorts the whole row
+DENSE = 1 << 18  # tokens per slice of noise words, to fit the CPU's cache
+WIDTHS = (128, 2048, 16384)  # leading tokens for step 6 before a sort of the whole row
 
 
 def to_x(logits: Tensor, vocab_size: int) -> Tensor:
-    """[R, >= V] of any float dtype -> [R, V] in float32, or float64 if it was. May be a view."""
+    """Return logits [R, >= V] of any float dtype as [R, V] in float32 (float64 stays). May be a view."""
     x = logits[:, :vocab_size]
     return x if x.dtype == torch.float64 else x.float()
 
@@ -50,22 +50,22 @@ def to_x(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def mask_entries_(x: Tensor, rows: Tensor, ids: Tensor, active: Tensor) -> None:
-    """Sets x[rows, ids] to -inf where ``active``: int64, int64, bool [N]. Entries may repeat and disagree."""
+    """Set x[rows, ids] to -inf where ``active``. int64, int64, bool [N]. Entries may repeat and disagree."""
     value = torch.full(rows.shape, float("inf"), dtype=x.dtype, device=x.device).masked_fill_(active, NEG_INF)
     x.view(-1).scatter_reduce_(0, rows * x.shape[1] + ids, value, "amin")
 
 
 def allow_only_(x: Tensor, allowing: Tensor, rows: Tensor, ids: Tensor) -> None:
-    """Sets all but x[rows, ids] to -inf in the rows where ``allowing`` (bool [R])."""
+    """Set all entries except x[rows, ids] to -inf, in rows with ``allowing`` (bool [R])."""
     kept = x[rows, ids]
     x.masked_fill_(allowing.unsqueeze(1), NEG_INF)
     x[rows, ids] = kept
 
 
 def allow_bits_(x: Tensor, words: Tensor) -> None:
-    """Sets x[row, token] to -inf where bit ``token % 32`` of ``words[row, token // 32]`` is clear.
+    """Set x[row, token] to -inf where bit ``token % 32`` of ``words[row, token // 32]`` is clear.
 
-    words: int32 [R, ceil(V / 32)].
+    ``words``: int32 [R, ceil(V / 32)].
     """
     bits = torch.arange(32, dtype=torch.int32, device=x.device)
     allowed = (words.unsqueeze(2) >> bits & 1).flatten(1)[:, : x.shape[1]]
@@ -73,16 +73,16 @@ def allow_bits_(x: Tensor, words: Tensor) -> None:
 
 
 def add_bias_(x: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Adds ``values`` (float64 [N], rounded to x's dtype) to x[rows, ids]. No (row, id) may repeat."""
+    """Add ``values`` (float64 [N], rounded to x's dtype) to x[rows, ids]. No (row, id) pair may repeat."""
     x[rows, ids] += values.to(x.dtype)
 
 
 def completes(history: Tensor, position: Tensor, prefixes: Tensor, lengths: Tensor) -> Tensor:
-    """Which of W token sequences the token at ``position`` would complete, if it were their last: bool [W].
+    """Return which of W token sequences would be complete with their last id at ``position``: bool [W].
 
-    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on.
-    ``prefixes`` [W, L]: all but each sequence's last id, right-aligned, -1 before them.
-    ``lengths`` [W]: how many they are, 1 .. L.
+    ``history``: ids [max_len] of one sequence, arbitrary from ``position`` (int64 []) on. ``prefixes`` [W,
+    L]: each sequence without its last id, right-aligned, padded with -1 in front. ``lengths`` [W]: number of
+    ids in each prefix, 1 .. L.
     """
     reach = prefixes.shape[1]
     before = position - reach + torch.arange(reach, device=history.device)
@@ -93,7 +93,7 @@ def completes(history: Tensor, position: Tensor, prefixes: Tensor, lengths: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """float64 [R] each; 1, 0 and 0 change nothing."""
+    """Penalties of R rows, float64 [R] each. The values 1, 0 and 0 change nothing."""
 
     repetition: Tensor
     frequency: Tensor
@@ -101,9 +101,10 @@ class Penalties:
 
 
 def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tensor, position: Tensor) -> None:
-    """Step 3. history [R, max_len], arbitrary from ``position`` on; num_prompt, position int64 [R].
+    """Apply step 3 to x in place. ``num_prompt`` and ``position`` are int64 [R].
 
-    Output is history[num_prompt : position]. Ids outside the vocabulary (placeholders) are passed over.
+    ``history`` [R, max_len] is arbitrary from ``position`` on. The output is history[num_prompt : position].
+    Ids outside the vocabulary (placeholders) are ignored.
     """
     vocab = x.shape[1]
     repetition, frequency, presence = (
@@ -112,7 +113,7 @@ def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tens
     )
     at = torch.arange(history.shape[1], device=history.device)
     inside = (at < position.unsqueeze(1)) & (history >= 0) & (history < vocab)
-    # Column V takes what is not to count.
+    # Column V collects positions that do not count.
     seen = torch.where(inside, history.long(), vocab)
     output = torch.where(at >= num_prompt.unsqueeze(1), seen, vocab)
     table = torch.zeros(x.shape[0], vocab + 1, dtype=torch.int32, device=x.device)
@@ -122,7 +123,7 @@ def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tens
     value = wide.gather(1, seen)
     value = torch.where(value > 0, value / repetition, value * repetition)
     value -= frequency * count + presence * (count > 0)
-    # An id that occurs more than once is written more than once, with the same value.
+    # A repeated id is written several times, always with the same value.
     x.copy_(wide.scatter_(1, seen, value)[:, :vocab])
 
 
@@ -131,7 +132,7 @@ def penalise_(x: Tensor, penalties: Penalties, history: Tensor, num_prompt: Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What a row's Gumbel noise is a function of, beside the token. int64 [R] each; seeds as bit patterns."""
+    """Arguments of a row's Gumbel noise besides the token id, int64 [R] each. Seeds are bit patterns."""
 
     seed: Tensor
     choice: Tensor
@@ -141,22 +142,23 @@ class Noise:
         return Noise(seed=self.seed[rows], choice=self.choice[rows], position=self.position[rows])
 
     def column(self) -> Noise:
-        """The column as [R, 1]."""
+        """Return the columns as [R, 1]."""
         return Noise(seed=self.seed[:, None], choice=self.choice[:, None], position=self.position[:, None])
 
     def of(self, ids: Tensor) -> Tensor:
-        """g of ``ids`` (int64, broadcasting with the columns): float64."""
+        """Return the noise g of ``ids`` (int64, broadcasting with the columns) in float64."""
         return gumbel(token_words(self.seed, self.choice, self.position, ids))
 
     def lanes(self, vocab_size: int) -> tuple[Tensor, ...]:
-        """The words of all tokens, as ``row_lanes`` has them."""
+        """Return the words of all tokens in the layout of ``row_lanes``."""
         return row_lanes(self.seed, self.choice, self.position, vocab_size)
 
 
 def first_max(x: Tensor) -> Tensor:
-    """The lowest id of each row's largest value: [R, V] -> int64 [R]. NaN counts as largest.
+    """Return the lowest id of each row's largest value: [R, V] -> int64 [R]. NaN counts as largest.
 
-    Looks for the largest of each block of columns first: maxima vectorise, a search for their place does not.
+    On the CPU the maximum of each block of columns comes first: maxima vectorise, a search for a position
+    does not.
     """
     columns = x.shape[1]
     blocks = columns // BLOCK
@@ -168,24 +170,24 @@ def first_max(x: Tensor) -> Tensor:
         tops = torch.cat([tops, x[:, blocks * BLOCK :].amax(dim=-1, keepdim=True)], dim=-1)
     block = tops.argmax(dim=-1)
     ids = (block * BLOCK).unsqueeze(1) + torch.arange(BLOCK, device=x.device)
-    # The last, shorter block repeats its last column, which cannot come before the first of equals.
+    # The last, shorter block repeats its last column, which cannot precede the first of equal values.
     ids.clamp_(max=columns - 1)
     return ids.gather(1, x.gather(1, ids).argmax(dim=-1, keepdim=True)).squeeze(1)
 
 
 def greedy(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(argmax int64 [R], error bool [R]). ``error``: the row holds NaN or +inf, or nothing finite."""
+    """Return (argmax int64 [R], error bool [R]). ``error``: the row has NaN or +inf, or no finite value."""
     ids = first_max(x)
     return ids, ~x.gather(1, ids.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def broken(x: Tensor) -> Tensor:
-    """Rows that hold NaN or +inf, or nothing finite: bool [R]."""
+    """Return the rows with NaN or +inf, or without a finite value: bool [R]."""
     return ~x.amax(dim=-1).isfinite()
 
 
 def _winners(count: int, owner: Tensor, ids: Tensor, score: Tensor) -> Tensor:
-    """The lowest id of the largest score of each of ``count`` rows, over entries (owner, id, score) [N]."""
+    """Return the lowest id with the largest score of each of ``count`` rows, over (owner, id, score) [N]."""
     best = torch.full((count,), NEG_INF, dtype=score.dtype, device=score.device)
     best.scatter_reduce_(0, owner, score, "amax")
     tied = torch.where(score == best[owner], ids, WORD)
@@ -194,26 +196,27 @@ def _winners(count: int, owner: Tensor, ids: Tensor, score: Tensor) -> Tensor:
 
 
 def _count(mask: Tensor) -> Tensor:
-    """How many are set in each row: bool [R, V] -> int64 [R]. float32 counts exactly up to 2^24."""
+    """Return the number of set bits in each row: bool [R, V] -> int64 [R]. float32 is exact up to 2^24."""
     return mask.float().sum(dim=-1).long()
 
 
 def _below(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number of ``dtype`` that is not above the float64 ``value``."""
+    """Return a number of ``dtype`` that is not above the float64 ``value``."""
     return torch.nextafter(value.to(dtype), torch.tensor(NEG_INF, dtype=dtype, device=value.device))
 
 
 def sample_all(x: Tensor, noise: Noise) -> Tensor:
-    """Step 7 over every token, in its plainest form: [R, V] -> int64 [R]. Dropped tokens are -inf."""
+    """Apply step 7 to every token in the plainest form: [R, V] -> int64 [R]. Dropped tokens are -inf."""
     vocab = x.shape[1]
     return first_max(x.double() + gumbel(merge_lanes(noise.lanes(vocab), vocab)))
 
 
 def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
-    """``sample_all`` on the CPU, with logarithms of few tokens.
+    """Return the result of ``sample_all`` on the CPU, with exact scores for few tokens only.
 
-    exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token where that bound is largest sets a score;
-    only tokens whose bound, float32 rounding (below 1e-5) allowed for, reaches it can win.
+    exp(x + g) = exp(x) / -log(u) <= exp(x) / (1 - u). The token with the largest bound gives a score to beat.
+    Only tokens with a bound that reaches this score can win; the test allows for float32 rounding (below
+    1e-5).
     """
     rows, vocab = x.shape
     lanes = noise.lanes(vocab)
@@ -226,14 +229,14 @@ def _sample_dense(x: Tensor, noise: Noise) -> Tensor:
         return x[owner, ids].double() + gumbel(pick_words(lanes, owner, ids))
 
     least = scores(torch.arange(rows), first_max(bound))
-    # Sums that round to the same score tie, so a sum just below this one may win as well.
+    # Sums that round to the same score tie, so a sum just below this score may also win.
     reach = (_below(least, torch.float64) - top[:, 0].double()).exp() * (2.0**-32 * 0.999)
     owner, ids = (bound >= reach.float().unsqueeze(1)).nonzero(as_tuple=True)
     return _winners(rows, owner, ids, scores(owner, ids))
 
 
 def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
-    """Steps 6 and 7 without top_k and top_p: [R, V], min_p float64 [R] -> int64 [R]."""
+    """Apply steps 6 and 7 without top_k and top_p: [R, V], min_p float64 [R] -> int64 [R]."""
     top = x.amax(dim=-1, keepdim=True)
     if x.device.type != "cpu":
         if min_p is not None:
@@ -242,9 +245,10 @@ def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
         return sample_all(x, noise)
     floor = top.double() - GUMBEL_SPAN
     if min_p is not None:
-        # The exact test follows; this only leaves out what surely fails it.
+        # The exact test follows. This bound only drops tokens that certainly fail the exact test.
         floor = torch.maximum(floor, top.double() + min_p.clamp(min=1e-300).log().unsqueeze(1) - 1e-3)
     near = x >= _below(floor, x.dtype)
+    # Rows with few candidates are scored token by token; the other rows take the dense form.
     few = _count(near) <= x.shape[1] // 8
     if min_p is not None:
         few |= min_p > 0
@@ -265,13 +269,13 @@ def sample_open(x: Tensor, min_p: Tensor | None, noise: Noise) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Step 6 of R rows: top_k int64, top_p and min_p float64, all [R]; V, 1 and 0 keep everything."""
+    """Filters of step 6 for R rows: top_k int64, top_p and min_p float64, [R]. V, 1 and 0 keep everything."""
 
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
     all_top_k: bool
-    """Known to the host: every row's top_k is below V, so the mass of a whole row is not needed."""
+    """True if the host knows that top_k is below V in every row. Then no mass of a whole row is needed."""
 
     def at(self, rows: Tensor | slice) -> Filters:
         return Filters(
@@ -283,9 +287,10 @@ class Filters:
 
 
 def top_ids(x: Tensor, count: int) -> Tensor:
-    """The first ``count`` ids in the order (x descending, id ascending): [R, V] -> int64 [R, count].
+    """Return the first ``count`` ids in the order (x descending, id ascending): [R, V] -> int64 [R, count].
 
-    x may hold -inf; a row with NaN gets some valid ids. ``torch.topk`` alone takes any of equal values.
+    x may contain -inf; a row with NaN gets valid but arbitrary ids. ``torch.topk`` alone breaks ties
+    arbitrarily.
     """
     vocab = x.shape[1]
     if count >= vocab:
@@ -305,7 +310,7 @@ def top_ids(x: Tensor, count: int) -> Tensor:
 
 
 def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
-    """Ids of the values above ``cut`` and the lowest ids of those equal to it: ``count`` in all, unordered.
+    """Return the ids of values above ``cut`` and the lowest ids of equal values: [R, count], unordered.
 
     ``cut`` [R, 1] is the ``count``-th largest value of its row.
     """
@@ -318,9 +323,10 @@ def _first_above(x: Tensor, cut: Tensor, count: int) -> Tensor:
 
 
 def mass_of(x: Tensor) -> Tensor:
-    """Sum of exp(x - max) of each row in float64, in an order that V alone fixes: [R, V] -> [R, 1].
+    """Return the sum of exp(x - max) of each row in float64: [R, V] -> [R, 1]. V alone fixes the order.
 
-    One long sum may be cut up differently when R is 1, so blocks are summed first, then one after the other.
+    Blocks are summed first, then the block sums one after another: torch may split one long sum differently
+    for R = 1.
     """
     weights = (x.double() - x.amax(dim=-1, keepdim=True)).exp_()
     blocks = x.shape[1] // BLOCK
@@ -331,25 +337,27 @@ def mass_of(x: Tensor) -> Tensor:
 def keep_within(
     x: Tensor, filters: Filters, width: int, whole: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Step 6, looking at the first ``width`` tokens of each row; ``whole``: ``mass_of`` x, if a row needs it.
+    """Apply step 6 to the first ``width`` tokens of each row.
 
-    Returns (ids int64 [R, width] in the order of step 6, keep bool [R, width], settled bool [R]). Where not
-    settled, tokens beyond ``width`` may be kept too and ``keep`` says nothing.
+    ``whole``: ``mass_of`` x, needed if a row has no top_k. Returns (ids int64 [R, width] in the order of step
+    6, keep bool [R, width], settled bool [R]). In rows that are not settled, tokens beyond ``width`` may be
+    kept as well, and ``keep`` is meaningless.
     """
     vocab = x.shape[1]
     ids = top_ids(x, width)
     top_k, top_p = filters.top_k.unsqueeze(1), filters.top_p.unsqueeze(1)
     ordered = x.gather(1, ids).double()
     top = ordered[:, :1]
-    weight = (ordered - top).exp_()  # the likeliest token's is 1
+    weight = (ordered - top).exp_()  # the likeliest token has weight 1
     within = torch.arange(width, device=x.device) < top_k
     limited = weight.masked_fill(~within, 0.0)
-    # What is left after top_k weighs this much; without a top_k, look at the whole row.
+    # Mass of the tokens after top_k. Rows without a top_k need the mass of the whole row.
     mass = limited.cumsum(dim=-1)[:, -1:]
     if whole is not None:
         mass = torch.where(top_k < vocab, mass, whole)
     reached = (limited / mass).cumsum(dim=-1)
     short = reached < top_p
+    # A token stays if the tokens before it have not reached top_p. The first token always stays.
     prefix = within & torch.cat([torch.ones_like(short[:, :1]), short[:, :-1]], dim=-1)
     everything = (filters.top_p >= 1).unsqueeze(1)
     keep = torch.where(everything, within, prefix) & (weight >= filters.min_p.unsqueeze(1))
@@ -359,7 +367,7 @@ def keep_within(
 
 
 def only_kept(x: Tensor, filters: Filters, whole: Tensor | None = None) -> Tensor:
-    """x with -inf where step 6 keeps nothing: [R, V]. ``whole``: ``mass_of`` x, where it is known."""
+    """Return x with -inf for all tokens that step 6 drops: [R, V]. ``whole``: ``mass_of`` x, if known."""
     if whole is None and not filters.all_top_k:
         whole = mass_of(x)
     ids, keep, _ = keep_within(x, filters, x.shape[1], whole)
@@ -369,10 +377,10 @@ def only_kept(x: Tensor, filters: Filters, whole: Tensor | None = None) -> Tenso
 def sample_filtered(
     x: Tensor, filters: Filters, noise: Noise, widths: tuple[int, ...] = WIDTHS, whole: Tensor | None = None
 ) -> Tensor:
-    """Steps 6 and 7: [R, V] -> int64 [R].
+    """Apply steps 6 and 7: [R, V] -> int64 [R].
 
-    ``widths`` (ascending) are tried in turn for the rows not settled before, then the whole row is sorted.
-    Elsewhere than on the CPU the caller gives one width that settles every row, or none.
+    ``widths`` (ascending) are tried in turn for the rows that are not settled, then the whole row is sorted.
+    On devices other than the CPU the caller gives a single width that settles every row, or none.
     """
     if whole is None and not filters.all_top_k:
         whole = mass_of(x)
@@ -396,12 +404,12 @@ def sample_filtered(
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs of given tokens and of the likeliest, of log_softmax of the untouched logits.
+    """Return logprobs of the given tokens and of the likeliest tokens: log_softmax of the untouched logits.
 
     logits [R, V] float32 or float64, tokens int64 [R]. Returns (ids int64 [R, 1 + top], values [R, 1 + top]
-    in logits' dtype, rank int64 [R]): first the given token, then the ``top`` likeliest in the order (logit
-    descending, id ascending), -1 and -inf where the vocabulary has fewer; rank is 1 + the tokens ahead of
-    the given one in that order.
+    in the dtype of logits, rank int64 [R]). The given token comes first, then the ``top`` likeliest in the
+    order (logit descending, id ascending), with -1 and -inf beyond the vocabulary. ``rank`` is 1 + the number
+    of tokens ahead of the given token in this order.
     """
     vocab = logits.shape[1]
     given = tokens.unsqueeze(1)

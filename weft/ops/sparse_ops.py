@@ -1,4 +1,4 @@
-"""What sparse attention and hyper-connections are made of, in torch. Nothing is downcast on the way."""
+"""Parts of sparse attention and hyper-connections, in torch. No intermediate result is downcast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensor = torch.Tensor
 
 
 def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the last dims of x [T, heads, dim] in place, neighbours as pairs.
+    """Rotate the last dims of x [T, heads, dim] in place, with neighbours as pairs; return x.
 
     cos, sin: wide [T, rotated / 2].
 
@@ -27,20 +27,21 @@ def rotate_pairs_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def pool(entries: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap: int) -> Tensor:
-    """Each group's ``sum of softmax(gate + bias) * kv`` over its sources, channel by channel: wide [C, n].
+    """Return each group's ``sum of softmax(gate + bias) * kv`` over its sources, per channel: wide [C, n].
 
-    entries: [.., overlap * 2 n]: for each group that a source has a part in ``[kv | gate]``, the latest last.
-    sources: int64 [C, S], S = overlap * ratio, oldest first; begun: bool [C, S], the others have no part.
-    bias: wide [S, n]. A source is the latest group's last part where it is in the group itself, and an
-    earlier part where it comes before it.
+    entries: [.., overlap * 2 n], one ``[kv | gate]`` part for each group to which a source contributes, the
+    latest group last. sources: int64 [C, S], S = overlap * ratio, oldest first. begun: bool [C, S]; sources
+    with False do not contribute. bias: wide [S, n]. A source inside the group contributes its last part; a
+    source of an earlier group contributes an earlier part.
     """
     exact = wide(entries.dtype)
     found = []
     width = entries.shape[1] // overlap
     for part, places in enumerate(sources.chunk(overlap, dim=1)):
-        # Of positions ``overlap - 1 - part`` groups back; what they have for a later group comes first.
+        # Sources ``overlap - 1 - part`` groups back. Their parts for later groups come first.
         columns = entries[:, part * width : (part + 1) * width]
         found.append(columns.index_select(0, places.reshape(-1)).view(*places.shape, width))
+    # [C, S, 2 n] -> kv and gate [C, S, n]
     kv, gate = torch.cat(found, dim=1).to(exact).chunk(2, dim=-1)
     absent = ~begun.unsqueeze(2)
     weights = (gate + bias).masked_fill_(absent, -torch.inf).softmax(dim=1)
@@ -50,11 +51,11 @@ def pool(entries: Tensor, sources: Tensor, begun: Tensor, bias: Tensor, overlap:
 def stream_weights(
     mixed: Tensor, scale: Tensor, base: Tensor, streams: int, iterations: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How N residual streams enter a layer, take its output, and mix: wide [T, N], [T, N], [T, N, N].
+    """Return how N residual streams enter a layer, take its output, and mix: wide [T, N], [T, N], [T, N, N].
 
-    mixed: wide [T, (2 + N) N], a linear function of the streams; scale: [3]; base: [(2 + N) N].
-    ``mix[t, i, j]`` is what stream i gives to stream j; rows, then columns are scaled to sum to 1,
-    ``iterations`` times (the first time rows by a softmax), each sum plus ``eps``.
+    mixed: wide [T, (2 + N) N], a linear function of the streams; scale: [3]; base: [(2 + N) N]. ``mix[t, i,
+    j]`` is the contribution of stream i to stream j. Rows, then columns are scaled to sum to 1,
+    ``iterations`` times (rows by a softmax the first time); every sum gets ``eps`` added.
 
     Source: Xie et al. 2025, arXiv 2512.24880.
     """
@@ -65,6 +66,7 @@ def stream_weights(
     out = 2 * logistic(out * scale[1] + out_base)
     mix = (mix * scale[2] + mix_base).unflatten(-1, (streams, streams)).softmax(dim=-1) + eps
     mix = mix / (_added(mix, 1) + eps)
+    # The softmax and the column scaling above were the first iteration.
     for _ in range(iterations - 1):
         mix = mix / (_added(mix, 2) + eps)
         mix = mix / (_added(mix, 1) + eps)
@@ -72,12 +74,12 @@ def stream_weights(
 
 
 def logistic(x: Tensor) -> Tensor:
-    """``1 / (1 + exp(-x))``; torch.sigmoid computes the last elements of a loop by another function."""
+    """Return ``1 / (1 + exp(-x))``. torch.sigmoid uses another function for the last elements of a loop."""
     return 1.0 / (1.0 + torch.exp(-x))
 
 
 def sum_streams(x: Tensor, weights: Tensor) -> Tensor:
-    """``sum over i of weights[:, i] * x[:, i]``, one after the other, so that a row's bits are its own.
+    """Return ``sum over i of weights[:, i] * x[:, i]``, in order of i, so rows do not affect each other.
 
     x: [T, N, ...]; weights: wide [T, N] or [T, N, M]. Returns wide [T, ...], or [T, M, ...].
     """
@@ -94,5 +96,5 @@ def sum_streams(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def _added(x: Tensor, dim: int) -> Tensor:
-    """The sum over a short dim, kept, in its order."""
+    """Return the sum over a short dim, in order; the dim stays with size 1."""
     return functools.reduce(torch.add, x.split(1, dim=dim))

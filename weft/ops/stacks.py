@@ -1,4 +1,4 @@
-"""Stacks of matrices of few bits: apart, until each is taken, or in tensors for all."""
+"""Stacks of quantized matrices: separate until each matrix is taken, or in common tensors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weft.ops.coded import Codes, all_factors, all_zeros, as_bytes, common_group
 
 
 class Unstacked:
-    """A stack whose matrices are still apart, each in pieces of its rows, all of one kind.
+    """A stack whose matrices are still separate, each in pieces of rows, all of one number format.
 
-    A matrix is taken once, and its pieces go with it: what is made of a stack one matrix after another never
-    lies beside the whole of it.
+    ``take`` releases the pieces of a matrix. A consumer that converts one matrix after another therefore
+    never has the whole stack and the whole result in memory.
     """
 
     def __init__(self, matrices: list[list[Codes]], group: int) -> None:
-        """``unstacked`` makes one. group: inputs that have a scale in common in all of them."""
+        """Create the stack; use ``unstacked``. ``group``: the common group size of all pieces."""
         parts = [part for rows in matrices for part in rows]
         self._matrices = matrices
         self._group = group
@@ -28,7 +28,7 @@ class Unstacked:
         return len(self._matrices)
 
     def take(self, place: int) -> Codes:
-        """Matrix ``place``, described as all others are. Once."""
+        """Return matrix ``place`` in the common format of the stack. Only once: its pieces are released."""
         rows = self._matrices[place]
         self._matrices[place] = []
         parts = [self._like_all(part) for part in rows]
@@ -37,7 +37,7 @@ class Unstacked:
         return made
 
     def whole(self) -> Codes:
-        """All of them in tensors for all: nothing is left to be taken."""
+        """Return the whole stack as ``Codes``, [E, ...]. No matrix can be taken afterwards."""
         first = self.take(0)
         count = len(self)
         made = replace(
@@ -48,6 +48,7 @@ class Unstacked:
             zeros=None if first.zeros is None else first.zeros.new_empty(count, *first.zeros.shape),
             factors=None if first.factors is None else first.factors.new_empty(count, *first.factors.shape),
         )
+        # One matrix at a time: its pieces are released before the next matrix is taken.
         for place in range(count):
             one = self.take(place) if place else first
             for to, tensor in zip(made.tensors(), one.tensors(), strict=True):
@@ -57,15 +58,15 @@ class Unstacked:
 
     def _like_all(self, part: Codes) -> Codes:
         part = part.regrouped(self._group)
+        # Zero points or factors in any piece require the same tensors in all pieces: tensors are stacked.
         zeros = all_zeros([part]) if self._zeros else None
         return replace(part, zeros=zeros, factors=all_factors([part]) if self._factors else None)
 
 
 def unstacked(matrices: list[list[Codes]]) -> Unstacked | None:
-    """Matrices of one shape, at least one, each in pieces of its rows; None where they are of different
-    kinds.
+    """Return a stack of matrices of one shape, each in pieces of rows; None if the formats differ.
 
-    Whoever has ``matrices`` gives them up.
+    ``matrices`` must not be empty. The stack takes ownership of ``matrices`` and empties its lists.
     """
     parts = [part for rows in matrices for part in rows]
     group = common_group(parts)
@@ -75,6 +76,6 @@ def unstacked(matrices: list[list[Codes]]) -> Unstacked | None:
 
 
 def stacked(parts: Sequence[Codes]) -> Codes | None:
-    """Matrices of one shape as a stack; None where they are of different kinds."""
+    """Return matrices of one shape as a stack in common tensors; None if the formats differ."""
     found = unstacked([[part] for part in parts])
     return None if found is None else found.whole()

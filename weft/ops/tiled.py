@@ -1,9 +1,9 @@
-"""The ops of models on torch in forms whose rows don't depend on each other, for every dtype on the CPU.
+"""Torch forms of the ops in which rows do not depend on each other, for every dtype on the CPU.
 
-For ``--deterministic`` where the C++ operations are not built or don't serve (float64, float16).
-Products are those of ``fixed_shapes``. Activations are written out in functions that torch computes alike
-for every element: its own silu and gelu treat the last elements of a loop (and of each thread's share)
-otherwise than the ones before, by another exponential. Importing registers the ops.
+Used with ``--deterministic`` where the C++ operations are not built or do not support the dtype (float64,
+float16). Products come from ``fixed_shapes``. Activations use only functions that torch computes alike for
+every element. Torch's own silu and gelu use another exponential for the last elements of a loop, and of each
+thread's share. Importing registers the ops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return x * inner.tanh_().add_(1).mul_(0.5)
 
 
-#: Of exp, erf and tanh every element is computed alike (tests/e1/test_elementwise.py), and of + - * /.
+# exp, erf, tanh and + - * / compute every element alike (tests/e1/test_elementwise.py).
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": _silu,
     "gelu": _gelu,
@@ -48,9 +48,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype.
+    """Return ``activation(gate) * up`` for the halves of gate_up [..., 2 n]: [..., n] in the same dtype.
 
-    The activation is computed in float32 (float64 of float64) and rounded before the product.
+    The activation is computed in float32 (float64 for float64) and rounded before the product.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     made = _ACTIVATIONS[activation](gate.to(wide(gate.dtype)))
@@ -61,31 +61,31 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight [N, K], its rows aligned (most are and stay where they are), and the trial of its shape made."""
+    """Return weight [N, K] with aligned rows, without a copy if possible, after the trial of its shape."""
     packed = aligned(weight.detach())
     row_tiles(packed)
     return packed
 
 
 def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
-    """``fixed_shapes.linear``; codes are dequantized each time."""
+    """Compute ``fixed_shapes.linear``. Codes are dequantized on each call."""
     return torch_ops.linear(x, weight, bias, fixed_shapes.linear)
 
 
 def gated_linear(
     x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
 ) -> Tensor:
-    """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
+    """Return ``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n]."""
     return gated(linear(x, weight, bias), activation)
 
 
 def linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """``torch_ops.linear_int8`` with these products."""
+    """Compute ``torch_ops.linear_int8`` with products of this module."""
     return torch_ops.linear_int8(x, weight, bias, product=linear)
 
 
 def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activation: str) -> Tensor:
-    """``gated(linear_int8(x, weight, bias))``."""
+    """Return ``gated(linear_int8(x, weight, bias))``."""
     return gated(linear_int8(x, weight, bias), activation)
 
 

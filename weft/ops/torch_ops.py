@@ -1,7 +1,7 @@
-"""The reference implementation of every op, in torch, for CPU and CUDA.
+"""Reference implementation of every op in torch, for CPU and CUDA.
 
-Nothing is downcast on the way: float64 stays float64, everything narrower than float32 is computed in
-float32 where sums or exponentials are taken, and rounded once at the end. Importing registers the ops.
+No intermediate result is downcast: float64 stays float64. Sums and exponentials of narrower dtypes are
+computed in float32 and rounded once at the end. Importing registers the ops.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Tensor = torch.Tensor
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums and exponentials of ``dtype`` are computed in: float64, else float32."""
+    """Return the dtype for sums and exponentials of ``dtype``: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x: [..., n], weight: [n].
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x [..., n], weight [n].
 
     Source: Zhang and Sennrich 2019, arXiv 1910.07467.
     """
@@ -35,9 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its RMS norm), each [T, n] in x's dtype; the norm is of the rounded sum.
+    """Return (x + delta, RMS norm of the rounded sum), each [T, n] in x's dtype.
 
-    The sum may take x's memory. Without a delta it is x itself.
+    An implementation may write the sum into x. Without a delta the sum is x.
     """
     if delta is not None:
         x = x + delta
@@ -45,9 +45,10 @@ def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, dim] by cos, sin [T, dim / 2] (wide); i is paired with i + dim / 2.
+    """Return the rotary embedding of x [T, heads, dim] by wide cos, sin [T, dim / 2], in x's dtype.
 
-    Source: Su et al. 2021, arXiv 2104.09864; halves instead of neighbours, as published checkpoints have it.
+    Dim i is paired with dim i + dim / 2, as in published checkpoints, not with its neighbour. Source: Su et
+    al. 2021, arXiv 2104.09864.
     """
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     cos = cos.unsqueeze(1)
@@ -67,12 +68,12 @@ def qkv_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """Normalizes and rotates queries and keys, writes keys and values to the cache; returns the queries.
+    """Normalize and rotate queries and keys, and write keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * dim], queries first. q_weight, k_weight: [dim], RMS norm of each head,
-    or None. cos, sin: [T, rotated / 2] (wide); dims beyond ``rotated`` pass. cache: [blocks, 2, kv_heads,
-    block, dim] of one layer, written at ``writes``, int64 [T]: block id * block + offset. Returns
-    [T, heads, dim].
+    Returns the queries [T, heads, dim]. qkv: [T, (heads + 2 * kv_heads) * dim], queries first. q_weight,
+    k_weight: [dim], RMS norm of each head, or None. cos, sin: [T, rotated / 2] (wide); dims beyond
+    ``rotated`` are unchanged. cache: [blocks, 2, kv_heads, block, dim] of one layer. writes: int64 [T], block
+    id * block + offset.
     """
     q, k, v = rotated_qkv(qkv, heads, kv_heads, cache.shape[4], q_weight, k_weight, eps, cos, sin)
     new = torch.stack((k, v)).view(-1, cache.shape[4])  # [2 * T * kv_heads, dim]
@@ -91,7 +92,7 @@ def rotated_qkv(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalized and rotated, and values: [T, heads of theirs, dim]."""
+    """Return normalized and rotated queries and keys, and values: [T, heads or kv_heads, dim] each."""
     rotated = 2 * cos.shape[1]
     q, k, v = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_weight is not None:
@@ -108,7 +109,7 @@ def rotated_qkv(
 
 
 def cache_rows(cache: Tensor, writes: Tensor) -> Tensor:
-    """Where the keys of all KV heads, then the values go: int64 [2 * T * kv_heads], counted in lines.
+    """Return the cache rows of all keys, then of all values: int64 [2 * T * kv_heads], in units of ``dim``.
 
     cache: [blocks, 2, kv_heads, block, dim]; writes: int64 [T], block id * block + offset.
     """
@@ -127,26 +128,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of gate_up [..., 2 n], the two halves; [..., n] in the same dtype."""
+    """Return ``activation(gate) * up`` for the halves of gate_up [..., 2 n]: [..., n] in the same dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``, both [T, n], in x's dtype, rounded once.
+    """Return ``x * sigmoid(gate)`` for [T, n] inputs, in x's dtype, rounded once.
 
-    By exp, of which torch computes every element alike; of sigmoid not.
+    Uses exp, because torch.sigmoid does not compute every element with the same function.
     """
     exact = wide(x.dtype)
     return (x.to(exact) / (1 + (-gate.to(exact)).exp())).to(x.dtype)
 
 
 def plain(weight: Tensor | Codes | MixedCodes, dtype: torch.dtype) -> Tensor:
-    """The matrix itself, or what codes mean, in ``dtype``."""
+    """Return a plain matrix unchanged, or codes dequantized to ``dtype``."""
     return weight if isinstance(weight, Tensor) else dequantize(weight, wide(dtype)).to(dtype)
 
 
-#: Numbers of codes that are dequantized at a time: a head may have a hundred times as many.
+# Maximum numbers of codes dequantized at a time. The output matrix may have a hundred times as many.
 SLICE = 1 << 23
 
 
@@ -156,8 +157,9 @@ def linear(
     bias: Tensor | None = None,
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
 ) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Codes are dequantized each time, in slices."""
+    """Return ``x @ weight.T + bias`` for x [T, K]: [T, N] in x's dtype. Each call dequantizes codes."""
     if isinstance(weight, Codes) and weight.rounds_rows:
+        # Rows of x become codes * steps, so the product is one of plain rows in a wide dtype.
         codes, steps = rounded_rows(x, weight.group)
         added = None if bias is None else bias.to(codes.dtype)
         plain_rows = replace(weight, rounds_rows=False)
@@ -165,6 +167,7 @@ def linear(
     rows = max(1, SLICE // max(1, x.shape[-1]))
     if not isinstance(weight, Codes) or len(weight) <= rows:
         return product(x, plain(weight, x.dtype), bias)
+    # Slices of output rows bound the memory of dequantized codes.
     parts = [slice(at, at + rows) for at in range(0, len(weight), rows)]
     made = [product(x, plain(weight[at], x.dtype), None if bias is None else bias[at]) for at in parts]
     return torch.cat(made, dim=-1)
@@ -173,39 +176,39 @@ def linear(
 def gated_linear(
     x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
 ) -> Tensor:
-    """``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n] in x's dtype."""
+    """Return ``gated(x @ weight.T + bias)``: x [T, K], weight [2 n, K], gate rows first; [T, n]."""
     return gated(linear(x, weight, bias), activation)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of a table. ids: int64 [T], weight: [V, n]; [T, n]."""
+    """Return rows of a table: ids int64 [T], weight [V, n]; [T, n]."""
     return F.embedding(ids, weight)
 
 
 def coded_embedding(ids: Tensor, table: Codes, dtype: torch.dtype) -> Tensor:
-    """Rows of a table of codes, [T, n] in ``dtype``, dequantized when they are read. ids: int64 [T]."""
+    """Return rows of a table of codes, dequantized on reading: ids int64 [T]; [T, n] in ``dtype``."""
     return plain(table[ids], dtype)
 
 
-#: ``x @ weight.T`` of x [T, K], weight [N, K].
+# ``x @ weight.T`` for x [T, K], weight [N, K].
 Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Int8Weight(NamedTuple):
-    """A matrix in 8 bits: ``values * scales``, one scale an output channel."""
+    """A matrix in 8 bits, ``values * scales``, with one scale per output channel."""
 
     values: Tensor
-    """int8 [N, K]."""
+    """Codes, int8 [N, K]."""
     scales: Tensor
-    """Wide [N, 1]."""
+    """Scales, wide [N, 1]."""
     rounds_rows: bool = False
-    """Whether rows of x are rounded to 8 bits as well."""
+    """True if rows of x are rounded to 8 bits as well."""
 
 
 def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
-    """Symmetric, by the largest magnitude of each row of weight [N, K]; halves round to even.
+    """Round weight [N, K] symmetrically by the largest magnitude of each row; halves round to even.
 
-    largest: wide [N, 1], of longer rows that these are a part of.
+    ``largest``: wide [N, 1], the largest magnitudes of whole rows if ``weight`` has only parts of rows.
     """
     if (rows := rows_at_once(weight)) < len(weight):
         of_rows = [None] * len(weight) if largest is None else largest.split(rows)
@@ -218,15 +221,16 @@ def to_int8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
 
 
 def to_w8a8(weight: Tensor, largest: Tensor | None = None) -> Int8Weight:
-    """``to_int8``, for rows of x that are rounded as well."""
+    """Round weight like ``to_int8``, and mark that rows of x are rounded as well."""
     return to_int8(weight, largest)._replace(rounds_rows=True)
 
 
 def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
-    """(codes -127 to 127, steps), both wide: x [T, K] is nearly their product.
+    """Return (codes -127 to 127, steps), both wide: x [T, K] is approximately codes * steps.
 
-    A step is a 127th of its row's largest magnitude, NaN where that is not finite: [T, 1]. With ``group`` it
-    is so of each ``group`` inputs; codes and steps are [T, groups * group] then, with zeros behind x.
+    A step is 1/127 of its row's largest magnitude, or NaN if the magnitude is not finite: [T, 1]. With
+    ``group`` each ``group`` inputs of a row have a step, and codes and steps are [T, groups * group], padded
+    with zeros.
     """
     exact = x.to(wide(x.dtype))
     if group:
@@ -240,7 +244,7 @@ def rounded_rows(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
-    """``to_int8`` of a matrix, as codes."""
+    """Round weight like ``to_int8`` and return codes with one group per row."""
     made, inputs = to_int8(weight, largest), weight.shape[1]
     return Codes(
         numbers="int8",
@@ -254,9 +258,9 @@ def to_int8_codes(weight: Tensor, largest: Tensor | None = None) -> Codes:
 def linear_int8(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, product: Product = F.linear
 ) -> Tensor:
-    """``x @ (values * scales).T + bias``: x [T, K]; [T, N] in x's dtype. Scales are applied to the sum.
+    """Return ``x @ (values * scales).T + bias`` for x [T, K]: [T, N] in x's dtype.
 
-    product: of x, or of codes of its rows, and the values.
+    The scales multiply the sum. ``product`` multiplies x (or the codes of its rows) and the values.
     """
     scales = weight.scales.view(1, -1)
     if weight.rounds_rows:
@@ -270,12 +274,12 @@ def linear_int8(
 
 
 def gated_linear_int8(x: Tensor, weight: Int8Weight, bias: Tensor | None, activation: str) -> Tensor:
-    """``gated(linear_int8(x, weight, bias))``."""
+    """Return ``gated(linear_int8(x, weight, bias))``."""
     return gated(linear_int8(x, weight, bias), activation)
 
 
 def as_they_are(codes: Codes) -> Codes:
-    """What the torch implementations take for codes."""
+    """Return ``codes`` unchanged: the torch implementations accept codes."""
     return codes
 
 
@@ -289,10 +293,10 @@ for _name, _rounding in (("int8", to_int8), ("w8a8", to_w8a8)):
     register(f"linear_{_name}", Implementation(name="torch", run=linear_int8, pack=_rounding))
     register(f"gated_linear_{_name}", Implementation(name="torch", run=gated_linear_int8, pack=_rounding))
 register("gated", Implementation(name="torch", run=gated))
-# Every output element is a function of its own row alone, computed in one fixed order.
+# Every output element depends on its own row alone, in one fixed order of computation.
 for _op in (embedding, coded_embedding, sigmoid_gate):
     register(_op.__name__, Implementation(name="torch", run=_op, invariant=True))
-# Likewise on the CPU; a GPU sums a row in an order that the number of rows has a part in.
+# The same holds on the CPU. A GPU's order of summation depends on the number of rows.
 for _op_name, _run in (
     ("rms_norm", rms_norm),
     ("add_rms_norm", add_rms_norm),

@@ -1,4 +1,4 @@
-"""Host values to a device."""
+"""Copies of host arrays to a device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """``array`` as a tensor on ``device``. The array must not be written afterwards.
+    """Return ``array`` as a tensor on ``device``. The array must not be written afterwards.
 
-    A GPU gets it from pinned memory of its own, which the allocator keeps until the copy was made; so the
-    host never waits. On the CPU it is the array's own memory.
+    The host never waits: a GPU copies from new pinned memory, which the allocator keeps until the copy is
+    done. On the CPU the tensor shares the array's memory.
     """
     tensor = torch.from_numpy(array)
     if device.type != "cuda":

@@ -1,1 +1,1 @@
-"""Spans of requests over processes: their writers (``spans``, ``writer``) and their reader (``merge``)."""
+"""Spans of requests over processes: writers (``spans``, ``writer``) and the reader (``merge``)."""

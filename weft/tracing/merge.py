@@ -1,7 +1,8 @@
-"""All spans of a run, from the files of its processes, as one Chrome trace (Perfetto), and as a table.
+"""All spans of a run, read from the files of all processes, as one Chrome trace (Perfetto).
 
-In the trace each weft process is a process; each request has a track in it (more, where its parts overlap),
-and arrows lead from a request's places in the front to what the heads did there.
+Each weft process is a process of the trace. Each request has a track per process, or several tracks for
+overlapping spans. Arrows lead from a request's placements in the API server to the work in the engine
+processes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.tracing.writer import SUFFIX
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """A span that was written. Times are nanoseconds since 1970."""
+    """A written span. Times are nanoseconds since 1970."""
 
     process: str
     pid: int
@@ -40,7 +41,10 @@ class ReadSpan:
 
 
 def read_folder(folder: Path) -> tuple[list[ReadSpan], int]:
-    """(spans by start, lines that were not whole: a process was killed as it wrote). Raises ConfigError."""
+    """Return (spans by start, number of incomplete lines, left by killed processes).
+
+    Raises ConfigError if the folder has no span files.
+    """
     files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not files:
         raise ConfigError(f"that folder has no *{SUFFIX}: give the one that --trace-requests named")
@@ -92,14 +96,18 @@ def _attributes(pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def chrome_trace(
     spans: Sequence[ReadSpan], steps: Mapping[str, Sequence[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Events for Perfetto. ``steps``: files of --trace, each by its name; their times are put beside those of
-    the spans where the file says when it began."""
+    """Return events for Perfetto.
+
+    ``steps``: contents of --trace files by file name. Step events are placed in time by the origin in the
+    file, or at the first span without an origin.
+    """
     if not spans:
         return []
     first = min(span.start for span in spans)
     origin = min([first, *(_began(events, first) for events in steps.values())])
     tracks = _Tracks()
     events = list[dict[str, Any]]()
+    # Placements by span id, as starts of arrows.
     places: dict[str, tuple[dict[str, Any], ReadSpan]] = {}
     for span in spans:
         place = tracks.place(span)
@@ -115,6 +123,7 @@ def chrome_trace(
             events.append({**mark, "ts": _micros(when - origin)})
         if span.name == "placement":
             places[span.span] = (place, span)
+    # All placements are known now. Each placement gets one arrow, to the first child.
     for span in spans:
         if span.parent in places and span.name in ("queue", "await", "await images"):
             (there, cause), here = places.pop(span.parent), tracks.place(span)
@@ -125,24 +134,24 @@ def chrome_trace(
 
 
 class _Tracks:
-    """Numbers of processes and of their tracks: spans on one track do not overlap, unless one is within the
-    other."""
+    """Numbers of processes and tracks. Spans on one track are disjoint or nested."""
 
     def __init__(self) -> None:
         self.processes: dict[tuple[str, int], int] = {}
         self._tracks: dict[tuple[int, str], dict[int, list[ReadSpan]]] = defaultdict(dict)
-        """(process, trace) -> track -> spans on it that have not ended, each within the one before."""
+        """(process, trace) -> track -> stack of open spans, each nested in the previous one."""
         self._used: dict[int, int] = defaultdict(int)
-        """Tracks of a process."""
+        """Number of tracks of each process."""
         self._places: dict[str, dict[str, int]] = {}
 
     def place(self, span: ReadSpan) -> dict[str, int]:
-        """{pid, tid} of a span, spans by start."""
+        """Return {pid, tid} of a span. Call in order of start."""
         if (known := self._places.get(span.span)) is not None:
             return known
         number = self.processes.setdefault((span.process, span.pid), len(self.processes) + 1)
         tracks = self._tracks[number, span.trace]
         found = -1
+        # A span fits on a track without open spans, or inside the innermost open span.
         for tid, stack in tracks.items():
             while stack and stack[-1].end <= span.start:
                 stack.pop()
@@ -157,7 +166,7 @@ class _Tracks:
         return self._places[span.span]
 
     def names(self) -> list[dict[str, Any]]:
-        """The events that name them."""
+        """Return the events with the names of processes and tracks."""
         named = [
             {"name": "process_name", "ph": "M", "pid": number, "args": {"name": f"{name} ({pid})"}}
             for (name, pid), number in self.processes.items()
@@ -172,7 +181,10 @@ class _Tracks:
 def _steps(
     files: Mapping[str, Sequence[dict[str, Any]]], first: int, origin: int, used: Mapping[Any, int]
 ) -> list[dict[str, Any]]:
-    """Events of step traces, as processes of their own; ``first``: where those begin that do not say."""
+    """Return the events of step traces as separate processes.
+
+    ``first``: start time of files without an origin.
+    """
     made = list[dict[str, Any]]()
     base = len(used) + 1
     for file, events in files.items():
@@ -194,7 +206,7 @@ def _steps(
 
 
 def _began(events: Sequence[dict[str, Any]], otherwise: int) -> int:
-    """When a step trace began, if it says so."""
+    """Return the origin of a step trace in nanoseconds; ``otherwise`` without an origin."""
     return next((int(event["args"]["unix_ns"]) for event in events if _is_origin(event)), otherwise)
 
 
@@ -203,13 +215,12 @@ def _micros(nanos: int) -> float:
 
 
 def _is_origin(event: Any) -> bool:
-    """Whether it says when a step trace began: its first event, and in no merged file."""
+    """Return True for the event with a step trace's start time. A merged file has no such event."""
     return isinstance(event, dict) and event.get("name") == "weft_origin"
 
 
 def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Step traces (``--trace``) that lie in the folder, by file name; those of processes that were killed,
-    too."""
+    """Return the step traces (``--trace``) by file name, including traces of killed processes."""
     found = {}
     for file in sorted(folder.glob("*.json")):
         text = file.read_text(encoding="utf-8", errors="replace")
@@ -219,7 +230,7 @@ def read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _events_of(text: str) -> list[Any]:
-    """Events of a Chrome trace; of one that was cut, those whose lines are whole."""
+    """Return the events of a Chrome trace; for a truncated trace, the events on complete lines."""
     try:
         events = json.loads(text)
         return events if isinstance(events, list) else []

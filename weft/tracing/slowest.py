@@ -1,4 +1,4 @@
-"""Where the time of the slowest requests went, as a table."""
+"""Table of the slowest requests, with time by stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from weft.tracing.merge import ReadSpan
 
-#: Column -> (names of spans, of which part of a pair; "" for any).
+# Column -> (span name, parts of a pair). The part "all" stands for a placement without a pair.
 _STAGES = {
     "images": ("await images", ("all", "prefill")),
     "queue": ("queue", ("all", "prefill")),
@@ -22,8 +22,9 @@ COLUMNS = (*_TIMES, "tokens", "attempts", "end")
 
 @dataclass(slots=True)
 class Row:
-    """One request's line of the table. Seconds; of several sequences and attempts the sum of the sequence
-    that took longest.
+    """One request's line of the table, in seconds.
+
+    With several sequences or attempts, ``stages`` is the sum over the attempts of the slowest sequence.
     """
 
     trace: str
@@ -31,7 +32,7 @@ class Row:
     error: str | None
     tokens: int
     attempts: int = 0
-    """Most that one of its sequences had."""
+    """Number of attempts, minus one for each sequence after the first."""
     stages: dict[str, float] = field(default_factory=dict)
 
     def cells(self) -> list[str]:
@@ -41,7 +42,7 @@ class Row:
 
 
 def rows(spans: Iterable[ReadSpan]) -> list[Row]:
-    """One for each request, the slowest first."""
+    """Return a row for each request, the slowest first."""
     by_trace: dict[str, list[ReadSpan]] = defaultdict(list)
     for span in spans:
         by_trace[span.trace].append(span)
@@ -54,6 +55,7 @@ def rows(spans: Iterable[ReadSpan]) -> list[Row]:
 def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
     parts = {one.span: one for one in spans if one.name == "placement" and one.parent == request.span}
     row = Row(trace, request.seconds, request.error, int(request.attributes.get("weft.output_tokens", 0)))
+    # Each sequence has at least one attempt. Count only one first attempt per request.
     row.attempts = len(
         {(p.attributes["weft.sequence"], p.attributes["weft.attempt"]) for p in parts.values()}
     )
@@ -73,19 +75,20 @@ def _row(trace: str, request: ReadSpan, spans: Sequence[ReadSpan]) -> Row:
                 sums[sequence][column] += one.seconds
         if one.name == "prefill" and part == "prefill":
             moved[sequence, int(one.attributes["weft.attempt"])] = one.end
-    for one in spans:  # what of a transfer no prefill hid
+    for one in spans:  # the time of a transfer after prefill
         if one.name == "await" and one.parent in parts:
             sequence = str(one.attributes["weft.sequence"])
             since = moved.get((sequence, int(one.attributes["weft.attempt"])))
             if since is not None:
                 sums[sequence]["transfer"] += max(one.end - since, 0) / 1e9
+    # Report the stages of the sequence with the largest sum.
     if sums:
         row.stages |= sums[max(sums, key=lambda sequence: sum(sums[sequence].values()))]
     return row
 
 
 def table(found: Sequence[Row]) -> str:
-    """As text, in columns. Seconds."""
+    """Return the rows as text, in columns."""
     lines = [["request", *COLUMNS], *(row.cells() for row in found)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
 

@@ -1,5 +1,6 @@
-"""A span: a stretch of one request's time in one process, as OpenTelemetry has it. Counts and names only,
-never text. The ids travel as W3C ``traceparent``.
+"""Spans: stretches of one request's time in one process, as in OpenTelemetry.
+
+Spans contain counts and names only, never text. The ids travel as W3C ``traceparent``.
 """
 
 from __future__ import annotations
@@ -13,34 +14,34 @@ Value: TypeAlias = str | int | float
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 MAX_TRACEPARENT = 256
-"""Characters of a header that are looked at."""
+"""Maximum length of an accepted header, in characters."""
 MAX_EVENTS = 64
-"""Of one span; later ones are not kept."""
+"""Maximum events of one span. Later events are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanContext:
-    """Names one span: hex digits, 32 of the trace and 16 of the span."""
+    """Identity of one span in hex digits: 32 for the trace, 16 for the span."""
 
     trace: str
     span: str
 
     @classmethod
     def root(cls) -> SpanContext:
-        """The root context of a new trace."""
+        """Return the root context of a new trace."""
         return cls(secrets.token_hex(16), secrets.token_hex(8))
 
     def child(self) -> SpanContext:
-        """Another span of the same trace."""
+        """Return the context of a new span in the same trace."""
         return SpanContext(self.trace, secrets.token_hex(8))
 
     def traceparent(self) -> str:
-        """As W3C writes it, version 00, sampled."""
+        """Return the W3C form: version 00, sampled."""
         return f"00-{self.trace}-{self.span}-01"
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
-    """What a ``traceparent`` names; None for anything that is none: other forms, ids of zeros, version ff."""
+    """Return the context of a ``traceparent``; None for other forms, ids of zeros, and version ff."""
     if len(text) > MAX_TRACEPARENT:
         return None
     found = _TRACEPARENT.fullmatch(text.strip())
@@ -54,27 +55,27 @@ def parse_traceparent(text: str) -> SpanContext | None:
 
 @dataclass(slots=True)
 class Span:
-    """A span that has not ended. Times are seconds of the process's monotonic clock."""
+    """An open span. Times are seconds of the process's monotonic clock."""
 
     name: str
     context: SpanContext
     parent: str
-    """The span that it is a part of; "" for none."""
+    """Id of the parent span; "" for none."""
     start: float
     attributes: dict[str, Value] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
-    """(name, when)."""
+    """Events as (name, time)."""
     end: float = 0.0
     error: str | None = None
-    """Why it failed; None when it did not."""
+    """Reason for the failure; None for success."""
 
     def mark(self, name: str, now: float) -> None:
-        """Something happened within it."""
+        """Record an event at time ``now``, in seconds. Events beyond ``MAX_EVENTS`` are dropped."""
         if len(self.events) < MAX_EVENTS:
             self.events.append((name, now))
 
 
 def child_of(parent: SpanContext, name: str, start: float, **attributes: Value) -> Span:
-    """A span within ``parent``. Dots of attributes' names are given as underscores after ``weft``."""
+    """Return a span within ``parent``. Each attribute name gets the prefix ``weft.``."""
     named = {f"weft.{key}": value for key, value in attributes.items()}
     return Span(name, parent.child(), parent.span, start, named)

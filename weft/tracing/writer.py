@@ -1,8 +1,8 @@
-"""Writes the spans of one process to a file of its own, as OTLP JSON lines: each line is one ``TracesData``,
-the form that OpenTelemetry's file exporters write and its collector reads (``otlpjsonfile``).
+"""Writer of one process's spans to a separate file of OTLP JSON lines.
 
-``write`` takes microseconds and never waits: a thread encodes and writes what has come, ten times a second.
-When the disk is too slow, or full, spans are dropped and counted.
+Each line is one ``TracesData``, the format of OpenTelemetry's file exporters and of the collector's receiver
+(``otlpjsonfile``). ``write`` takes microseconds and never waits: a thread encodes and writes queued spans ten
+times per second. If the disk is too slow or full, spans are dropped and counted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ log = get_logger(__name__)
 
 SUFFIX = ".spans.jsonl"
 MOST_WAITING = 8192
-"""Spans that may wait for the disk."""
+"""Maximum spans in the queue to the disk."""
 EVERY_S = 0.1
-"""Between two writes: what a process that is killed has not told yet."""
+"""Seconds between two writes. A killed process loses at most the spans of so many seconds."""
 CLOSE_S = 5.0
-"""Most seconds that the end of a process waits for its last spans."""
+"""Maximum seconds of ``close`` for writing the last spans."""
 
 
 class SpanWriter:
-    """One for each process that traces requests. ``write`` may be called from any thread."""
+    """Span writer of a process. ``write`` may be called from any thread."""
 
     def __init__(self, folder: str, process: str) -> None:
-        """``process``: its name, as log lines have it. Raises ConfigError when the file cannot be made."""
+        """Open the file and start the thread. ``process``: name of the process in log lines.
+
+        Raises ConfigError if the file cannot be created.
+        """
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", process) or "weft"
         path = Path(folder) / f"{safe}.{os.getpid()}{SUFFIX}"
         try:
@@ -51,17 +54,19 @@ class SpanWriter:
         self._resource = _attributes(
             {"service.name": "weft", "service.instance.id": process, "process.pid": os.getpid()}
         )
+        # Span times are monotonic, files have wall-clock times. The offset is fixed, so spans keep their
+        # order.
         self._origin = time.time_ns() - time.monotonic_ns()
         self._lock = threading.Lock()
         self._waiting: list[Span] = []
         self._came, self._over = threading.Event(), threading.Event()
         self.dropped = 0
-        """Spans that were not written."""
+        """Number of spans not written."""
         self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
         self._thread.start()
 
     def write(self, span: Span, end: float, error: str | None = None) -> None:
-        """``span`` has ended at ``end``. It must not be changed any more."""
+        """Queue ``span``, which ended at ``end`` (seconds). The span must not change any more."""
         span.end, span.error = end, error
         with self._lock:
             if len(self._waiting) >= MOST_WAITING or self._over.is_set():
@@ -71,7 +76,7 @@ class SpanWriter:
         self._came.set()
 
     def close(self) -> None:
-        """Writes what waits. Safe to call twice."""
+        """Write the queued spans and end the thread; wait up to ``CLOSE_S``. Safe to call twice."""
         self._over.set()
         self._came.set()
         self._thread.join(CLOSE_S)
@@ -79,6 +84,7 @@ class SpanWriter:
     def _run(self) -> None:
         while not self._over.is_set():
             self._came.wait()
+            # Collect spans for a while: one write per interval, not one per span.
             self._over.wait(EVERY_S)
             self._came.clear()
             self._flush()
@@ -109,7 +115,7 @@ class SpanWriter:
 
 
 def encode(spans: Iterable[Span], resource: list[dict[str, Any]], origin: int) -> bytes:
-    """One line. ``origin``: nanoseconds since 1970 at 0 of the spans' clock."""
+    """Return one line. ``origin``: nanoseconds since 1970 at time 0 of the spans' clock."""
     scope = {"scope": {"name": "weft"}, "spans": [_otlp(span, origin) for span in spans]}
     return msgspec.json.encode(
         {"resourceSpans": [{"resource": {"attributes": resource}, "scopeSpans": [scope]}]}
@@ -149,5 +155,5 @@ def _value(value: Value) -> dict[str, Any]:
 
 
 def open_writer(folder: str | None, process: str) -> SpanWriter | None:
-    """None where requests are not traced. Raises as ``SpanWriter``."""
+    """Return a writer; None if requests are not traced. Raises ConfigError like ``SpanWriter``."""
     return None if folder is None else SpanWriter(folder, process)

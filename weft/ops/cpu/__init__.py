@@ -1,7 +1,7 @@
-"""The CPU extension: operations in C++ for bf16 and float32, built once per machine by ``weft build-ops``.
+"""The CPU extension: C++ operations for bf16 and float32, built once per machine by ``weft build-ops``.
 
-``load`` is the one way in. It never compiles: without a build, or with WEFT_DISABLE_CPU_OPS=1, models run on
-the torch implementations. Nothing here imports torch before ``load`` is called.
+``load`` is the only entry point and never compiles. Without a build, or with WEFT_DISABLE_CPU_OPS=1, models
+run on the torch implementations. This module imports torch only inside ``load``.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from weft.ops.cpu import build
 _log = get_logger(__name__)
 
 UNBUILT, COMPILING = "unbuilt", "compiling"
-"""Values of WEFT_DISABLE_CPU_OPS in the processes of a server that began without the operations.
+"""Values of WEFT_DISABLE_CPU_OPS in processes of a server that started without the operations.
 
-The processes keep torch's operations, whatever is built meanwhile: a stream that goes on in another process
-keeps its bits."""
+These processes keep torch's operations, whatever is built meanwhile. A stream that continues in another
+process therefore keeps its bits.
+"""
 
 
 class CannotCapture(EngineDead):
-    """A function makes a call that a program of captured calls cannot hold; what it computed is all right."""
+    """A call cannot be stored in a program of captured calls. The result of the call is valid."""
 
 
 @functools.cache
 def load() -> bool:
-    """Whether ``torch.ops.weft_cpu`` can be called; loads this machine's build on the first call.
+    """Return True if ``torch.ops.weft_cpu`` can be called; the first call loads this machine's build.
 
-    Says once in the log why not, and what that costs. ``load.cache_clear()`` makes the next call look again.
+    Logs once why the operations are unavailable, and the cost. ``load.cache_clear()`` makes the next call
+    look again.
     """
     disabled = env.get("WEFT_DISABLE_CPU_OPS")
     if disabled == COMPILING:
@@ -42,7 +44,7 @@ def load() -> bool:
         return False
     try:
         library = build.find()
-    except (OSError, RuntimeError) as error:  # no home folder, or one that can't be read
+    except (OSError, RuntimeError) as error:  # no home folder, or an unreadable folder
         _log.warning("the C++ operations cannot be looked for: %s", error)
         return False
     if library is None or disabled == UNBUILT:
@@ -54,7 +56,7 @@ def load() -> bool:
     import torch
 
     with contextlib.suppress(OSError):
-        os.utime(library)  # in use: builds that nobody used for long are removed
+        os.utime(library)  # marks the build as used: unused builds are removed after a month
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
@@ -64,8 +66,10 @@ def load() -> bool:
 
 
 def capabilities() -> tuple[str, ...]:
-    """What the loaded build was compiled for, e.g. ("avx2", "avx512", "avx512_bf16"), and what of AMX the
-    kernel lets this process have; empty without one."""
+    """Return the instruction sets of the loaded build, e.g. ("avx2", "avx512", "avx512_bf16").
+
+    Includes the parts of AMX permitted by the kernel. Empty without a loaded build.
+    """
     if not load():
         return ()
     import torch

@@ -1,4 +1,4 @@
-"""Compile the C++ operations beside a server that already serves.
+"""Compilation of the C++ operations during the run of a server.
 
     built(groups)?  yes ─► nothing to do
          │ no
@@ -6,8 +6,8 @@
     engines start on torch's operations ─► `weft build-ops` in a process of its own ─0─► ready()
                                                                                      └─► the log says why not
 
-An engine keeps its operations for life, because bits of torch's and the C++ operations differ. So ``ready``
-asks the owner of the engines for a switch at an idle moment (``weft.cluster.rolling``).
+An engine keeps its operations for life, because the bits of torch's and of the C++ operations differ. So
+``ready`` requests a switch from the owner of the engines at an idle moment (``weft.cluster.rolling``).
 """
 
 from __future__ import annotations
@@ -26,28 +26,31 @@ from weft.common.log import get_logger
 from weft.ops.cpu import build
 
 _NICENESS = 10
-"""The compilers get the cores that serving leaves."""
+"""Low priority: the compilers get the cores that serving leaves."""
 _END_S = 5.0
-"""Seconds that the build gets to end its compilers when the server ends."""
+"""Seconds for the build to end its compilers when the server ends."""
 
 log = get_logger(__name__)
 
 
 def built() -> bool:
-    """Return True if an engine that starts now finds the C++ operations, or must not use them."""
+    """Return True if a new engine finds the C++ operations or must not use them.
+
+    Also True if the cache folder cannot be read: ``cpu.load`` logs the reason.
+    """
     if env.get("WEFT_DISABLE_CPU_OPS") == "1":
         return True
     try:
         return build.find() is not None
-    except (OSError, RuntimeError):  # no home folder, or a folder that can't be read: `cpu.load` says so
+    except (OSError, RuntimeError):  # no home folder, or an unreadable folder: `cpu.load` logs the reason
         return True
 
 
 class OperationsBuild:
-    """One run of ``weft build-ops`` beside a server. ``close`` ends it, and may be called at any time."""
+    """One run of ``weft build-ops`` during the run of a server. ``close`` may be called at any time."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
-        """Starts the build. ``ready`` is called once, from another thread, if the build succeeds."""
+        """Start the build. ``ready`` is called once, from another thread, if the build succeeds."""
         self._ready = ready
         self._closed = False
         self._began = time.monotonic()
@@ -57,14 +60,14 @@ class OperationsBuild:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # a Ctrl-C of the terminal is the server's, which may drain for long
+            start_new_session=True,  # Ctrl-C in the terminal is for the server, which may drain for long
         )
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, _NICENESS)
         threading.Thread(target=self._follow, name="weft-build-ops", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the build, if it still runs. Objects that are compiled stay for the next build."""
+        """End the build if it runs, and wait up to ``_END_S``. Compiled objects stay for the next build."""
         self._closed = True
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -74,7 +77,7 @@ class OperationsBuild:
                 self._process.kill()
 
     def _follow(self) -> None:
-        """Logs the build's lines, and reports how it ended."""
+        """Log the lines of the build and then its result; call ``ready`` after success."""
         assert self._process.stdout is not None
         last = ""
         for line in self._process.stdout:

@@ -1,4 +1,4 @@
-"""Compiles ``csrc/*.cpp`` to one shared library, and finds it again. No torch is imported.
+"""Build of ``csrc/*.cpp`` as one shared library, and lookup of built libraries. Imports no torch.
 
     <cache>/<base>-<compiler>/libweft_cpu.so     cache: ~/.cache/weft/ops, or WEFT_OPS_CACHE
              |      └ hash of the compiler's version
@@ -6,8 +6,8 @@
     <cache>/objects/<hash>.o                     reused while their source, headers and compiler are the same
     <cache>/lock                                 held while building
 
-A library appears under its name in one step, complete. Looking for one asks for the base alone, so that a
-machine without a compiler can use what was built elsewhere for the same CPU; the newest of a base is taken.
+A library appears under its name atomically and complete. A lookup uses only the base, so a machine without a
+compiler can use a build from elsewhere for the same CPU. The newest library of a base wins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weft.ops.cpu.prebuilt import LIBRARY
 
 SOURCES = Path(__file__).parent / "csrc"
 
-#: -ffp-contract=off: sources say where a product and a sum are fused, and the compiler adds none.
+# -ffp-contract=off: the sources fuse products and sums explicitly, and the compiler must not add more.
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -53,7 +53,7 @@ FLAGS = (
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
 NATIVE = ("-march=native",)
-"""For the machine that compiles; a wheel has `prebuilt.LEVELS`."""
+"""Flags for the CPU of the compiling machine. A wheel uses `prebuilt.LEVELS`."""
 _COMPILERS = ("g++", "c++", "clang++")
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 _KEEP_DAYS = 30
@@ -77,32 +77,33 @@ SECONDS = {
     "compress.cpp": 2,
     "capabilities.cpp": 1.5,
 }
-"""CPU time of each file with g++ 12 on an EPYC (Zen 5), for the order: what takes longest begins first.
-Torch's headers are 1.3 s of each, and 4 s of library.cpp and program.cpp."""
+"""CPU seconds of each file with g++ 12 on an EPYC (Zen 5). The slowest files are compiled first. Torch's
+headers take 1.3 s of each file, and 4 s of library.cpp and program.cpp."""
 COMPILER_BYTES = 1 << 30
-"""Memory of one compiler; the most that one took was 0.8 GB."""
+"""Memory per compiler in bytes. The highest measured use was 0.8 GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """A C++ compiler and what it says its version is."""
+    """A C++ compiler, and the first line of its version output."""
 
     path: str
     version: str
 
 
 def find() -> Path | None:
-    """The newest library built from these sources for this torch and CPU, else the wheel's, or None.
+    """Return the newest library of the present sources, torch and CPU, or the wheel's library, or None.
 
-    Of those built here, only one that this user or root made: what it holds will run in this process.
-    Raises OSError.
+    Ignores libraries in the cache that belong to other users (except root), because the library is loaded
+    into the process. Raises OSError.
     """
     made = {}
     sources = sources_digest()
     for path in cache_folder().glob(f"{base_key(sources)}-*/{LIBRARY}"):
-        with contextlib.suppress(FileNotFoundError):  # another process tidies up
+        with contextlib.suppress(FileNotFoundError):  # another process may delete it now
             file = path.stat()
             folder = path.parent.stat()
+            # Both owners count: the owner of the folder could replace the file.
             if {file.st_uid, folder.st_uid} <= {0, os.geteuid()}:
                 made[path] = file.st_mtime
     if made:
@@ -111,7 +112,7 @@ def find() -> Path | None:
 
 
 def find_compiler() -> Compiler:
-    """CXX if set, else the first of g++, c++ and clang++ on PATH. Raises BuildError."""
+    """Return CXX if set, otherwise the first of g++, c++ and clang++ on PATH. Raises BuildError."""
     named = env.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
@@ -128,7 +129,7 @@ def find_compiler() -> Compiler:
 
 
 def base_key(sources: str) -> str:
-    """What a library of these ``sources`` (`sources_digest`) depends on, but for the compiler."""
+    """Return the hash of everything on which a library of ``sources`` depends, except the compiler."""
     digest = hashlib.sha256()
     target = _target()
     for part in (_machine(target), sources, *FLAGS, *target):
@@ -137,7 +138,7 @@ def base_key(sources: str) -> str:
 
 
 def sources_digest() -> str:
-    """Of all files in ``csrc``."""
+    """Return the hash of all files in ``csrc``."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
@@ -146,16 +147,16 @@ def sources_digest() -> str:
 
 
 def _target() -> Sequence[str]:
-    """Return the compiler's flags of the CPU to build for: this CPU, or the forced level of CPUs."""
+    """Return the compiler's flags for the target CPU: this CPU, or the forced level of CPUs."""
     level = prebuilt.forced_level()
     return NATIVE if level is None else level.flags
 
 
 def _machine(target: Sequence[str]) -> str:
-    """Return what machine code for ``target`` depends on beside the flags.
+    """Return the dependencies of machine code for ``target`` besides the flags.
 
-    Always torch's version. For `NATIVE` also the architecture and the CPU's features, which the
-    compiler reads from the CPU.
+    Always torch's version. For `NATIVE` also the architecture and the CPU's features, because the compiler
+    reads the features from the CPU.
     """
     torch = f"torch {importlib.metadata.version('torch')}"
     if target != NATIVE:
@@ -170,11 +171,12 @@ def build(
     say: Say = lambda line: None,
     show: Say | None = None,
 ) -> Path:
-    """Builds the library unless it is there, and returns its path.
+    """Build the library if missing, and return its path.
 
-    ``force`` compiles everything again. ``say`` gets lines of progress. ``show``, if given, gets again and
-    again one line of how it stands, in place of the one before. Raises BuildError. Processes that build at
-    the same time wait for the first, and find its library.
+    ``force`` compiles everything again. Otherwise a suitable library of the wheel is returned without a
+    build. ``say`` receives lines of progress. ``show``, if given, repeatedly receives a status line in place
+    of the previous line. Concurrent builds wait for the first build and return its library. Raises
+    BuildError.
     """
     compiler = find_compiler()
     cache = cache_folder()
@@ -186,6 +188,7 @@ def build(
         if target.exists() and not force:
             say("the C++ operations are built already")
             return target
+        # A suitable library of the wheel makes compiling unnecessary.
         ready = None if force else prebuilt.find(sources)
         if ready is not None:
             say(
@@ -205,10 +208,9 @@ def build(
 def build_for_wheel(
     folder: Path, *, verbose: bool = False, say: Say = lambda line: None, show: Say | None = None
 ) -> str:
-    """Builds a library for each of `prebuilt.LEVELS` into ``folder``, and returns the wheel's platform tag.
+    """Build a library for each of `prebuilt.LEVELS` into ``folder``, and return the wheel's platform tag.
 
-    ``verbose``, ``say`` and ``show`` as of `build`. Objects are kept as its are. Raises BuildError,
-    OSError.
+    ``verbose``, ``say`` and ``show``: see `build`. Objects stay in the cache. Raises BuildError and OSError.
     """
     if platform.machine() != "x86_64":
         raise BuildError(f"libraries of wheels are for x86-64, and this is {platform.machine()}")
@@ -262,8 +264,10 @@ def _compile_all(
     verbose: bool,
     report: CompilerReport,
 ) -> list[Path]:
-    """Objects of all sources for the CPUs of ``target``. Those that are there stay, also when another does
-    not compile."""
+    """Return the objects of all sources for the CPUs of ``target``; compile missing objects.
+
+    Finished objects stay in the cache, even if another source does not compile.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     include = _torch_folder() / "include"
     headers = ["-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include")]
@@ -278,6 +282,7 @@ def _compile_all(
         processes = processes_for(len(missing))
         report.say(_announcement([source for source, _ in missing], processes, compiler))
         compile_files([compiler.path, *flags, *headers], missing, processes, verbose, report)
+    # Mark all objects as used, so `_prune` keeps them.
     for made in objects:
         os.utime(made)
     return objects
@@ -298,14 +303,14 @@ def _announcement(sources: Sequence[Path], processes: int, compiler: Compiler) -
 
 
 def processes_for(files: int) -> int:
-    """Compilers to run at a time: one a core, as far as memory goes."""
+    """Return the number of parallel compilers: one per core, limited by memory."""
     memory = available_memory()
     room = files if memory is None else memory // COMPILER_BYTES
     return max(1, min(files, usable_cores(), room))
 
 
 def _with_headers(source: Path) -> list[str]:
-    """The text of a source and of the headers of ours that it includes, directly or not."""
+    """Return the texts of a source and of all local headers that the source includes, in order of name."""
     texts: dict[str, str] = {}
     wanted = [source.name]
     while wanted:
@@ -317,7 +322,7 @@ def _with_headers(source: Path) -> list[str]:
 
 
 def _link(compiler: Compiler, objects: list[Path], target: Path, verbose: bool, say: Say) -> None:
-    """Links against torch's own OpenMP runtime: two in one process would each start their threads."""
+    """Link a library against torch's own OpenMP runtime: a second runtime would start its own threads."""
     library = _torch_folder() / "lib"
     openmp = sorted([*library.glob("libgomp*.so*"), *library.parent.with_name("torch.libs").glob("libgomp*")])
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -328,13 +333,13 @@ def _link(compiler: Compiler, objects: list[Path], target: Path, verbose: bool, 
 
 
 def _sweep(cache: Path) -> None:
-    """Removes what builds left that were killed. To be called with the lock held."""
+    """Remove the leftovers of killed builds. The caller must hold the lock."""
     for path in [*cache.glob("*-*/partial-*"), *cache.glob("objects/partial-*")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _prune(cache: Path, keep: Path) -> None:
-    """Removes what no build has touched for a month. A process that has it loaded keeps it."""
+    """Remove libraries and objects unused for a month, except ``keep``. Loaded libraries stay usable."""
     oldest = time.time() - _KEEP_DAYS * 86400
     for path in [*cache.glob(f"*-*/{LIBRARY}"), *cache.glob("objects/*.o")]:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Several compilers at a time, and what is said meanwhile. No torch is imported."""
+"""Parallel compilers and their progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Say = Callable[[str], None]
 
 
 class BuildError(WeftError):
-    """The C++ operations can't be built here; ``output`` holds the compiler's last lines, if it ran."""
+    """The C++ operations cannot be built here. ``output``: the compiler's last lines, if any."""
 
     code = "build_failed"
 
@@ -33,16 +33,16 @@ class BuildError(WeftError):
 
 @dataclass(frozen=True, slots=True)
 class CompilerReport:
-    """Where progress goes."""
+    """Receivers of progress."""
 
     say: Say
-    """Gets lines that stay."""
+    """Receives permanent lines."""
     show: Say | None = None
-    """Gets a line that takes the place of the one before; without it there is a line for each file."""
+    """Receives a line that replaces the previous line. None: one permanent line per file."""
 
 
 class _Compiler:
-    """One compiler that runs. Its object appears under its name when it is complete."""
+    """A running compiler. The object appears under its name when complete."""
 
     def __init__(self, command: Sequence[str], source: Path, made: Path) -> None:
         self.source = source
@@ -53,7 +53,7 @@ class _Compiler:
             folder = tempfile.TemporaryDirectory(dir=made.parent, prefix="partial-")
             self._partial = Path(stack.enter_context(folder)) / made.name
             self._output = stack.enter_context(tempfile.TemporaryFile())
-            # A group of its own: what is started is a driver, and its child compiles.
+            # A process group: the started process is a driver, and its child compiles.
             self.command = [*command, "-c", str(source), "-o", str(self._partial)]
             self.process = subprocess.Popen(
                 self.command,
@@ -65,7 +65,10 @@ class _Compiler:
             self._undo = stack.pop_all()
 
     def finish(self) -> str:
-        """Of one that has ended: takes what it made, and returns what it said. Raises BuildError."""
+        """Move the object of an ended compiler to its name and return the compiler's output.
+
+        Raises BuildError if the compiler failed.
+        """
         with self._undo:
             self._output.seek(0)
             output = self._output.read().decode(errors="replace").strip()
@@ -75,7 +78,7 @@ class _Compiler:
         return output
 
     def stop(self) -> None:
-        """Ends it, and what it started."""
+        """Kill the compiler and its children."""
         with self._undo:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -89,9 +92,9 @@ def compile_files(
     verbose: bool,
     report: CompilerReport,
 ) -> None:
-    """Compiles each (source, object) of ``files``, in that order, with so many ``processes`` at a time.
+    """Compile each (source, object) of ``files``, in order, with ``processes`` compilers at a time.
 
-    Raises BuildError when one does not compile; the others are stopped then, as they are by any exception.
+    Raises BuildError at the first failure. Any exception stops the other compilers.
     """
     say = report.say
     began = time.monotonic()
@@ -119,13 +122,14 @@ def compile_files(
                 report.show(f"  {done} of {len(files)} compiled, {time.monotonic() - began:.0f} s: {names}")
             if running:
                 time.sleep(_LOOK_S)
+    # An exception, Ctrl-C included, must not leave compilers behind.
     finally:
         for one in running:
             one.stop()
 
 
 def run(command: Sequence[str], failure: str, verbose: bool, say: Say) -> None:
-    """Runs one command to its end. Raises BuildError, whose message is ``failure``."""
+    """Run one command to its end. Raises BuildError with the message ``failure``."""
     if verbose:
         say(" ".join(command))
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -142,7 +146,7 @@ def _last(output: str) -> str:
 
 @contextlib.contextmanager
 def temporary(target: Path) -> Iterator[Path]:
-    """A file beside ``target`` that takes its name when the block ends well, and is removed otherwise."""
+    """Yield a path beside ``target``. A clean exit renames the file to ``target``; an error removes it."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as folder:
         partial = Path(folder) / target.name
         yield partial

@@ -1,6 +1,6 @@
-"""Norms, rotation with the cache write, and gating by the CPU extension (csrc/fused.cpp): bf16, float32.
+"""Norms, rotation with the cache write, and gating in the CPU extension (csrc/fused.cpp): bf16, float32.
 
-Importing registers the ops; they are chosen where the extension is built. The signatures are torch_ops'.
+Importing registers the ops, which are chosen where the extension is built. Signatures: see ``torch_ops``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Tensor = torch.Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x: [..., n], weight: [n]."""
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in x's dtype. x [..., n]."""
     result: Tensor = torch.ops.weft_cpu.rms_norm.default(x, weight, eps)
     return result
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its RMS norm), each [T, n] in x's dtype; x is overwritten with the sum, and returned."""
+    """Return (x + delta, RMS norm of the sum), each [T, n] in x's dtype. x is overwritten with the sum."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
     normed: Tensor = torch.ops.weft_cpu.add_rms_norm_.default(x, delta, weight, eps)
@@ -39,7 +39,7 @@ def qkv_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``torch_ops.qkv_rope_cache`` in one pass. cos, sin: float32; head size at most 512."""
+    """Compute ``torch_ops.qkv_rope_cache`` in one pass. cos, sin: float32; head size at most 512."""
     result: Tensor = torch.ops.weft_cpu.qkv_rope_cache.default(
         qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, writes
     )
@@ -59,7 +59,10 @@ def qkv_rope_cache_fp8(
     scales: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``kv_fp8.qkv_rope_cache_fp8``, in one pass for heads of a multiple of 16. cos, sin: float32."""
+    """Compute ``kv_fp8.qkv_rope_cache_fp8``, in one pass if the head size is a multiple of 16.
+
+    cos, sin: float32.
+    """
     if cache.shape[4] % 16:
         return kv_fp8.qkv_rope_cache_fp8(
             qkv, heads, kv_heads, q_weight, k_weight, eps, cos, sin, cache, scales, writes
@@ -71,13 +74,13 @@ def qkv_rope_cache_fp8(
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of gate_up [..., 2 n]; [..., n]. Raises KeyError for one that is unknown."""
+    """Return ``activation(gate) * up`` for gate_up [..., 2 n]: [..., n]. KeyError: unknown activation."""
     result: Tensor = torch.ops.weft_cpu.gated.default(gate_up, ACTIVATIONS[activation])
     return result
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)``, both [T, n], in x's dtype. Either may be columns of a wider tensor."""
+    """Return ``x * sigmoid(gate)``, both [T, n], in x's dtype. Both may be columns of a wider tensor."""
     result: Tensor = torch.ops.weft_cpu.sigmoid_gate.default(x, gate)
     return result
 

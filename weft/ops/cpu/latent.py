@@ -1,6 +1,6 @@
-"""What latent attention has beside core attention, by the CPU extension (csrc/latent.cpp): bf16, float32.
+"""Parts of latent attention around core attention in the CPU extension (csrc/latent.cpp): bf16, float32.
 
-Importing registers the ops; they are chosen where the extension is built. The signatures are latent_ops'.
+Importing registers the ops, which are chosen where the extension is built. Signatures: see ``latent_ops``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedUp:
-    """A matrix for each head, packed as csrc/gemm_tile.h has it: [heads, blocks, steps, 32, k a step]."""
+    """A matrix for each head, packed as in csrc/gemm_tile.h: [heads, blocks, steps, 32, k per step]."""
 
     absorb: Tensor
-    """[kv_lora, nope]: from a query to what it is against latents."""
+    """Matrices [kv_lora, nope], which map a query into the space of latents."""
     keys: Tensor
-    """[nope, kv_lora]."""
+    """Matrices [nope, kv_lora], which map a latent to keys."""
     values: Tensor
-    """[v, kv_lora]."""
+    """Matrices [v, kv_lora], which map a latent to values."""
 
 
 def latent_up(keys: Tensor, values: Tensor) -> PackedUp:
-    """keys: [heads, nope, kv_lora], values: [heads, v, kv_lora], in bf16 or float32."""
+    """Pack keys [heads, nope, kv_lora] and values [heads, v, kv_lora], in bf16 or float32."""
     pack = torch.ops.weft_cpu.pack.default
     return PackedUp(
         absorb=pack(keys.transpose(1, 2), False), keys=pack(keys, False), values=pack(values, False)
@@ -36,7 +36,7 @@ def latent_up(keys: Tensor, values: Tensor) -> PackedUp:
 
 
 def head_product(x: Tensor, matrices: Tensor, packed: Tensor) -> Tensor:
-    """``latent_ops.head_product`` with matrices as ``latent_up`` packed them."""
+    """Compute ``latent_ops.head_product`` with a packed matrix of ``latent_up``."""
     made: Tensor = torch.ops.weft_cpu.latent_multiply.default(x, packed, matrices.shape[1])
     return made
 
@@ -52,7 +52,7 @@ def latent_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``latent_ops.latent_rope_cache`` in one pass. cos, sin: float32."""
+    """Compute ``latent_ops.latent_rope_cache`` in one pass. cos, sin: float32."""
     made: Tensor = torch.ops.weft_cpu.latent_rope_cache.default(
         joined, q_weight, weight, eps, cos, sin, interleaved, cache, writes
     )
@@ -72,7 +72,10 @@ def latent_rope_cache_fp8(
     keys: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """``latent_ops.latent_rope_cache_fp8``; in one pass for latents of a multiple of 16. cos: float32."""
+    """Compute ``latent_ops.latent_rope_cache_fp8``, in one pass if kv_lora is a multiple of 16.
+
+    cos, sin: float32.
+    """
     if cache.shape[2] % 16:
         return latent_ops.latent_rope_cache_fp8(
             joined, q_weight, weight, eps, cos, sin, interleaved, cache, scales, keys, writes

@@ -1,7 +1,7 @@
 """Linear layers on weights packed for the CPU extension (csrc/gemm.cpp): bf16, float32, int8, and ``Codes``.
 
-Sums are float32, in one order for every number of rows, and rounded once, after scale, bias and activation.
-Importing registers the ops; they are chosen where the extension is built and the CPU has AVX2 or AVX-512.
+Sums are float32 in one order for every number of rows, rounded once after scale, bias and activation.
+Importing registers the ops. The ops are chosen where the extension is built and the CPU has AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.ops.torch_ops import to_int8
 
 Tensor = torch.Tensor
 
-#: The coding of int8 against rows that are rounded to 8 bits (csrc/rounded.h).
+# Coding of int8 weights for rows in 8 bits (csrc/rounded.h).
 BYTES = [6, 0, 0, 4]
 
 
@@ -26,65 +26,66 @@ class PackedMatrix:
     """A weight [rows, inputs] in the extension's layout, which is private to csrc/gemm.cpp."""
 
     data: Tensor
-    """bf16, float32, or bytes of int8 or of codes."""
+    """Packed weight: bf16, float32, or bytes of int8 or codes."""
     rows: int
     inputs: int
     scales: Tensor | None = None
-    """float32 [rows] of an int8 matrix; the factors of codes."""
+    """Scales of an int8 matrix, or factors of codes: float32 [rows]; None for neither."""
     coding: list[int] | None = None
-    """Of codes: see csrc/coded.h."""
+    """Coding of codes, see csrc/coded.h; None for plain and int8 weights."""
     order: Tensor | None = None
-    """int64 [inputs], of codes: which input each column takes."""
+    """Input of each column of codes, int64 [inputs]; None for the natural order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """A weight whose rows are codes of several forms, one after another."""
+    """A weight with rows of codes in several formats, one part after another."""
 
     data: list[Tensor]
     rows: list[int]
-    """Of each part."""
+    """Number of rows of each part."""
     scales: Tensor | None
-    """float32 [rows of all]: factors."""
+    """Factors, float32 [rows of all parts]; None without factors."""
     coding: list[int]
-    """Of each part, one after another."""
+    """Codings of the parts, four integers per part."""
 
 
 def pack(weight: Tensor) -> PackedMatrix:
-    """For ``linear`` and ``embedding``. weight: bf16 or float32 [N, K]."""
+    """Pack weight, bf16 or float32 [N, K], for ``linear`` and ``embedding``."""
     return _packed(weight, gated=False)
 
 
 def pack_gated(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear``. weight: bf16 or float32 [2 n, K], gate rows first."""
+    """Pack weight, bf16 or float32 [2 n, K], gate rows first, for ``gated_linear``."""
     return _packed(weight, gated=True)
 
 
 def pack_int8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
-    """For ``linear_int8``: quantizes weight, bf16 or float32 [N, K], as ``torch_ops.to_int8`` does."""
+    """Round weight [N, K] like ``torch_ops.to_int8`` and pack the result for ``linear_int8``."""
     return _packed_int8(weight, gated=False, largest=largest)
 
 
 def pack_gated_int8(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear_int8``: quantizes weight, bf16 or float32 [2 n, K], gate rows first."""
+    """Round weight [2 n, K], gate rows first, and pack the result for ``gated_linear_int8``."""
     return _packed_int8(weight, gated=True)
 
 
 def pack_w8a8(weight: Tensor, largest: Tensor | None = None) -> PackedMatrix:
-    """For ``linear_w8a8``: weight [N, K] quantized as ``pack_int8`` does; rows of x will be, too."""
+    """Pack weight [N, K] like ``pack_int8``, for products with rows of x in 8 bits (``linear_w8a8``)."""
     return _packed_int8(weight, gated=False, largest=largest, rounds_rows=True)
 
 
 def pack_gated_w8a8(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear_w8a8``: likewise, [2 n, K]."""
+    """Pack weight [2 n, K] like ``pack_gated_int8``, for products with rows of x in 8 bits."""
     return _packed_int8(weight, gated=True, rounds_rows=True)
 
 
 def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
-    """For ``linear``: a matrix [N, K]."""
+    """Pack a matrix [N, K] of codes for ``linear``."""
     if isinstance(codes, Codes):
         return _packed_codes(codes, gated=False)
     parts = [_packed_codes(part, gated=False) for part in codes.parts]
+    # Parts share one factors tensor if any part has factors; the other parts get ones.
     scales = None
     if any(part.scales is not None for part in parts):
         scales = torch.cat([torch.ones(p.rows) if p.scales is None else p.scales for p in parts])
@@ -97,42 +98,45 @@ def pack_codes(codes: Codes | MixedCodes) -> PackedMatrix | PackedRows:
 
 
 def pack_gated_codes(codes: Codes) -> PackedMatrix:
-    """For ``gated_linear``: [2 n, K], gate rows first."""
+    """Pack a matrix [2 n, K] of codes, gate rows first, for ``gated_linear``."""
     return _packed_codes(codes, gated=True)
 
 
 def pack_int4(weight: Tensor) -> PackedMatrix | PackedRows:
-    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_int4`` does."""
+    """Round weight, bf16 or float32 [N, K], with ``coded.to_int4`` and pack the result for ``linear``."""
     return pack_codes(coded.to_int4(weight.detach()))
 
 
 def pack_gated_int4(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear``: likewise, [2 n, K]."""
+    """Round weight [2 n, K] with ``coded.to_int4`` and pack the result for ``gated_linear``."""
     return pack_gated_codes(coded.to_int4(weight.detach()))
 
 
 def pack_w4a8(weight: Tensor) -> PackedMatrix | PackedRows:
-    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_w4a8`` does, as rows will be."""
+    """Round weight, bf16 or float32 [N, K], with ``coded.to_w4a8`` and pack the result for ``linear``."""
     return pack_codes(coded.to_w4a8(weight.detach()))
 
 
 def pack_gated_w4a8(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear``: likewise, [2 n, K]."""
+    """Round weight [2 n, K] with ``coded.to_w4a8`` and pack the result for ``gated_linear``."""
     return pack_gated_codes(coded.to_w4a8(weight.detach()))
 
 
 def pack_fp8(weight: Tensor) -> PackedMatrix | PackedRows:
-    """For ``linear``: weight, bf16 or float32 [N, K], rounded as ``coded.to_fp8`` does."""
+    """Round weight, bf16 or float32 [N, K], with ``coded.to_fp8`` and pack the result for ``linear``."""
     return pack_codes(coded.to_fp8(weight.detach()))
 
 
 def pack_gated_fp8(weight: Tensor) -> PackedMatrix:
-    """For ``gated_linear``: likewise, [2 n, K]."""
+    """Round weight [2 n, K] with ``coded.to_fp8`` and pack the result for ``gated_linear``."""
     return pack_gated_codes(coded.to_fp8(weight.detach()))
 
 
 def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
-    """(bytes [blocks, bytes of a block] in the extension's layout, its coding), of a matrix."""
+    """Return (bytes [blocks, bytes of a block] in the extension's layout, coding) of a matrix of codes.
+
+    Mapped pages of the codes are released.
+    """
     if codes.block is not None:
         number = codes.block.number
         pack_ggml = torch.ops.weft_cpu.pack_ggml.default
@@ -140,6 +144,7 @@ def code_blocks(codes: Codes, *, gated: bool) -> tuple[Tensor, list[int]]:
         codes.drop_pages()
         return blocks, codes.coding
     if codes.rounds_rows:
+        # The packed layout of nibbles (csrc/rounded.h) has a fixed group of 64.
         assert codes.group == coded.INT4_GROUP
         pack_nibbles = torch.ops.weft_cpu.pack_nibbles.default
         parts = (codes.values, codes.scales, coded.all_zeros([codes]))
@@ -184,7 +189,10 @@ def _packed_int8(
 def int8_blocks(
     weight: Tensor, *, gated: bool, largest: Tensor | None = None, rounds_rows: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(bytes [blocks, ..], scales float32 [N]) of weight [N, K]; ``rounds_rows``: for rows of 8 bits."""
+    """Round weight [N, K] to 8 bits. Return (bytes [blocks, ..], scales float32 [N]).
+
+    ``rounds_rows`` selects the layout for rows of x in 8 bits.
+    """
     made = to_int8(weight, largest)
     ops = torch.ops.weft_cpu
     if rounds_rows:
@@ -195,7 +203,7 @@ def int8_blocks(
 
 
 def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also of int8 and of codes."""
+    """Return ``x @ weight.T + bias``: x [T, K], bias [N] in x's dtype; [T, N]. Also for int8 and codes."""
     if isinstance(weight, PackedRows):
         parts = torch.ops.weft_cpu.linear_parts.default
         made: Tensor = parts(x, weight.data, weight.rows, bias, weight.scales, weight.coding)
@@ -204,10 +212,10 @@ def linear(x: Tensor, weight: PackedMatrix | PackedRows, bias: Tensor | None = N
 
 
 def gated_linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, activation: str) -> Tensor:
-    """``activation(gate) * up`` of x [T, K] through both halves: [T, n]. Also of int8 and of codes.
+    """Return ``activation(gate) * up`` of x [T, K] through both halves: [T, n]. Also for int8 and codes.
 
-    bias: [2 n] in x's dtype. Raises KeyError for an activation that is none of silu, gelu, gelu_pytorch_tanh
-    and relu.
+    bias: [2 n] in x's dtype. Raises KeyError for activations other than silu, gelu, gelu_pytorch_tanh and
+    relu.
     """
     return _run(x, weight, bias, ACTIVATIONS[activation])
 
@@ -219,19 +227,20 @@ def _run(x: Tensor, weight: PackedMatrix, bias: Tensor | None, code: int) -> Ten
         result = ops.linear.default(x, weight.data, weight.rows, bias, weight.scales, code)
         return result
     if weight.order is not None:
+        # The packed columns are permuted, so x is permuted to match.
         x = x.index_select(1, weight.order)
     result = ops.linear_coded.default(x, weight.data, weight.rows, bias, weight.scales, code, weight.coding)
     return result
 
 
 def embedding(ids: Tensor, table: PackedMatrix) -> Tensor:
-    """Rows of a table packed by ``pack``: ids int64 [T]; [T, K]. Raises IndexError for an id it lacks."""
+    """Return rows of a table from ``pack``: ids int64 [T]; [T, K]. Raises IndexError for a bad id."""
     result: Tensor = torch.ops.weft_cpu.embedding.default(ids, table.data, table.rows, table.inputs)
     return result
 
 
 def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Tensor:
-    """Likewise of a table packed by ``pack_codes``, [T, K] in ``dtype``."""
+    """Return rows of a table from ``pack_codes``: ids int64 [T]; [T, K] in ``dtype``."""
     ops = torch.ops.weft_cpu
     made: Tensor = ops.embedding_coded.default(
         ids, table.data, table.rows, table.inputs, table.scales, table.coding, dtype
@@ -239,12 +248,13 @@ def coded_embedding(ids: Tensor, table: PackedMatrix, dtype: torch.dtype) -> Ten
     if table.order is None:
         return made
     found = torch.empty_like(made)
+    # Column i of the codes is input ``order[i]``: scatter back to the natural order.
     found[:, table.order] = made
     return found
 
 
 def available() -> bool:
-    """Built, and for a CPU with AVX2 (as those with AVX-512 have): without it torch's products are faster."""
+    """Return True if the extension is built and the CPU has AVX2. Otherwise torch's products are faster."""
     return cpu.load() and "avx2" in cpu.capabilities()
 
 

@@ -1,8 +1,8 @@
-"""Routed feed-forward blocks in the CPU extension (csrc/moe.cpp): bf16, float32, int8.
+"""Routed feed-forward blocks in the CPU extension (csrc/moe.cpp): bf16, float32, int8, codes.
 
-Router, choice, experts, shared expert and combination are one call; sums are float32. Where ranks divide the
-experts, the parts between which rows travel are a call each. Importing registers the ops; they are chosen
-where the extension is built and the CPU has AVX2 or AVX-512.
+One call computes router, choice, experts, shared expert and combination, with float32 sums. If ranks divide
+the experts, each part between two transfers of rows is one call. Importing registers the ops, which are
+chosen where the extension is built and the CPU has AVX2 or AVX-512.
 """
 
 from __future__ import annotations
@@ -23,89 +23,89 @@ from weft.ops.stacks import Unstacked
 Tensor = torch.Tensor
 
 SWIGLU = 5
-"""The code of csrc/gemm_tile.h for ``gate * sigmoid(alpha * gate) * (up + 1)``."""
+"""Number of ``gate * sigmoid(alpha * gate) * (up + 1)`` in csrc/gemm_tile.h."""
 
 
 _PLAIN = [0, 0, 0, 0]
-"""The coding of what is not coded."""
+"""Coding of a matrix without codes."""
 _Bits: TypeAlias = Literal["plain", "int8", "w8a8"]
-"""What becomes of plain matrices."""
+"""Format in which plain matrices are packed."""
 _BLOCK = 32
 """Columns of a packed block (csrc/gemm_block.h)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A block, or what one rank has of it, in the extension's layout."""
+    """A routed block, or one rank's part of a block, in the extension's layout."""
 
     block: Any
-    """The extension's object, which shares the tensors' memory."""
+    """Object of the extension, which shares the memory of the tensors."""
     experts: int
-    """That the router knows."""
+    """Number of experts of the router."""
     device: torch.device
     shared: bool
-    """Whether there is a shared expert."""
+    """True if there is a shared expert."""
     of_experts: tuple[Tensor, ...]
-    """All that belongs to the experts that are here; its first dim is theirs."""
+    """All tensors of the local experts, [local experts, ...] each."""
 
 
 def pack(weights: Routed) -> Any:
-    """The weights in the extension's layout: an object that ``moe`` takes. bf16 or float32, or codes."""
+    """Return the weights (bf16, float32, or codes) in the extension's layout, as an object for ``moe``."""
     return _packed(weights).block
 
 
 def pack_int8(weights: Routed) -> Any:
-    """Likewise, with the experts' matrices quantized as ``torch_ops.to_int8`` does."""
+    """Return the packed weights, with the experts' matrices rounded by ``torch_ops.to_int8``."""
     return _packed(weights, "int8").block
 
 
 def pack_w8a8(weights: Routed) -> Any:
-    """Likewise; rows of tokens are rounded as well, those between an expert's halves are not."""
+    """Return the packed weights in 8 bits, for rows of tokens in 8 bits. Inner rows are not rounded."""
     return _packed(weights, "w8a8").block
 
 
 def pack_int4(weights: Routed) -> Any:
-    """Likewise, rounded as ``coded.to_int4`` does."""
+    """Return the packed weights, rounded by ``coded.to_int4``."""
     return pack(in_int4(weights))
 
 
 def pack_w4a8(weights: Routed) -> Any:
-    """Likewise, rounded as ``coded.to_w4a8`` does."""
+    """Return the packed weights, rounded by ``coded.to_w4a8``."""
     return pack(in_w4a8(weights))
 
 
 def pack_fp8(weights: Routed) -> Any:
-    """Likewise, rounded as ``coded.to_fp8`` does."""
+    """Return the packed weights, rounded by ``coded.to_fp8``."""
     return pack(in_fp8(weights))
 
 
 def pack_part(weights: Routed) -> Packed:
-    """For ``Parts``: the matrices may be of fewer experts than the router knows, or of none."""
+    """Return packed weights for ``Parts``. The experts may be a part of the router's experts, or none."""
     return _packed(weights)
 
 
 def pack_part_int8(weights: Routed) -> Packed:
-    """Likewise, quantized."""
+    """Return packed weights for ``Parts``, rounded like ``pack_int8``."""
     return _packed(weights, "int8")
 
 
 def pack_part_w8a8(weights: Routed) -> Packed:
-    """Likewise; rows of tokens are rounded as well."""
+    """Return packed weights for ``Parts``, rounded like ``pack_w8a8``."""
     return _packed(weights, "w8a8")
 
 
 def pack_part_int4(weights: Routed) -> Packed:
-    """Likewise, rounded as ``coded.to_int4`` does."""
+    """Return packed weights for ``Parts``, rounded by ``coded.to_int4``."""
     return pack_part(in_int4(weights))
 
 
 def pack_part_w4a8(weights: Routed) -> Packed:
-    """Likewise, rounded as ``coded.to_w4a8`` does."""
+    """Return packed weights for ``Parts``, rounded by ``coded.to_w4a8``."""
     return pack_part(in_w4a8(weights))
 
 
 def pack_part_fp8(weights: Routed) -> Packed:
-    """Likewise, rounded as ``coded.to_fp8`` does."""
+    """Return packed weights for ``Parts``, rounded by ``coded.to_fp8``."""
     return pack_part(in_fp8(weights))
 
 
@@ -115,13 +115,14 @@ def _packed(weights: Routed, bits: _Bits = "plain") -> Packed:
     router, bias = _router(weights)
     shared = 0 if weights.shared_down is None else weights.shared_down.shape[1]
     down = weights.down.shape[1:]
-    inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of its rows
+    inner: _Bits = "plain" if bits == "plain" else "int8"  # ranks may have parts of inner rows
     matrices = {
         "up": _matrix(weights.gate_up, True, bits),
         "down": _matrix(weights.down, False, inner, weights.down_largest),
         "shared_up": _matrix(weights.shared_gate_up, True, bits),
         "shared_down": _matrix(weights.shared_down, False, inner, weights.shared_down_largest),
     }
+    # Positional layout of the constructor of csrc/moe.cpp
     sizes = [
         down[0],
         weights.router.shape[0],
@@ -171,9 +172,9 @@ def _plain(weight: Tensor | None) -> Tensor | None:
 def _matrix(
     weight: Tensor | Codes | Unstacked | None, gated: bool, bits: _Bits, largest: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, list[int]]:
-    """(packed, scales or factors, coding) of [rows, inputs], or of as many as there are experts.
+    """Return (packed, scales or factors, coding) of a matrix [rows, inputs] or a stack of matrices.
 
-    ``largest``: as ``to_int8``.
+    ``largest``: see ``to_int8``. Returns (None, None, plain coding) without a weight.
     """
     if weight is None:
         return None, None, _PLAIN
@@ -183,6 +184,7 @@ def _matrix(
         return torch.ops.weft_cpu.pack.default(weight.detach(), gated), None, _PLAIN
     each = weight.detach() if weight.dim() == 3 else weight.detach().unsqueeze(0)
     rounds = bits == "w8a8"
+    # Packing zero rows gives the shape of a block in this layout.
     none, _ = linear.int8_blocks(each.new_zeros(0, each.shape[2]), gated=gated, rounds_rows=rounds)
     packed = _of_blocks(len(each), each.shape[1], none.shape[1:], gated)
     scales = torch.zeros(each.shape[:2])
@@ -194,10 +196,11 @@ def _matrix(
 
 
 def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Likewise. What is apart is taken, one matrix after another."""
+    """Return (packed, factors, coding) of codes. An ``Unstacked`` stack is emptied, matrix by matrix."""
     if isinstance(codes, Codes) and codes.values.dim() == 2:
         data, coding = linear.code_blocks(codes, gated=gated)
         return data, _floats(codes.factors), coding
+    # A rank without experts: no block, but the coding must be valid.
     if isinstance(codes, Codes) and not len(codes):
         coding = linear.coded.storable(codes).coding
         return torch.empty(0, 0, 0, dtype=torch.uint8), _floats(codes.factors), coding
@@ -217,9 +220,9 @@ def _coded(codes: Codes | Unstacked, gated: bool) -> tuple[Tensor, Tensor | None
 
 
 def _of_blocks(count: int, rows: int, block: Sequence[int], gated: bool) -> Tensor:
-    """Memory for ``count`` matrices of ``rows`` rows as they are packed. ``block``: the shape of 32 columns.
+    """Allocate memory for ``count`` packed matrices of ``rows`` rows. ``block``: shape of 32 packed columns.
 
-    It is taken before any of them is packed: their place in the extension's memory is then used again.
+    Allocate before the first matrix is packed. The extension can then reuse the memory of temporary packings.
     """
     blocks = -(-(rows // 2) // (_BLOCK // 2)) if gated else -(-rows // _BLOCK)
     made: Tensor = torch.ops.weft_cpu.weight_bytes.default([count, blocks, *block])
@@ -231,9 +234,10 @@ def _floats(factors: Tensor | None) -> Tensor | None:
 
 
 def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
-    """(packed [experts (+ 1), hidden], bias): the shared expert's gate is a row of it.
+    """Return (packed [experts (+ 1), hidden], bias) of the router. The shared expert's gate is the last row.
 
-    In bf16 where the model is and nothing is rounded by it: products are exact and sums float32 either way.
+    The result is bf16 for bf16 models if rounding changes no number: products are exact and sums float32
+    anyway.
     """
     rows = weights.router.detach()
     bias = weights.router_bias
@@ -242,6 +246,7 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
         bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(1)))
     bias = _plain(bias)
     dtype = weights.dtype or weights.down.dtype
+    # Router weights are often bf16 numbers in a float32 tensor. The round trip proves that.
     if dtype == torch.bfloat16:
         narrow = rows.bfloat16()
         narrow_bias = None if bias is None else bias.bfloat16()
@@ -253,16 +258,16 @@ def _router(weights: Routed) -> tuple[Tensor, Tensor | None]:
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Any) -> Tensor:
-    """``weft.ops.moe.block`` of packed weights: x [T, hidden]; [T, hidden] in x's dtype."""
+    """Compute ``weft.ops.moe.block`` with packed weights: x [T, hidden]; [T, hidden] in x's dtype."""
     result: Tensor = torch.ops.weft_cpu.moe.default(x, ids, weights)
     return result
 
 
 class Parts:
-    """The op ``moe_pieces``: see ``weft.moe.experts.RankExperts``."""
+    """Implementation of the op ``moe_pieces``: see ``weft.moe.experts.RankExperts``."""
 
     def route(self, x: Tensor, ids: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor, Tensor]:
-        """The last is [T, 0] where the shared expert has no gate."""
+        """Return (experts, weights, shared factor). The last is [T, 0] if the shared expert has no gate."""
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.weft_cpu.moe_route.default(x, ids, weights.block)
         return result
 
@@ -274,7 +279,7 @@ class Parts:
         return result
 
     def answers(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
-        """One expert's output is not rounded: so the bits are those of one rank."""
+        """Return the dtype of answers. Exact answers are not rounded, so the bits equal those of one rank."""
         return torch.float32 if exact else dtype
 
     def shared(self, x: Tensor, share: Tensor | None, weights: Packed) -> tuple[Tensor, Tensor | None] | None:
@@ -306,6 +311,6 @@ for _name, _whole, _part in (
     ("int4", pack_int4, pack_part_int4),
     ("w4a8", pack_w4a8, pack_part_w4a8),
     ("fp8", pack_fp8, pack_part_fp8),
-):  # codes stay as they are
+):  # existing codes stay
     serve(f"moe_{_name}", moe, _whole, linear.available, _whole, apart=True)
     serve(f"moe_pieces_{_name}", lambda: PARTS, _part, linear.available, _part, apart=True)

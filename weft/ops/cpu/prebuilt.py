@@ -1,10 +1,11 @@
-"""Libraries that come with the wheel: one for each level of x86-64 CPUs, compiled for one version of torch.
+"""Libraries in the wheel: one for each level of x86-64 CPUs, compiled for one version of torch.
 
     prebuilt/manifest.json          {"torch": "2.13.0", "sources": "<hash>", "compiler": "g++ ..."}
     prebuilt/<level>/libweft_cpu.so
 
-``weft build-ops --wheel FOLDER`` makes them (`scripts/wheel.sh` does, for `make wheel`). What is built for
-the machine itself goes first, and another torch, or sources that were changed, compile as without a wheel.
+``weft build-ops --wheel FOLDER`` creates the libraries (`scripts/wheel.sh` for `make wheel`). A library built
+on the machine has precedence. With another torch version, or with changed sources, the wheel's libraries are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """CPUs that run the same machine code: the compiler's flags, and what /proc/cpuinfo must name."""
+    """CPUs that run the same machine code: compiler flags, and required features in /proc/cpuinfo."""
 
     name: str
     flags: tuple[str, ...]
@@ -65,11 +66,11 @@ _AMX = Level(
     _AVX512_BF16.needs | frozenset(["amx_tile", "amx_int8", "amx_bf16"]),
 )
 LEVELS = (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2)
-"""What ``csrc`` has forms for, the best first."""
+"""All levels for which ``csrc`` has code, the best first."""
 
 
 def cpu_features() -> frozenset[str]:
-    """What this CPU can do, in the words of /proc/cpuinfo; empty where there is no such file."""
+    """Return the features of this CPU as named in /proc/cpuinfo; empty without such a file."""
     with contextlib.suppress(OSError):
         for line in _CPUINFO.read_text().splitlines():
             if line.split(":")[0].strip() in ("flags", "Features"):
@@ -78,14 +79,14 @@ def cpu_features() -> frozenset[str]:
 
 
 def torch_version() -> str:
-    """Of the installed torch, without its build ("+cpu"): all builds of a version have the same CPU part."""
+    """Return the version of the installed torch without its build ("+cpu"). All builds share the CPU code."""
     return importlib.metadata.version("torch").partition("+")[0]
 
 
 def forced_level() -> Level | None:
-    """Return the level that WEFT_CPU_LEVEL names; None where the variable is not set.
+    """Return the level named by WEFT_CPU_LEVEL; None if the variable is not set.
 
-    Raises ConfigError for a name of no level, and for a level that this CPU does not execute.
+    Raises ConfigError for an unknown level, and for a level with instructions that the CPU lacks.
     """
     name = env.get("WEFT_CPU_LEVEL")
     if not name:
@@ -100,10 +101,11 @@ def forced_level() -> Level | None:
 
 
 def find(sources: str) -> Path | None:
-    """Return the wheel's best library for this CPU, or the library of `forced_level`.
+    """Return the wheel's best library for the CPU, or the library of `forced_level`.
 
-    None where the wheel has no library for the CPU, this torch and ``sources``, the digest of
-    `build.sources_digest`. Raises OSError if the folder can't be read.
+    Return None if the wheel has no library for the CPU, the torch version and ``sources`` (from
+    `build.sources_digest`). Raises OSError if the folder cannot be read, and ConfigError for a bad
+    WEFT_CPU_LEVEL.
     """
     try:
         manifest = json.loads((FOLDER / MANIFEST).read_text())
@@ -111,6 +113,7 @@ def find(sources: str) -> Path | None:
         return None
     if manifest.get("torch") != torch_version() or manifest.get("sources") != sources:
         return None
+    # ``LEVELS`` is sorted, so the first level that runs is the best.
     forced = forced_level()
     for level in LEVELS if forced is None else (forced,):
         library = FOLDER / level.name / LIBRARY
@@ -120,12 +123,15 @@ def find(sources: str) -> Path | None:
 
 
 def write_manifest(folder: Path, sources: str, compiler: str) -> None:
-    """Says what the libraries in ``folder`` are for. Raises OSError."""
+    """Write the manifest of the libraries in ``folder``. Raises OSError."""
     text = json.dumps({"torch": torch_version(), "sources": sources, "compiler": compiler}, indent=1)
     (folder / MANIFEST).write_text(text + "\n")
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
-    """A wheel's platform: the oldest glibc on which all of ``libraries`` load, e.g. manylinux_2_34_x86_64."""
+    """Return the wheel's platform tag, with the oldest glibc that can load all ``libraries``.
+
+    For example manylinux_2_34_x86_64.
+    """
     minors = [int(minor) for path in libraries for minor in _GLIBC.findall(path.read_bytes())]
     return f"manylinux_2_{max(minors, default=17)}_x86_64"

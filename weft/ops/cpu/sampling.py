@@ -1,7 +1,7 @@
-"""Greedy and unfiltered sampling by the CPU extension (csrc/sampling.cpp), from bf16 or float32 logits.
+"""Greedy and unfiltered sampling in the CPU extension (csrc/sampling.cpp), from bf16 or float32 logits.
 
-The tokens are those of weft/ops/sampling.py. A row is read once or twice, and noise is made only for tokens
-that can win.
+The tokens equal the tokens of weft/ops/sampling.py. A row is read once or twice, and only tokens that can win
+get noise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def serves(logits: Tensor) -> bool:
-    """Whether the functions below can be called with these logits."""
+    """Return True if the functions below can be called with these logits."""
     return logits.device.type == "cpu" and logits.dtype in DTYPES and logits.stride(-1) == 1 and cpu.load()
 
 
@@ -27,10 +27,10 @@ allows token 32 w + i."""
 def greedy(
     logits: Tensor, rows: Tensor, vocab_size: int, masks: Masks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(argmax int64 [R], error bool [R]) of ``logits[rows, :vocab_size]``; ties go to the lowest id.
+    """Return (argmax int64 [R], error bool [R]) of ``logits[rows, :vocab_size]``. Ties go to the lowest id.
 
-    logits: [L, >= V]; rows: int64 [R]. ``masks``: other tokens count as -inf. ``error``: the row holds NaN or
-    +inf, or nothing finite.
+    logits: [L, >= V]; rows: int64 [R]. Tokens outside ``masks`` count as -inf. ``error``: the row has NaN or
+    +inf, or no finite value.
     """
     words, places = (None, None) if masks is None else masks
     ids, error = torch.ops.weft_cpu.greedy.default(logits, rows, vocab_size, words, places)
@@ -38,10 +38,10 @@ def greedy(
 
 
 def allow_bits(logits: Tensor, rows: Tensor, vocab_size: int, masks: Masks) -> tuple[Tensor, Tensor]:
-    """(float32 [R, vocab_size]: ``logits[rows, :vocab_size]``, with -inf where a mask does not allow the
-    token; error bool [R], of the logits as they are).
+    """Return (float32 [R, vocab_size], error bool [R]): ``logits[rows, :vocab_size]`` with masks applied.
 
-    logits, rows, error: as for ``greedy``.
+    Tokens outside the mask become -inf. ``error`` refers to the unmasked logits. logits, rows, error: see
+    ``greedy``.
     """
     made, error = torch.ops.weft_cpu.allow_bits.default(logits, rows, vocab_size, *masks)
     return made, error
@@ -58,10 +58,10 @@ def sample(
     position: Tensor,
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
+    """Apply steps 5 to 7 of the sampling rule without top_k and top_p: (tokens int64 [R], error bool [R]).
 
-    logits, rows, masks: as for ``greedy``. temperature, min_p: float64 [R], min_p 0 where it keeps
-    everything. seed, choice, position: int64 [R], what the noise is a function of.
+    logits, rows, masks: see ``greedy``. temperature, min_p: float64 [R]; min_p 0 keeps everything. seed,
+    choice, position: int64 [R], the arguments of the noise.
     """
     words, places = (None, None) if masks is None else masks
     ids, error = torch.ops.weft_cpu.sample.default(
@@ -79,13 +79,14 @@ def end_decode(
     num_computed: Tensor,
     live: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The end of a step of one token a row, all of it: (tokens int64 [R], 0 of an error; error bool [R]).
+    """Finish a decode step with one token per row. Return (tokens int64 [R], error bool [R]).
 
-    Row r of ``logits`` gives slot ``slots[r]`` (int64 [R], each once) its next token: by ``greedy`` where its
-    temperature is below 1e-5, else by ``sample``. The token goes into ``history`` (int32 [., length]) behind
-    the position ``num_computed`` (int64), which goes on by one; ``live`` (int64) becomes 0.
+    Row r of ``logits`` gives slot ``slots[r]`` (int64 [R], without repeats) its next token: by ``greedy`` for
+    a temperature below 1e-5, otherwise by ``sample``. The token of a row with an error is 0. The token is
+    written to ``history`` (int32 [., length]) after position ``num_computed`` (int64), which increases by
+    one. ``live`` (int64) becomes 0.
 
-    columns: temperature and min_p (float64), seed and choice (int64), each of all slots.
+    columns: temperature and min_p (float64), seed and choice (int64), for all slots.
     """
     ids, error = torch.ops.weft_cpu.end_decode_.default(
         logits, slots, vocab_size, *columns, history, num_computed, live

@@ -1,4 +1,4 @@
-"""What the CPU extension serves, and how its ops are registered."""
+"""Dtypes and registration of the CPU extension's ops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-#: The codes of csrc/gemm_tile.h; 0 is linear without a gate.
+# Numbers of csrc/gemm_tile.h; 0 is linear without a gate.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "relu": 4}
 
 
 def check_served(what: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ConfigError unless ``what``, a backend of the extension, can be for ``dtype`` on ``device``."""
+    """Raise ConfigError unless the backend ``what`` of the extension supports ``dtype`` on ``device``."""
     if device.type != "cpu":
         raise ConfigError(f"{what} does not run on {device.type}", param="--device")
     if dtype not in DTYPES:
@@ -26,7 +26,7 @@ def check_served(what: str, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def check_built(what: str) -> None:
-    """Raises ConfigError where the extension is not built for this machine."""
+    """Raise ConfigError if the extension is not built for this machine."""
     if not cpu.load():
         raise ConfigError(
             f"{what} needs the C++ operations: run `weft build-ops`", param="--attention-backend"
@@ -43,7 +43,7 @@ def serve(
     mixes: bool = False,
     apart: bool = False,
 ) -> None:
-    """Registers ``run`` as the way to compute ``op``, by default wherever the extension is built."""
+    """Register ``run`` as implementation of ``op``. Default: available wherever the extension is built."""
     implementation = Implementation(
         name="cpu",
         run=run,

@@ -1,10 +1,10 @@
-"""Kernels in Triton for CUDA devices. Importing this registers them; Triton itself is imported at first use.
+"""Kernels in Triton for CUDA devices. Importing registers the kernels; the first call imports Triton.
 
-``fused``: norms, rotary embedding with the cache's write, the gated activation. ``matmul``: a batch-invariant
+``fused``: norms, rotary embedding with the cache write, the gated activation. ``matmul``: a batch-invariant
 matrix product for ``--deterministic``. ``coded``: products with weights that stay packed. ``moe``: routed
 feed-forward blocks. ``attention``: paged attention, for ``weft.attention``.
 
-Everything here computes float32, bfloat16 and float16; float64 stays on the torch implementations.
+The kernels compute float32, bfloat16 and float16; float64 stays on the torch implementations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weft.ops.registry import Implementation, register
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FAST, FALLBACK = 10, -1
-"""Priorities: before torch's forms, and after them (chosen where invariance is demanded alone)."""
+"""Priorities above and below torch's implementations. FALLBACK is chosen only if invariance is required."""
 
 
 @functools.cache
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1, for tests)."""
+    """Return True if kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1, for tests)."""
     if importlib.util.find_spec("triton") is None:
         return False
     knobs = importlib.import_module("triton.knobs")
@@ -35,7 +35,7 @@ def interpreting() -> bool:
 
 @functools.cache
 def available() -> bool:
-    """Whether kernels can run in this process: Triton is installed, and there is a CUDA device for it.
+    """Return True if kernels can run in this process: Triton is installed and a CUDA device exists.
 
     Under the interpreter (tests) no device is needed.
     """
@@ -45,12 +45,12 @@ def available() -> bool:
 
 
 def takes_codes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products on ``device`` with activations in ``dtype`` take packed weights from kernels here."""
+    """Return True if products on ``device`` with activations in ``dtype`` accept packed weights."""
     return device.type == "cuda" and dtype in DTYPES and available()
 
 
 class _Later:
-    """A function of a module here, imported when it is first called."""
+    """A function of a Triton module, which is imported at the first call."""
 
     def __init__(self, module: str, name: str) -> None:
         self._where = (module, name)
@@ -80,7 +80,7 @@ for _suffix, _facts in (("", _fast), ("_invariant", _invariant)):
         _offer(_op, "coded", _op + _suffix, pack_codes=_Later("coded", "pack"), mixes=True, **_facts)
     _offer("moe", "moe", "moe" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
     _offer("moe_pieces", "moe", "pieces" + _suffix, pack_codes=_Later("moe", "pack_codes"), **_facts)
-    # Weights that are rounded when they are loaded. Rows are not: w8a8 is int8 here, w4a8 int4.
+    # Weights rounded at load time. Rows are never rounded here: w8a8 is int8, and w4a8 is int4.
     for _form in ("int8", "w8a8", "int4", "w4a8", "fp8"):
         _pack = "pack_" + {"w8a8": "int8", "w4a8": "int4"}.get(_form, _form)
         _packs: dict[str, Any] = {"pack": _Later("coded", _pack), "pack_codes": _Later("coded", "pack")}

@@ -1,18 +1,18 @@
-"""Paged attention in two kernels: states of pieces of the keys, and their merge.
+"""Paged attention in two kernels: one computes states for pieces of the keys, one merges states.
 
     cache        [blocks, 2, kv_heads, block, dim]: line ((b * 2 + kv) * kv_heads + h) * block + offset
     tile         TILE_M lines of one row's queries with one KV head: line m is query ``first + m // GROUP``,
                  head ``kv_head * GROUP + m % GROUP``; lines beyond the row's queries are idle
-    keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first that the tile's
+    keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
                  first query sees to the last query's own
     split        keys [i * split, (i + 1) * split) of the row; each makes a state (normalized output, and the
                  log2 of the sum of exponentials), merged in order of i afterwards
 
-One program computes one tile, one KV head, one split. So the grid depends on numbers the host bounds, never
-on what the device knows, and all lengths are read on the device: a launch can be captured in a CUDA graph.
+One program computes one tile, one KV head, one split. The grid depends only on numbers that the host bounds.
+All lengths are read on the device, so a launch can be captured in a CUDA graph.
 
-Steps over keys that every query of a tile sees need no mask. In the others, keys and values no query of the
-tile may see are loaded as 0 whatever is in memory there: 0 * NaN is NaN, and it may be another sequence's.
+Steps over keys visible to every query of a tile need no mask. In other steps, keys and values that no query
+of the tile may see are loaded as 0. Their memory may contain another sequence's NaN, and 0 * NaN is NaN.
 
 Source: Dao 2023, arXiv 2307.08691 (the walk); Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
 """
@@ -29,7 +29,7 @@ from weft.ops.triton.forms import KernelForm, power
 Tensor = torch.Tensor
 
 MERGED = 8
-"""Splits that the merge adds at a time, at absolute multiples of this many."""
+"""Splits that the merge adds at a time, at absolute multiples of this number."""
 _LOG2E = 1.4426950408889634
 
 
@@ -57,9 +57,10 @@ def _walk(
     MASKED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Takes keys [begin, stop) into the running state (acc [M, D], total [M], high [M]); returns it.
+    """Add keys [begin, stop) to the running state (acc [M, D], total [M], high [M]) and return the state.
 
-    at: positions of the lines [M]. Keys outside [low, end) are nobody's here; without MASKED there are none.
+    at: positions of the lines [M]. Keys outside [low, end) belong to no query here. MASKED is required if
+    there are such keys.
     """
     dims = tl.arange(0, DIM_P2)
     steps = tl.arange(0, TILE_N)
@@ -97,7 +98,7 @@ def _walk(
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(high, tl.max(scores, 1))
         if MASKED:
-            # Nothing seen so far: any finite number keeps exp2(-inf - base) at 0.
+            # Nothing visible so far: any finite base keeps exp2(-inf - base) at 0.
             base = tl.where(higher == float("-inf"), 0.0, higher)
         else:
             base = higher
@@ -113,7 +114,7 @@ def _walk(
     return acc, total, high
 
 
-# Columns of rows are parts of a step's columns, so they begin anywhere: not for each place another program.
+# A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "split", "splits", "token_base"],
     do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
@@ -146,7 +147,7 @@ def _attend(
     WIDEN: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One tile, one KV head, one split (or all keys)."""
+    """Compute one tile, one KV head, one split (or all keys)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = TILE_M // GROUP
     tile = tl.load(tiles_ptr + tl.program_id(0))
@@ -163,10 +164,10 @@ def _attend(
     query = first + lines // GROUP
     head = kv_head * GROUP + lines % GROUP
     live = (lines < QUERIES * GROUP) & (query < last)
-    places = (token + query).to(tl.int64) * HEADS + head  # of [T, HEADS]
+    places = (token + query).to(tl.int64) * HEADS + head  # row of [T, HEADS]
     at = start + query
 
-    # Keys that somebody in the tile sees: [low, end). Steps that everybody sees: [all_begin, all_stop).
+    # Keys visible to some query of the tile: [low, end). Steps visible to all queries: [all_begin, all_stop).
     end = start + last
     low = 0
     if WINDOW > 0:
@@ -186,7 +187,7 @@ def _attend(
     if WIDEN:
         q = q.to(tl.float32)
     row_table_ptr = table_ptr + row * table_stride
-    # Of an empty split (begin >= stop) every walk is empty.
+    # In an empty split (begin >= stop) every walk is empty.
     if PLAIN:
         all_begin = begin
         if WINDOW > 0:
@@ -216,7 +217,7 @@ def _attend(
         total = tl.where(total == 0.0, 1.0, total + tl.exp2(sink - high))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if SPLIT:
-        # An empty state is its log-sum-exp of -inf; the merge never looks at its output.
+        # An empty state has log-sum-exp -inf; the merge never reads its output.
         empty = total == 0.0
         lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
         states = (places - token_base * HEADS) * splits + tl.program_id(2)
@@ -244,7 +245,7 @@ def _merge(
     LSE: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One head of one token: the states of its splits, added in fixed groups in order. Empty ones add 0."""
+    """Merge the states of one head of one token, in fixed groups and in order. Empty states add 0."""
     place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     dims = tl.arange(0, DIM_P2)
     chunk = tl.arange(0, MERGED)
@@ -252,7 +253,7 @@ def _merge(
     for s in range(0, splits, MERGED):
         lse = tl.load(lse_ptr + place * splits + s + chunk, mask=s + chunk < splits, other=float("-inf"))
         high = tl.maximum(high, tl.max(lse, 0))
-    # With nothing anywhere all differences would be -inf - -inf: NaN.
+    # With only empty states all differences would be -inf - -inf: NaN.
     base = tl.where(high == float("-inf"), 0.0, high)
     acc = tl.zeros([DIM_P2], dtype=tl.float32)
     total = 0.0
@@ -282,12 +283,12 @@ def merge(
     token_base: int = 0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Merges S attention states of each token and head into ``out[token_base:]`` (and ``out_lse``).
+    """Merge S attention states of each token and head into ``out[token_base:]`` (and ``out_lse``).
 
-    part: float32 [T, heads, S, dim], normalized outputs. lse: float32 [T, heads, S], the log2 of their sums
-    of exponentials; -inf marks an empty state, whose output is not read. out: [token_base + T, heads, dim] of
-    any served dtype; out_lse: float32 [T, heads]. States that are all empty give 0 and -inf, never NaN.
-    sinks: [heads], scores that take a part of the softmax and add nothing.
+    part: float32 [T, heads, S, dim], normalized outputs. lse: float32 [T, heads, S], the log2 of the sums of
+    exponentials; -inf marks an empty state, and its output is not read. out: [token_base + T, heads, dim] of
+    any served dtype; out_lse: float32 [T, heads]. If all states are empty, the results are 0 and -inf, never
+    NaN. sinks: [heads], scores that take a share of the softmax and contribute no value.
     """
     tokens, heads, splits, dim = part.shape
     if not tokens:
@@ -311,7 +312,7 @@ def merge(
 
 
 def padded(dim: int) -> int:
-    """The width that a head of ``dim`` is computed in: a power of two of at least 16."""
+    """Return the computed width of a head of ``dim``: a power of two, at least 16."""
     return max(16, power(dim))
 
 
@@ -332,13 +333,13 @@ def attend(
     tokens: tuple[int, int] = (0, 0),
     sinks: Tensor | None = None,
 ) -> None:
-    """Attention of ``tiles`` (int64 [n]: row << 32 | first query), written to ``out``.
+    """Compute attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q, out: contiguous [T, heads, dim]; cache: [blocks, 2, kv_heads, block, dim] of q's dtype; offsets: int32
-    [R + 1], starts: int64 [R], table: int64 [R, W]. A tile holds ``form.tile_m // group`` queries. window: 0
+    [R + 1], starts: int64 [R], table: int64 [R, W]. A tile has ``form.tile_m // group`` queries. window: 0
     for none. split: keys of a split, a multiple of ``form.tile_n``, or 0 for one piece. With splits, the
-    tiles must hold exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys cover every row;
-    without, ``splits`` is 1. sinks: [heads], as for ``merge``.
+    tiles must contain exactly the tokens [tokens[0], tokens[1]), and ``splits * split`` keys must cover every
+    row. Without splits, ``splits`` is 1. sinks: [heads], see ``merge``.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]

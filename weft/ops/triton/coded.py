@@ -1,9 +1,10 @@
 """Products with weights that stay packed (``weft.ops.coded``): codes are unpacked in the tile.
 
-On a device codes lie as loading leaves them, row by row; ``pack`` only sees to whole memory and to groups
-that steps fit. An output element is one chain over K in steps of ``TILE_K`` from 0 up, as ``matmul`` has it,
-so in one form a row's bits are its own (``linear_invariant``). Else, where tiles are few, inputs are taken in
-parts, and for many rows weights are dequantized, some at a time, and cuBLAS multiplies.
+On a device codes keep the layout of loading, row by row. ``pack`` only makes memory contiguous and groups
+compatible with steps. An output element is one chain over K in steps of ``TILE_K`` from 0 up, as in
+``matmul``, so in one form the bits of a row do not depend on other rows (``linear_invariant``). The fast form
+splits the inputs into parts if there are few tiles. For many rows the fast form dequantizes weights in
+slices, and cuBLAS multiplies.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ from weft.ops.triton.unpacking import TILE_K_EXACT, UNITS, finish, fitting, step
 Tensor = torch.Tensor
 
 GROUP_M = 8
-"""As ``matmul.GROUP``."""
+"""See ``matmul.GROUP``."""
 PROGRAMS = 264
-"""Two on each multiprocessor of a large GPU: where there are fewer, inputs are taken in parts."""
+"""Two programs per multiprocessor of a large GPU. With fewer programs the inputs are split into parts."""
 LEAST_STEPS, MOST_PARTS = 4, 16
-"""Steps of a part, at least; parts."""
+"""Minimum steps per part; maximum parts."""
 COLUMNS = 256
-"""Of one program that adds parts."""
+"""Columns of one program of ``_add_parts``."""
 ROWS = 32
-"""Of one program that dequantizes."""
+"""Rows of one program of ``_dequantize``."""
 _SCALES = {torch.float32: "float32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """Sizes of a tile, and how it is compiled. Equal forms give a row equal bits, whatever is beside it."""
+    """Tile sizes and compile options. Equal forms give a row equal bits, whatever the other rows."""
 
     tile_m: int
     tile_n: int
     tile_k: int
-    """At most."""
+    """Maximum inputs of a step."""
     warps: int
     stages: int
 
 
 NARROW = Form(tile_m=16, tile_n=64, tile_k=128, warps=4, stages=4)
-"""Decode: memory is what is waited for."""
+"""For decode, which is bound by memory."""
 MIDDLE = Form(tile_m=64, tile_n=128, tile_k=64, warps=4, stages=3)
-"""Also the one form of ``--deterministic``."""
+"""For medium row counts; also the only form of ``--deterministic``."""
 
 
 def form_of(rows: int) -> Form | None:
-    """The fastest for so many rows of x; None: weights are dequantized once for all of them."""
+    """Return the fastest form for ``rows`` rows of x; None: dequantize the weights once for all rows."""
     if rows <= NARROW.tile_m:
         return NARROW
     return MIDDLE if rows <= 2 * MIDDLE.tile_m else None
@@ -78,7 +79,7 @@ def _coded(
     out_stride,
     N,
     K,
-    part,  # inputs of one part, with PARTS: a number of steps
+    part,  # inputs of one part, with PARTS: a multiple of TILE_K
     line,
     groups,
     NUMBERS: tl.constexpr,
@@ -149,7 +150,7 @@ def _add_parts(
     BIAS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The parts of a row's TILE columns, in order, and what ``finish`` does."""
+    """Add the parts of TILE columns of a row, in order, and apply ``finish``."""
     m = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * TILE + tl.arange(0, TILE)
     live = n < N
@@ -170,7 +171,7 @@ def _dequantize(
     zeros_ptr,
     factors_ptr,
     out_ptr,  # [rows, K]
-    first,  # of all rows, the first of ``rows``
+    first,  # first row of the slice
     rows,
     K,
     line,
@@ -186,7 +187,7 @@ def _dequantize(
     TILE_K: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """What codes mean, rounded once to out's dtype."""
+    """Write the dequantized weights, rounded once to out's dtype."""
     n = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N)
     begin = tl.program_id(1) * TILE_K
     live = n < rows
@@ -215,40 +216,41 @@ def _packed(codes: Codes) -> Codes:
         zeros=None if codes.zeros is None else codes.zeros.contiguous(),
         factors=None if codes.factors is None else codes.factors.float().contiguous(),
         mapped=None,
-        rounds_rows=False,  # kernels take rows as they are
+        rounds_rows=False,  # kernels do not round rows
     )
 
 
 def pack(codes: Codes | MixedCodes) -> Codes | MixedCodes:
-    """For ``linear``, ``gated_linear`` and experts: codes on the device, as kernels read them."""
+    """Return codes on the device in the layout of the kernels, for linear layers and experts."""
     if isinstance(codes, MixedCodes):
         return MixedCodes(tuple(_packed(part) for part in codes.parts))
     return _packed(codes)
 
 
 def pack_int8(weight: Tensor, largest: Tensor | None = None) -> Codes:
-    """For ``linear``: weight [N, K], rounded as ``torch_ops.to_int8`` does."""
+    """Round weight [N, K] like ``torch_ops.to_int8`` and return packed codes."""
     return _packed(torch_ops.to_int8_codes(weight.detach(), largest))
 
 
 def pack_int4(weight: Tensor) -> Codes:
-    """For ``linear``: weight [N, K], rounded as ``coded.to_int4`` does."""
+    """Round weight [N, K] like ``coded.to_int4`` and return packed codes."""
     return _packed(to_int4(weight.detach()))
 
 
 def pack_fp8(weight: Tensor) -> Codes:
-    """For ``linear``: weight [N, K], rounded as ``coded.to_fp8`` does."""
+    """Round weight [N, K] like ``coded.to_fp8`` and return packed codes."""
     return _packed(to_fp8(weight.detach()))
 
 
 def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
-    """What kernels are told of a packed matrix, or of a stack, that x in ``dtype`` goes through."""
+    """Return the kernel arguments of a packed matrix or stack, for x in ``dtype``."""
     exact = dtype == torch.float32
     way = way_of(codes, min(form.tile_k, TILE_K_EXACT) if exact else form.tile_k)
     values = codes.values
     return {
         "values_ptr": values,
         "scales_ptr": as_bytes(codes.scales),
+        # Absent tensors need a pointer of some kind; flags keep kernels from reading there.
         "zeros_ptr": values if codes.zeros is None else codes.zeros,
         "factors_ptr": values if codes.factors is None else codes.factors,
         "line": values.shape[-1],
@@ -271,14 +273,17 @@ def arguments(codes: Codes, dtype: torch.dtype, form: Form) -> dict[str, Any]:
 
 
 def parts_of(rows: int, outputs: int, inputs: int, form: Form, step: int) -> int:
-    """In how many parts inputs are taken, so that there are programs for all of a GPU; 1: whole."""
+    """Return the number of parts of the inputs that fills a GPU with programs; 1: no split."""
     programs = -(-rows // form.tile_m) * -(-outputs // form.tile_n)
     most = inputs // (LEAST_STEPS * step)
     return max(1, min(PROGRAMS // programs, most, MOST_PARTS))
 
 
 def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form, whole: bool) -> None:
-    """``out``: [rows, N], its rows perhaps parts of rows. ``whole``: inputs are not taken in parts."""
+    """Compute one matrix into ``out`` [rows, N], which may be columns of a wider tensor.
+
+    ``whole``: do not split the inputs into parts.
+    """
     rows, inputs = x.shape
     outputs = len(codes)
     given = arguments(codes, x.dtype, form)
@@ -322,7 +327,7 @@ def _run(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor, form: Form, 
 
 
 def dequantized(codes: Codes, rows: slice, dtype: torch.dtype) -> Tensor:
-    """[rows, K] in ``dtype``: what codes mean, by their order of inputs."""
+    """Return ``rows`` of the matrix in ``dtype``, [count, K], with inputs in the order of the codes."""
     count = rows.stop - rows.start
     out = torch.empty((count, codes.inputs), dtype=dtype, device=codes.values.device)
     given = arguments(codes, torch.bfloat16, MIDDLE)
@@ -352,7 +357,7 @@ def dequantized(codes: Codes, rows: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _run_dequantized(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor) -> None:
-    """``out``, [rows, N], by cuBLAS, of as many columns at a time as little memory is taken for."""
+    """Compute ``out`` [rows, N] with cuBLAS, in slices of columns that bound the memory of weights."""
     most = max(1, DEQUANTIZED // codes.inputs)
     for begin in range(0, len(codes), most):
         columns = slice(begin, min(begin + most, len(codes)))
@@ -361,16 +366,16 @@ def _run_dequantized(x: Tensor, codes: Codes, bias: Tensor | None, out: Tensor) 
             torch.mm(x, weight.T, out=out[:, columns])
         else:
             torch.addmm(bias[columns], x, weight.T, out=out[:, columns])
-        del weight  # before the next is made: there is room for one
+        del weight  # before the next slice: memory for one slice only
 
 
 def product(
     x: Tensor, weight: Codes | MixedCodes, bias: Tensor | None, form: Form | None, whole: bool = True
 ) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K], bias [N]; [T, N] in x's dtype, rounded once.
+    """Return ``x @ weight.T + bias``: x [T, K], bias [N]; [T, N] in x's dtype, rounded once.
 
-    In one form; without any, weights are dequantized, a part at a time, and cuBLAS multiplies. ``whole``: an
-    output is one chain over K, not several that are added.
+    Without a ``form`` weights are dequantized in slices and cuBLAS multiplies. ``whole``: an output is one
+    chain over K, not a sum of several chains.
     """
     parts = weight.parts if isinstance(weight, MixedCodes) else (weight,)
     out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
@@ -380,6 +385,7 @@ def product(
     for part in parts:
         if not len(part):
             continue
+        # Output columns of the part, and x in the part's order of inputs.
         rows = slice(begin, begin + len(part))
         of_part = None if bias is None else bias[rows]
         given = x if part.order is None else x.index_select(1, part.order)
@@ -393,14 +399,14 @@ def product(
 
 
 def linear(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. Plain weights by cuBLAS."""
+    """Return ``x @ weight.T + bias``: x [T, K]; [T, N] in x's dtype. cuBLAS computes plain weights."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     return product(x, weight, bias, form_of(len(x)), whole=False)
 
 
 def linear_invariant(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None = None) -> Tensor:
-    """Likewise, in one form for every number of rows."""
+    """Compute ``linear`` in one form for every number of rows, so rows do not affect each other."""
     if isinstance(weight, Tensor):
         return matmul.linear(x, weight, bias)
     return product(x, weight, bias, MIDDLE)
@@ -409,12 +415,12 @@ def linear_invariant(x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tenso
 def gated_linear(
     x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
 ) -> Tensor:
-    """As ``torch_ops.gated_linear``: a product, and one pass over its result."""
+    """Compute ``torch_ops.gated_linear``: a product, then one pass over its result."""
     return fused.gated(linear(x, weight, bias), activation)
 
 
 def gated_linear_invariant(
     x: Tensor, weight: Tensor | Codes | MixedCodes, bias: Tensor | None, activation: str
 ) -> Tensor:
-    """``gated(linear_invariant(x, weight, bias))``."""
+    """Return ``gated(linear_invariant(x, weight, bias))``."""
     return fused.gated(linear_invariant(x, weight, bias), activation)

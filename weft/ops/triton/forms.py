@@ -1,4 +1,4 @@
-"""How attention launches are cut into tiles, by head size and dtype. No Triton here."""
+"""Tile sizes of attention kernels, by head size and dtype. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelForm:
-    """Sizes of a tile, and how it is compiled. Equal forms give a query equal bits, whatever is beside it."""
+    """Tile sizes and compile options. Equal forms give a query equal bits, whatever the other queries."""
 
     tile_m: int
-    """Lines: queries times the heads that share a KV head."""
+    """Lines of a tile: queries times the heads that share a KV head."""
     tile_n: int
     """Keys of a step."""
     warps: int
     stages: int
-    """Steps whose loads are in flight."""
+    """Steps with loads in flight."""
     plain: bool = True
-    """Whether steps that every query sees leave out the mask (other code, so perhaps other rounding)."""
+    """True if steps visible to every query use code without a mask, possibly with other rounding."""
 
 
 def power(number: int) -> int:
-    """The smallest power of two that is not below ``number``."""
+    """Return the smallest power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def narrow(lines: int, dim: int, dtype: torch.dtype) -> KernelForm:
-    """For rows of few queries, where memory is what is waited for."""
+    """Return the form for rows of few queries, which are bound by memory."""
     small, exact = dim <= 128, dtype == torch.float32
     return KernelForm(
         tile_m=max(16, power(lines)),
@@ -39,7 +39,10 @@ def narrow(lines: int, dim: int, dtype: torch.dtype) -> KernelForm:
 
 
 def wide(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
-    """For chunks of prompts, where the matrix units are. ``group``: query heads of a KV head."""
+    """Return the form for chunks of prompts, which are bound by matrix units.
+
+    ``group``: query heads per KV head.
+    """
     if dtype == torch.float32:  # no matrix units for exact float32
         return KernelForm(tile_m=max(32, power(group)), tile_n=32, warps=4, stages=1)
     if dim <= 128:
@@ -48,7 +51,7 @@ def wide(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
 
 
 def invariant(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
-    """The one form of a model that computes prompts and decodes with the same operations."""
+    """Return the form of a model that uses the same operations for prompts and for decode."""
     small, exact = dim <= 128, dtype == torch.float32
     return KernelForm(
         tile_m=max(32 if exact else 64, power(group)),
@@ -60,13 +63,13 @@ def invariant(group: int, dim: int, dtype: torch.dtype) -> KernelForm:
 
 
 def latent(lines: int, dtype: torch.dtype) -> KernelForm:
-    """For rows of few queries against lines of latent attention: states are as wide as a latent."""
+    """Return the form of latent attention for rows of few queries. A state is as wide as a latent."""
     exact = dtype == torch.float32
     few = lines <= 16 or exact
     return KernelForm(
         tile_m=16 if few else 32,
         tile_n=16 if exact else 32,
-        warps=4 if few else 8,  # 4 have too few registers for 32 lines of 512 dims
+        warps=4 if few else 8,  # 4 warps have too few registers for 32 lines of 512 dims
         stages=1 if exact else 2,
         plain=False,
     )

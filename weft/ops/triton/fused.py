@@ -1,7 +1,7 @@
-"""Norms, rotary embedding with the cache's write, and the gated activation, each one pass over memory.
+"""Norms, rotary embedding with the cache write, and the gated activation, each in one pass over memory.
 
-Every row is computed by one program in one order that the row's length alone fixes, so these are invariant.
-Results are rounded where the torch references round; the references say what is computed.
+One program computes a row, in an order that depends only on the row's length, so the ops are invariant.
+Results are rounded where the torch references round. The references define the results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.ops.triton.forms import power
 Tensor = torch.Tensor
 
 LONGEST_ROW = 1 << 15
-"""A longer row goes to the torch reference: it would not fit a program's registers."""
+"""Maximum row length of the kernel: a program's registers must hold a row. Longer rows use torch."""
 HEADS_AT_ONCE = 8
 GATED_AT_ONCE = 1024
 
@@ -53,7 +53,7 @@ def _warps(width: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``torch_ops.rms_norm``: x [..., n], weight [n]."""
+    """Compute ``torch_ops.rms_norm``: x [..., n], weight [n]."""
     size = x.shape[-1]
     if size > LONGEST_ROW:
         return torch_ops.rms_norm(x, weight, eps)
@@ -66,7 +66,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``torch_ops.add_rms_norm``; the sum takes x's memory."""
+    """Compute ``torch_ops.add_rms_norm``. The sum overwrites a contiguous x."""
     if delta is None:
         return x, rms_norm(x, weight, eps)
     if x.shape[1] > LONGEST_ROW:
@@ -122,7 +122,7 @@ def _qkv_rope_cache(
     K_NORM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Heads [program 1 * AT_ONCE, ...) of one token. A head is two rotated halves and the rest."""
+    """Process heads [program 1 * AT_ONCE, ...) of one token. A head is two rotated halves and the rest."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     live = head < HEADS + 2 * KV_HEADS
@@ -154,7 +154,7 @@ def _qkv_rope_cache(
             weight1 = _weight(weight1, k_weight_ptr, half, half < HALF, is_k)
             weight2 = _weight(weight2, k_weight_ptr, HALF + half, half < HALF, is_k)
             weight3 = _weight(weight3, k_weight_ptr, rest, rest < DIM, is_k)
-        # Rounded to the model's dtype here, as a norm of its own would be.
+        # Rounded to the model's dtype here, like the result of a separate norm.
         narrow = q_ptr.dtype.element_ty
         first = tl.where(normed[:, None], (first * scale[:, None] * weight1).to(narrow).to(tl.float32), first)
         second = tl.where(
@@ -186,7 +186,7 @@ def _qkv_rope_cache(
 
 @triton.jit
 def _weight(weights, ptr, at, inside, heads):
-    """``weights`` [heads, dims] with the norm's weight at the dims ``at`` in the lines ``heads``."""
+    """Return ``weights`` [heads, dims], with the norm's weight at dims ``at`` for the selected ``heads``."""
     read = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32)
     return tl.where(heads[:, None], read[None, :], weights)
 
@@ -203,7 +203,7 @@ def qkv_rope_cache(
     cache: Tensor,
     writes: Tensor,
 ) -> Tensor:
-    """As ``torch_ops.qkv_rope_cache``."""
+    """Compute ``torch_ops.qkv_rope_cache``. The cache must be contiguous; cos and sin are float32."""
     tokens, dim, half = qkv.shape[0], cache.shape[4], cos.shape[1]
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     if not tokens:
@@ -249,13 +249,13 @@ def _gated_silu(
     gate = tl.load(gate_up_ptr + row * (2 * N) + at, mask=live, other=0.0)
     up = tl.load(gate_up_ptr + row * (2 * N) + N + at, mask=live, other=0.0)
     x = gate.to(tl.float32)
-    # Rounded between the two, as two ops would.
+    # Rounded between the two operations, as in separate ops.
     activated = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
     tl.store(out_ptr + row * N + at, (activated * up.to(tl.float32)).to(gate.dtype), mask=live)
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """As ``torch_ops.gated``: [..., 2 n] to [..., n]. Other activations than silu are the reference's."""
+    """Compute ``torch_ops.gated``: [..., 2 n] to [..., n]. Activations except silu use the reference."""
     if activation != "silu" or not gate_up.is_contiguous():
         return torch_ops.gated(gate_up, activation)
     size = gate_up.shape[-1] // 2

@@ -1,14 +1,14 @@
-"""Latent attention of few queries a row: absorbed queries over paged lines, keys in splits.
+"""Latent attention for rows of few queries: absorbed queries over paged lines, with keys in splits.
 
     cache        [blocks, block, LORA + ROPE]: a line is the key of all heads, its latent their value
     tile         TILE_M lines of one row's queries: line m is query ``first + m // GROUP``, head
                  ``part * GROUP + m % GROUP`` of the heads' part
-    keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first that the tile's
+    keys         walked in steps of TILE_N at absolute multiples of TILE_N, from the first key that the tile's
                  first query sees to the last query's own
     split        keys [i * split, (i + 1) * split) of the row; each makes a state of LORA dims
 
-As in attention.py, the grid depends on numbers the host bounds alone, states are merged in order, and lines
-that no query of a tile may see are loaded as 0. A line is read once for its scores and its values.
+As in attention.py, the grid depends only on numbers that the host bounds, states are merged in order, and
+lines invisible to all queries of a tile are loaded as 0. A line is read once for its scores and its values.
 
 Source: arXiv 2405.04434, section 2.1; Flash-Decoding, pytorch.org/blog/flash-decoding (the splits).
 """
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 _LOG2E = 1.4426950408889634
 
 
-# Columns of rows are parts of a step's columns, so they begin anywhere: not for each place another program.
+# A row's columns lie anywhere in a step's columns. Do not compile a program per alignment.
 @triton.jit(
     do_not_specialize=["table_stride", "split", "splits", "token_base"],
     do_not_specialize_on_alignment=["offsets_ptr", "starts_ptr", "table_ptr", "tiles_ptr"],
@@ -60,7 +60,7 @@ def _attend_latent(
     SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One tile, one part of the heads, one split (or all keys)."""
+    """Compute one tile, one part of the heads, one split (or all keys)."""
     QUERIES: tl.constexpr = TILE_M // GROUP
     WIDTH: tl.constexpr = LORA + ROPE
     tile = tl.load(tiles_ptr + tl.program_id(0))
@@ -75,7 +75,7 @@ def _attend_latent(
     query = first + lines // GROUP
     head = tl.program_id(1) * GROUP + lines % GROUP
     live = (lines < QUERIES * GROUP) & (query < last)
-    places = (token + query).to(tl.int64) * HEADS + head  # of [T, HEADS]
+    places = (token + query).to(tl.int64) * HEADS + head  # row of [T, HEADS]
     at = start + query
 
     end = start + last
@@ -129,7 +129,7 @@ def _attend_latent(
             seen = seen & (keys[None, :] > at[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(high, tl.max(scores, 1))
-        # Nothing seen so far: any finite number keeps exp2(-inf - base) at 0.
+        # Nothing visible so far: any finite base keeps exp2(-inf - base) at 0.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp2(high - base)
         weights = tl.exp2(scores - base[:, None])
@@ -140,7 +140,7 @@ def _attend_latent(
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     if SPLIT:
-        # An empty state is its log-sum-exp of -inf; the merge never looks at its output.
+        # An empty state has log-sum-exp -inf; the merge never reads its output.
         lse = tl.where(empty, float("-inf"), high + tl.log2(tl.where(empty, 1.0, total)))
         states = (places - token_base * HEADS) * splits + tl.program_id(2)
         tl.store(lse_ptr + states, lse, mask=live)
@@ -167,11 +167,11 @@ def attend(
     splits: int = 1,
     tokens: tuple[int, int] = (0, 0),
 ) -> None:
-    """Latent results of ``tiles`` (int64 [n]: row << 32 | first query), written to ``out``.
+    """Compute latent attention of ``tiles`` (int64 [n]: row << 32 | first query) into ``out``.
 
     q: [T, heads, lora + rope], absorbed and rotated; out: [T, heads, lora]; cache: [blocks, block, lora +
     rope]; all contiguous and of one dtype. offsets: int32 [R + 1], starts: int64 [R], table: int64 [R, W]. A
-    tile holds ``form.tile_m // group`` queries of ``group`` heads, which divides the heads. Splits as in
+    tile has ``form.tile_m // group`` queries of ``group`` heads; ``group`` must divide the heads. Splits: see
     ``attention``.
     """
     heads, width = q.shape[1:]

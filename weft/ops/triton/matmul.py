@@ -1,8 +1,8 @@
-"""A matrix product whose rows do not know of each other, for ``--deterministic``.
+"""A matrix product in which rows do not affect each other, for ``--deterministic``.
 
-cuBLAS chooses tiles, and how K is split, by the number of rows. Here both are fixed for every number of rows:
-an output element is one chain of matrix instructions over K in steps of ``TILE_K`` from 0 up. That costs a
-part of the speed (no split of K at decode sizes), so it is chosen only where invariance is asked for.
+cuBLAS chooses tiles, and the split of K, by the number of rows. Here both are fixed for every number of rows:
+an output element is one chain of matrix instructions over K in steps of ``TILE_K`` from 0 up. Without a split
+of K, decode sizes are slower, so the product is chosen only if invariance is required.
 
 Source of the idea: He et al. 2025, "Defeating nondeterminism in LLM inference", thinkingmachines.ai/blog.
 """
@@ -19,9 +19,9 @@ Tensor = torch.Tensor
 
 TILE_M, TILE_N, TILE_K = 64, 64, 64
 TILE_K_EXACT = 32
-"""For float32, which takes twice the memory and no matrix unit."""
+"""Inputs of a step for float32, which needs twice the memory and uses no matrix unit."""
 GROUP = 8
-"""Tiles of rows that take the same columns of the weight one after the other, so that L2 has them."""
+"""Row tiles that use the same columns of the weight one after another, so the weight stays in L2."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -71,7 +71,7 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x [T, K], weight [N, K], bias [N]; [T, N] in x's dtype, rounded once."""
+    """Return ``x @ weight.T + bias``: x [T, K], weight [N, K], bias [N]; [T, N] in x's dtype."""
     rows, inputs = x.shape
     outputs = weight.shape[0]
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)

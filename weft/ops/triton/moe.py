@@ -1,15 +1,15 @@
-"""Routed feed-forward blocks on CUDA: a grouped product whose grid the host knows without asking.
+"""Routed feed-forward blocks on CUDA: a grouped product with a grid that the host knows in advance.
 
     slots    a token and one of its experts, T * k of them, sorted by expert
-    tiles    TILE_M sorted slots of one expert; its last one may be partly empty. Whatever the sizes, there
-             are at most ``slots // TILE_M + min(slots, experts)``: so many are launched, and those that are
-             none return at once
+    tiles    TILE_M sorted slots of one expert; an expert's last tile may be partly empty. For any group sizes
+             there are at most ``slots // TILE_M + min(slots, experts)``: this number is launched, and surplus
+             programs return at once
     product  [slots, K] x [E, N, K] -> [slots, N], each tile by its expert's matrix, all of K in one chain
 
-The first product reads tokens through the order; the second writes to the slots' own places. A row's bits are
-those of its own chain, whatever else its tile holds, so this is the invariant form as well; the fast one also
-uses torch's forms where the table (``weft.ops.moe_table``) has them faster. Matrices that are packed are
-unpacked in the tile, as ``weft.ops.triton.coded`` does, and have no other form.
+The first product reads tokens in sorted order; the second writes to the slots' original places. The bits of a
+row depend only on its own chain, not on other rows of the tile, so the kernel is also the invariant form. The
+fast form also uses torch's forms where the table (``weft.ops.moe_table``) shows an advantage. Packed matrices
+are unpacked in the tile, as in ``weft.ops.triton.coded``, and have no other form.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from weft.ops.triton.unpacking import finish, step
 Tensor = torch.Tensor
 
 TILES_M = (16, 64)
-"""Slots of a tile: for few tokens an expert, and for many."""
+"""Slots of a tile: for few and for many tokens per expert."""
 TILE_N, TILE_K, TILE_K_EXACT = 64, 64, 32
 COLUMNS = 1024
-"""Of one program of the combination, at most."""
+"""Maximum columns of one program of ``_combine``."""
 
 
 @triton.jit
@@ -46,10 +46,10 @@ def _grouped(
     weight_ptr,  # [E, N, K]
     bias_ptr,  # [E, N], with BIAS
     out_ptr,  # [slots, N]
-    order_ptr,  # int64 [slots]: the slot at a sorted place
-    expert_ptr,  # int64 [tiles]: a tile's expert, E beyond the last
-    row_ptr,  # int64 [tiles]: its first sorted place
-    end_ptr,  # int64 [E]: the place after an expert's last
+    order_ptr,  # int64 [slots]: slot at each sorted place
+    expert_ptr,  # int64 [tiles]: expert of each tile, E for surplus tiles
+    row_ptr,  # int64 [tiles]: first sorted place of each tile
+    end_ptr,  # int64 [E]: place after each expert's last slot
     x_stride,
     E,
     N: tl.constexpr,
@@ -62,7 +62,7 @@ def _grouped(
     BIAS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """GATHER: rows of x are tokens, and out is sorted; else x is sorted, and out in the slots' order."""
+    """GATHER: rows of x are tokens, and out is sorted. Otherwise x is sorted, and out is in slot order."""
     expert = tl.load(expert_ptr + tl.program_id(0))
     if expert >= E:
         return
@@ -96,7 +96,7 @@ def _grouped(
 
 @triton.jit
 def _grouped_codes(
-    x_ptr,  # as of ``_grouped``, and so to x_stride
+    x_ptr,  # up to x_stride as in ``_grouped``
     values_ptr,  # uint8 [E, N, line]
     scales_ptr,  # float32 or uint8 [E, N, groups]
     zeros_ptr,  # uint8 [E, N, groups], with ZEROS
@@ -129,7 +129,7 @@ def _grouped_codes(
     EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``_grouped`` of codes."""
+    """Compute ``_grouped`` with codes."""
     expert = tl.load(expert_ptr + tl.program_id(0))
     if expert >= E:
         return
@@ -169,7 +169,7 @@ def _combine(
     SHARED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """One token: its experts in top-k order, then the shared one, in float32, rounded once."""
+    """Sum one token's experts in top-k order, then the shared expert, in float32; round once."""
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], dtype=tl.float32)
@@ -185,7 +185,7 @@ def _combine(
 
 
 class Tiles(NamedTuple):
-    """Where each tile's work is: all on the device, of sizes that the host knows."""
+    """Work of each tile. All tensors are on the device, with sizes known to the host."""
 
     order: Tensor
     experts: Tensor
@@ -194,13 +194,14 @@ class Tiles(NamedTuple):
 
 
 def cut(ids: Tensor, experts: int, tile_m: int) -> Tiles:
-    """ids: int64 [T, k], the experts of each token."""
+    """Return the tiles of the experts ``ids``, int64 [T, k]. No synchronisation."""
     flat = ids.reshape(-1)
     ordered, order = torch.sort(flat, stable=True)
     ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device), right=True)
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     tiles = (sizes + (tile_m - 1)) // tile_m
     last = tiles.cumsum(0)
+    # ``found`` is E for tiles beyond the last: those programs return at once.
     most = len(flat) // tile_m + min(len(flat), experts)
     number = torch.arange(most, device=ids.device)
     found = torch.searchsorted(last, number, right=True)
@@ -280,7 +281,7 @@ def _product(
 
 
 def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) -> Tensor:
-    """All tokens through their experts: [T, k, hidden]. x: [T, hidden]; ids: int64 [T, k]."""
+    """Compute all tokens through their experts: x [T, hidden], ids int64 [T, k]; [T, k, hidden]."""
     (tokens, top_k), (experts, hidden, inner) = ids.shape, weights.down.shape
     made = torch.empty((tokens, top_k, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -295,14 +296,14 @@ def by_tiles(x: Tensor, ids: Tensor, weights: Routed, tile_m: int = TILES_M[0]) 
 
 
 def tile_of(ids: Tensor, weights: Routed) -> int:
-    """By how many slots an expert has on average: the host's numbers alone."""
+    """Return TILE_M for the average number of slots per expert. Uses only numbers of the host."""
     return TILES_M[ids.numel() > 32 * weights.down.shape[0]]
 
 
 def by_table(x: Tensor, ids: Tensor, weights: Routed) -> Tensor:
-    """All tokens through their experts, in the table's fastest form that doesn't ask the device.
+    """Compute all tokens through their experts in the table's fastest form without synchronisation.
 
-    Packed matrices have one.
+    Packed matrices always use ``by_tiles``.
     """
     if has_codes(weights):
         return by_tiles(x, ids, weights, tile_of(ids, weights))
@@ -350,22 +351,22 @@ INVARIANT = Pieces(matmul.linear, coded.linear_invariant, fused.gated, by_tiles)
 
 
 def moe(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``weft.ops.moe.block`` in the fastest form that the table has and that doesn't ask the device."""
+    """Compute ``weft.ops.moe.block`` in the table's fastest form without synchronisation."""
     return _block(x, ids, weights, FAST)
 
 
 def moe_invariant(x: Tensor, ids: Tensor | None, weights: Routed) -> Tensor:
-    """``block`` in one form: equal tiles for every number of tokens."""
+    """Compute ``block`` with equal tiles for every number of tokens."""
     return _block(x, ids, weights, INVARIANT)
 
 
 def pieces() -> Pieces:
-    """``moe`` in its parts."""
+    """Return the parts of ``moe``."""
     return FAST
 
 
 def pieces_invariant() -> Pieces:
-    """``moe_invariant`` in its parts."""
+    """Return the parts of ``moe_invariant``."""
     return INVARIANT
 
 
@@ -373,7 +374,7 @@ def pieces_invariant() -> Pieces:
 
 
 def pack_codes(weights: Routed) -> Routed:
-    """Its codes as the kernels read them; plain matrices stay."""
+    """Return the weights with codes in the layout of the kernels; plain matrices stay."""
 
     def made(matrices: Any) -> Any:
         return coded.pack(matrices) if isinstance(matrices, Codes) else matrices
@@ -388,7 +389,10 @@ def pack_codes(weights: Routed) -> Routed:
 
 
 def _each(matrices: Tensor, to: Callable[..., Codes], *more: Any) -> Codes:
-    """A matrix, or a stack one by one, so that one alone is there in float32. more: of each."""
+    """Round a matrix, or the matrices of a stack one by one to bound float32 memory.
+
+    ``more``: further arguments of ``to``, one item per matrix of a stack.
+    """
     if matrices.dim() == 2:
         return to(matrices, *more)
     if not len(matrices):
@@ -399,17 +403,17 @@ def _each(matrices: Tensor, to: Callable[..., Codes], *more: Any) -> Codes:
 
 
 def pack_int4(weights: Routed) -> Routed:
-    """Rounded as ``coded.to_int4`` does."""
+    """Return the weights rounded by ``coded.to_int4``, packed."""
     return pack_codes(rounded(weights, lambda matrices: _each(matrices, to_int4)))
 
 
 def pack_fp8(weights: Routed) -> Routed:
-    """Rounded as ``coded.to_fp8`` does."""
+    """Return the weights rounded by ``coded.to_fp8``, packed."""
     return pack_codes(rounded(weights, lambda matrices: _each(matrices, to_fp8)))
 
 
 def pack_int8(weights: Routed) -> Routed:
-    """Rounded as ``torch_ops.to_int8`` does, one scale an output channel."""
+    """Return the weights rounded by ``torch_ops.to_int8`` with one scale per output channel, packed."""
 
     def made(matrices: Tensor | None, largest: Tensor | None = None) -> Codes | None:
         if matrices is None:

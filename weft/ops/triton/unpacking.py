@@ -1,6 +1,6 @@
-"""Codes (``weft.ops.coded``) as kernels unpack them: a step of a tile at a time.
+"""Codes (``weft.ops.coded``) as kernels unpack them: one step of a tile at a time.
 
-Numbers of every format are exact in 16 bits. How scales join them depends on the group (``way_of``):
+Numbers of every format are exact in 16 bits. The group decides where scales are applied (``way_of``):
 
     row     one scale a row: it multiplies the whole sum
     sum     a step lies within a group: scales multiply its sum, in float32; nothing is rounded
@@ -19,28 +19,31 @@ import triton.language as tl
 from weft.ops.coded import Codes
 
 LEAST_STEP = 16
-"""Inputs that a matrix instruction takes at least."""
+"""Minimum inputs of a matrix instruction."""
 LEAST_STEP_OF_4_BITS = 32
-"""Of inputs in 16 bits. With 16, in tiles of 16 rows, Triton 3.6 makes a wrong program for Hopper: products
-of numbers and inputs of other places."""
+"""Minimum inputs of a step for 16-bit x and 4-bit codes. With 16 inputs and tiles of 16 rows, Triton 3.6
+generates a wrong program for Hopper, which multiplies numbers with inputs of other places."""
 TILE_K_EXACT = 16
-"""For float32, at most: its products take registers for all of a step, not the matrix unit."""
+"""Maximum inputs of a step for float32. Products in float32 keep a whole step in registers."""
 UNITS = {"e2m1": 14, "e4m3": 8}
-"""Numbers that are floats are read as float16 with the same bits: 2 to this power times too small."""
+"""Float codes are read as float16 with the same bits, which are too small by 2 to this power."""
 
 
 class Way(NamedTuple):
-    """How scales join numbers."""
+    """Place where scales are applied to numbers."""
 
     name: str
     group: int
-    """Inputs; of a row 0."""
+    """Inputs of a group; 0 for ``row``."""
     step: int
-    """Inputs of a step, at most."""
+    """Maximum inputs of a step."""
 
 
 def way_of(codes: Codes, tile_k: int) -> Way:
-    """For steps of at most ``tile_k`` inputs. The group is a power of two, a multiple of 16, or a row's."""
+    """Return the way for steps of at most ``tile_k`` inputs.
+
+    The group must be a power of two, a multiple of 16, or a whole row.
+    """
     if codes.group >= codes.inputs:
         return Way("row", 0, tile_k)
     fitting = min(codes.group & -codes.group, tile_k)
@@ -52,7 +55,7 @@ def way_of(codes: Codes, tile_k: int) -> Way:
 
 
 def fitting(codes: Codes) -> Codes:
-    """The same in groups that steps fit."""
+    """Return the same codes with groups that divide into steps."""
     least = codes.group & -codes.group
     in_rows = codes.group >= codes.inputs
     some_merge = least < (LEAST_STEP_OF_4_BITS if codes.four else LEAST_STEP)
@@ -65,7 +68,7 @@ def fitting(codes: Codes) -> Codes:
 
 @triton.jit
 def _halves(codes, FOUR: tl.constexpr):
-    """float16 of codes that are floats, too small by UNITS: E2M1 or E4M3. Never NaN."""
+    """Return float16 of E2M1 or E4M3 codes, too small by UNITS. Never NaN."""
     wide = codes.to(tl.uint16)
     if FOUR:
         bits = ((wide & 7) << 9) | ((wide & 8) << 12)
@@ -76,7 +79,7 @@ def _halves(codes, FOUR: tl.constexpr):
 
 @triton.jit
 def _scale(ptrs, mask, SCALES: tl.constexpr, UNIT: tl.constexpr):
-    """float32 of scales, times 2 to the power of UNIT."""
+    """Return scales as float32, times 2 to the power of UNIT."""
     if SCALES == "e8m0":
         power = tl.minimum(tl.load(ptrs, mask=mask, other=0).to(tl.int32) + UNIT, 254)
         made = (power << 23).to(tl.float32, bitcast=True)
@@ -89,15 +92,17 @@ def _scale(ptrs, mask, SCALES: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _integers(codes, zero, TYPE: tl.constexpr):
-    """Codes less ``zero``, exact in TYPE (float32 or of 16 bits), without instructions that convert integers:
-    as the low bits of 2^23."""
+    """Return codes minus ``zero``, exact in TYPE (float32 or 16 bits).
+
+    Uses no conversion instructions: a code becomes the low bits of the float 2^23.
+    """
     wide = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
     return (wide - (zero + 8388608.0)).to(TYPE)
 
 
 @triton.jit
 def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr):
-    """[TILE_N, TILE_K // GROUP], each as often as a group has inputs: [TILE_N, TILE_K]."""
+    """Repeat the values of groups [TILE_N, TILE_K // GROUP] for each input: [TILE_N, TILE_K]."""
     wide = tl.broadcast_to(of_groups[:, :, None], [TILE_N, TILE_K // GROUP, GROUP])
     return tl.reshape(wide, [TILE_N, TILE_K])
 
@@ -105,13 +110,13 @@ def _spread(of_groups, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.con
 @triton.jit
 def unpacked(
     begin,
-    row,  # int64 [TILE_N]: of all rows of all matrices
-    live,  # [TILE_N]: whether there is such a row
+    row,  # int64 [TILE_N]: row among all rows of all matrices
+    live,  # [TILE_N]: True if the row exists
     values_ptr,
     scales_ptr,
     zeros_ptr,
     line,  # bytes of a row
-    groups,  # of a row
+    groups,  # groups of a row
     NUMBERS: tl.constexpr,
     SCALES: tl.constexpr,
     WAY: tl.constexpr,
@@ -123,9 +128,11 @@ def unpacked(
     EVEN: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """(numbers, scales times 2 to the power of UNIT) of the inputs from ``begin`` on. Merged: numbers float32
-    and scales [TILE_N, TILE_K]; else numbers [TILE_N, TILE_K] in TYPE and scales [TILE_N]. Behind the row's
-    end they are arbitrary, but finite."""
+    """Return (numbers, scales times 2 to the power of UNIT) of the inputs from ``begin`` on.
+
+    Merged: float32 numbers and scales [TILE_N, TILE_K]. Otherwise numbers [TILE_N, TILE_K] in TYPE and scales
+    [TILE_N]. Results beyond the end of the row are arbitrary but finite.
+    """
     FOUR: tl.constexpr = NUMBERS == "int4" or NUMBERS == "e2m1"
     PER_BYTE: tl.constexpr = 2 if FOUR else 1
     at = begin // PER_BYTE + tl.arange(0, TILE_K // PER_BYTE)
@@ -158,7 +165,7 @@ def unpacked(
 @triton.jit
 def step(
     acc,  # float32 [TILE_M, TILE_N]
-    x,  # [TILE_M, TILE_K], zeros behind K
+    x,  # [TILE_M, TILE_K], zeros beyond K
     begin,
     row,
     live,
@@ -178,7 +185,7 @@ def step(
     EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """``acc`` and the products of the inputs from ``begin`` on. What is behind K is some number, times 0."""
+    """Return ``acc`` plus the products of the inputs from ``begin`` on. Inputs beyond K count as 0."""
     numbers, scale = unpacked(
         begin, row, live, values_ptr, scales_ptr, zeros_ptr, line, groups,
         NUMBERS, SCALES, WAY, GROUP, UNIT, ZEROS, TILE_N, TILE_K, EVEN, x.dtype,
@@ -209,7 +216,7 @@ def finish(
     FACTORS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """What multiplies whole sums, and the bias."""
+    """Return ``acc`` times row scales and factors, plus the bias."""
     if WAY == "row":
         acc *= _scale(scales_ptr + row, live, SCALES, UNIT)[None, :]
     if FACTORS:

@@ -1,4 +1,4 @@
-// Attention over tiles of keys: packing, engines, states, and the worker that takes a piece over its tiles.
+// Attention over tiles of keys: packing, engines, states, and the worker that processes a piece tile by tile.
 //
 //   piece    up to kRows rows of one sequence that share keys and values; a row is a (query, head) pair
 //
@@ -11,35 +11,35 @@
 //   p+1 h1 /             |########|########|####----|        |
 //   p+2 h0 ...
 //
-//   tile     K and V of 64 keys are packed once a piece (K transposed, both with neighbours in K's reduction
+//   tile     K and V of 64 keys are packed once per piece (K transposed, both with neighbours in K's reduction
 //            side by side), then each row block does   scores = Q K^T,   online softmax,   O = O * alpha + P V
-//   split    its own maximum, sum and O; splits are merged in order into the row's state
+//   split    has a separate maximum, sum and O; splits are merged in order into the row's state
 //
 // Invariants.
-//   * A row's bits depend on its own query and the keys and values it sees: each element is one sequence of
-//     operations over absolute tiles and splits, whatever row block it is computed in (`gemm` keeps one order
-//     over its reduction for every number of rows). A tile that a row sees nothing of leaves its state as it
-//     was, up to the sign of zero and numbers below 2^-126, and `finish` writes both as +0.
+//   * A row's bits depend only on its query and on visible keys and values: each element is one sequence of
+//     operations over absolute tiles and splits, in any row block (`gemm` keeps one order of its reduction for
+//     every number of rows). A tile without visible keys leaves a row's state unchanged, up to the sign of zero
+//     and numbers below 2^-126, and `finish` writes both as +0.
 //   * A long row may be divided among threads at splits, or its keys come in several calls of `run` that each
 //     begin at a split (`Piece::carry`): the merges are the same sequence either way.
-//   * Masked keys never enter: positions that no query of the piece sees are packed as zeros, and where a piece's
-//     values that only some queries see are not finite, each query gets a tile of its own (`exact_tile`).
+//   * Masked keys never enter: positions invisible to all queries of the piece are packed as zeros. If values
+//     visible to some queries only are not finite, each query gets a separate tile (`exact_tile`).
 //   * Two merged empty states give 0 and -inf.
 //
 // Engines: Amx (tiles, amx.h), DotBf16 (AVX512-bf16 instructions), Wide (float products, any machine), Brgemm (ATen's,
-// where the kernel keeps AMX from us). They differ in bits; one engine serves all calls of a process.
+// if the kernel does not permit AMX). Engines differ in bits; one engine serves all calls of a process.
 //
-// A SCENE says what is attended to. It has
+// A SCENE defines the memory and the masks. Members:
 //
-//   T                        of lines and outputs
+//   T                        type of lines and outputs
 //   key, rest, value         elements of a key's two parts, which may lie apart (rest may be 0), and of a value;
 //                            multiples of 16
-//   group, window, scale     rows of a query in a piece; keys that a query sees, 0 for all; of scores, times log2(e)
-//   pack_q<E>(piece, to)     the piece's rows, [rows, key + rest]
+//   group, window, scale     rows per query in a piece; keys visible to a query, 0: all; factor of scores, times log2(e)
+//   pack_q<E>(piece, to)     writes the piece's rows, [rows, key + rest]
 //   point(lines, piece, tile, low, high)
-//                            where the keys and values of positions low .. high of a tile are, others `kZeros`
-//   copied                   elements of memory that `point` wants for each key of a tile, `Lines::copies`; 0 for none
-//   out(piece, row)          where `value` elements of a row go
+//                            finds the keys and values of positions low .. high of a tile; others are `kZeros`
+//   copied                   elements of memory per key of a tile for `point`, `Lines::copies`; 0 for none
+//   out(piece, row)          address of a row's `value` output elements
 #pragma once
 
 #include "amx.h"
@@ -62,8 +62,8 @@ constexpr int kTile = 64;
 constexpr int kSplit = 512;
 constexpr int kRows = 192;
 constexpr int kMaxDim = 1024;
-constexpr int kFetchRows = 32;  // pieces of more rows compute long enough on a tile to need no prefetch
-constexpr int kStep = 12;  // rows whose softmax is computed together; at most kLanes
+constexpr int kFetchRows = 32;  // pieces with more rows compute long enough on a tile to need no prefetch
+constexpr int kStep = 12;  // rows with a common softmax computation; at most kLanes
 // Keys * rows of 128 elements (key and value) below which waking other threads costs more than it gains.
 constexpr int64_t kAlone = 1 << 13;
 
@@ -148,7 +148,7 @@ inline void transpose_16(const uint32_t* const* rows, int64_t offset, int column
 
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// kTile rows of `words` words -> [words, kTile]. Memory is asked for the same part of the rows in `ahead`, if any.
+// kTile rows of `words` words -> [words, kTile]. Prefetches the same part of the rows in `ahead`, if any.
 inline void transpose(const uint32_t* const* rows, const uint32_t* const* ahead, int words, uint32_t* to) {
   for (int r = 0; r < kTile; r += 16)
     for (int c = 0; c < words; c += 16) {
@@ -177,7 +177,7 @@ inline void interleave(const uint16_t* a, const uint16_t* b, int dim, uint16_t* 
   }
 }
 
-// Keeps x in a register: without it the compiler loads a line again for every row.
+// Keeps x in a register. Otherwise the compiler loads a line again for every row.
 inline void hold(vf& x) {
 #if WEFT_AVX512
   asm("" : "+v"(x));
@@ -188,8 +188,8 @@ inline void hold(vf& x) {
 
 // ---- engines ----
 //
-// `elem` is what packed operands hold. gemm: C[m, n] = A[m, k] B[k, n], or C[i] * alpha[i] + that, where B's
-// rows come in groups of elements that share a word, and row strides of A are in elements.
+// `elem` is the type of packed operands. gemm: C[m, n] = A[m, k] B[k, n], or C[i] * alpha[i] + A B. Rows of B come in
+// groups of elements that share a word. Row strides of A are in elements.
 
 // C = (C * alpha) + A B for R rows and 16 N columns, all accumulators in registers.
 template <class E, int R, int N>
@@ -236,7 +236,7 @@ inline void micro_rows(int rows, int words, const uint32_t* a, int64_t lda, cons
 
 template <class E>
 struct Registers {
-  // Rows of a block, whose softmax is computed together, and of the register tile; blocks begin at multiples of
+  // Rows of a block, with a common softmax computation, and rows of the register tile. Blocks begin at multiples of
   // kAligned rows.
   static constexpr int kBlock = WEFT_AVX512 ? 12 : 6, kTileRows = 6, kAligned = 1;
 
@@ -259,7 +259,7 @@ struct Registers {
   static void tile(int m, int n, int words, const uint32_t* left, int64_t lda, const uint32_t* right, float* c,
                    const float* alpha) {
     int at = 0;
-    // What 16 registers of 8 floats hold: 12 of sums. One row has 64 columns, so that its sums are 8 chains.
+    // 16 registers of 8 floats: 12 of sums. A single row takes 64 columns, so its sums are 8 chains.
     if (WEFT_AVX2 && m > 1) {
       for (; at + 32 <= n && m <= 3; at += 32) micro_rows<E, 2>(m, words, left, lda, right + at, n, c + at, n, alpha);
       for (; at < n; at += 16) micro_rows<E, 1>(m, words, left, lda, right + at, n, c + at, n, alpha);
@@ -272,7 +272,7 @@ struct Registers {
   }
 };
 
-// bf16 operands in pairs, as VDPBF16PS and AMX take them.
+// bf16 operands in pairs, for VDPBF16PS and AMX.
 struct PackBf16 {
   using elem = bf16;
   static constexpr int kWide = 2;
@@ -312,13 +312,13 @@ struct DotBf16 : PackBf16, Registers<DotBf16> {
 struct Brgemm : PackBf16 {
   static constexpr int kBlock = 96, kAligned = 16;
 
-  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  // Without `exact` also computes and changes rows of c beyond m, up to the next multiple of 16.
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
                    bool exact) {
     if (alpha)
       for (int r = 0; r < m; ++r)
         for (int i = 0; i < n; i += kLanes) store(c + r * n + i, load(c + r * n + i) * splat(alpha[r]));
-    // Few different shapes, because each is compiled at its first use.
+    // Few different shapes, because each shape is compiled at its first use.
     const int rows = exact ? m : m <= 4 ? 4 : (m + 15) / 16 * 16;
     at::native::cpublas::brgemm(rows, n, k, lda, n, n, alpha != nullptr, static_cast<const bf16*>(a),
                                 static_cast<const bf16*>(b), c);
@@ -330,7 +330,7 @@ struct Brgemm : PackBf16 {
 struct Amx : PackBf16 {
   static constexpr int kBlock = 96, kAligned = amx::kTileRows;
 
-  // Without `exact` it also computes, and adds to, rows of c beyond m: at most up to the next multiple of 16.
+  // Without `exact` also computes and changes rows of c beyond m, up to the next multiple of 16.
   static void gemm(int m, int n, int k, const void* a, int64_t lda, const void* b, float* c, const float* alpha,
                    bool exact) {
     if (alpha)
@@ -389,7 +389,7 @@ struct Amx : PackBf16 {
 };
 #endif
 
-// Products in float of anything that widens to it. P is still rounded to T.
+// Products in float of any type that widens to float. P is still rounded to T.
 template <class T>
 struct Wide : Registers<Wide<T>> {
   using elem = float;
@@ -429,10 +429,10 @@ struct Piece {
   int32_t row, head;          // sequence; whatever the scene calls heads
   int32_t token, queries;     // first query in the segment
   int64_t position;           // of the first query
-  int64_t low, high;          // keys to attend to: those that some query sees, or a part of them from a split on
+  int64_t low, high;  // keys to attend to: keys visible to some query, or a part of these from a split on
   int64_t partial = -1;       // of the first split's state, if divided
-  int64_t base = 0;           // the scene's
-  float* carry = nullptr;     // the state between parts; null where there is one
+  int64_t base = 0;  // for use by the scene
+  float* carry = nullptr;  // state between parts; null with a single part
   bool first = true, last = true;  // part of the keys
 
   int first_split() const { return int(low / kSplit); }
@@ -496,7 +496,7 @@ class Arena {
   void* memory_;
 };
 
-// Memory of one thread, kept between calls: `at_least` bytes of it, until it is asked for again.
+// Memory of one thread, retained between calls. `at_least`: bytes, valid until the next request.
 class Kept {
  public:
   char* at_least(size_t bytes) {
@@ -512,13 +512,13 @@ class Kept {
   std::unique_ptr<Arena> arena_;
 };
 
-// Where the keys and values of a tile are.
+// Addresses of the keys and values of a tile.
 template <class T>
 struct Lines {
   const Piece* piece = nullptr;
   int64_t tile = 0;
   const T *k[kTile], *rest[kTile], *v[kTile];
-  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines that the cache has in another form
+  T* copies = nullptr;  // kTile times the scene's `copied` elements: for lines with another form in the cache
 
   void zero(int at) { k[at] = rest[at] = v[at] = reinterpret_cast<const T*>(kZeros); }
 };
@@ -560,7 +560,7 @@ class Worker {
   }
   ~Worker() { E::release(); }
 
-  // All splits of a piece, to the output. `next`, if any, is what this thread does afterwards.
+  // All splits of a piece, to the output. `next`, if any, is this thread's next piece.
   void whole(const Piece& piece, const Piece* next) {
     begin(piece);
     const State total = piece.carry ? State::at(piece.carry) : total_;
@@ -598,7 +598,7 @@ class Worker {
     s_.template pack_q<E>(piece, q_);
   }
 
-  // The tile's lines become `lines_`; those of the tile after it are looked up for `pack` to fetch.
+  // Puts the tile's lines in `lines_`, and looks up the lines of the following tile for prefetches by `pack`.
   bool turn(const Piece& piece, int64_t tile, const Piece* next, int64_t next_tile) {
     if (ahead_.piece == &piece && ahead_.tile == tile)
       std::swap(lines_, ahead_);
@@ -614,7 +614,7 @@ class Worker {
     lines.tile = tile;
   }
 
-  // One split into `state`, which is cleared first. `next`: the piece whose tiles this thread reads next.
+  // One split into `state`, which is cleared first. `next`: piece of the tiles that this thread reads next.
   void split(const Piece& piece, int number, const State& state, const Piece* next) {
     state.clear(rows_, s_.value);
     const int64_t begin = std::max<int64_t>(int64_t(number) * kSplit, piece.low / kTile * kTile);
@@ -654,7 +654,7 @@ class Worker {
     return true;
   }
 
-  // A tile with values that are not finite, which some queries see and others do not.
+  // A tile with values that are not finite and visible to some queries only.
   void exact_tile(const Piece& piece, int64_t tile, const State& state) {
     for (int t = 0; t < piece.queries; ++t) {
       const int64_t position = piece.position + t;
@@ -665,7 +665,7 @@ class Worker {
     }
   }
 
-  // Rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are live, too.
+  // Rows row .. row + count - 1 of the piece over one tile. `exact`: later rows of the state are also in use.
   void block(const Piece& piece, int64_t tile, const State& state, int row, int count, bool exact = false) {
     const int64_t first = piece.position + row / s_.group, last = piece.position + (row + count - 1) / s_.group;
     if (tile > last || tile + kTile <= lowest(first, s_.window)) return;
@@ -678,7 +678,7 @@ class Worker {
     E::gemm(count, s_.value, kTile, p_, kTile, v_, state.o + int64_t(row) * s_.value, alpha, exact);
   }
 
-  // The keys of the tile that a row sees, as bits.
+  // Visible keys of a row in the tile, as bits.
   uint64_t visible(const Piece& piece, int64_t tile, int row) const {
     const int64_t position = piece.position + row / s_.group;
     const int64_t low = std::max<int64_t>(lowest(position, s_.window) - tile, 0);
@@ -687,7 +687,7 @@ class Worker {
     return (~uint64_t(0) >> (kTile - (high - low))) << low;
   }
 
-  // Scores to weights, and the state's maximum and sum; `alpha` is what the state's o must be scaled by.
+  // Turns scores into weights, and updates the state's maximum and sum. `alpha`: factor for the state's o.
   void softmax(const Piece& piece, int64_t tile, const State& state, int row, int count, bool masked, float* s,
                elem* p, float* alpha) {
     alignas(64) float base[kLanes];
@@ -746,10 +746,10 @@ class Worker {
 
 // ---- all pieces ----
 
-// For so many keys * rows of `elements` each.
+// For `work` keys * rows of `elements` each.
 inline int threads_for(int64_t work, int64_t elements) { return work * elements < 128 * kAlone ? 1 : team(); }
 
-// All that the threads of one call share. The scene is a copy: what it refers to must live as long.
+// Data shared by the threads of one call. The scene is a copy; objects behind its pointers must live as long.
 template <class E, class S>
 class Attending {
  public:
@@ -773,7 +773,7 @@ class Attending {
     memory_ = std::make_unique<Arena>(size_t(states * floats()) * sizeof(float));
   }
 
-  // What one thread does: pieces and parts of pieces; then, when all threads have done that, parts are joined.
+  // The work of one thread: pieces and parts of pieces; then, after all threads, joins of parts.
   void attend() {
     take(next_, int64_t(items_.size()), [&](Worker<S, E>& worker, int64_t i, int64_t after) {
       const Piece& piece = pieces_[items_[i].piece];
@@ -793,12 +793,12 @@ class Attending {
   int threads;
 
  private:
-  // Every thread takes items until none is left.
+  // Every thread takes items until no item is left.
   template <class F>
   void take(std::atomic<int64_t>& next, int64_t items, F f) {
     Worker<S, E> worker(scene_);
     for (int64_t i; (i = next++) < items;) {
-      const int64_t after = next.load(std::memory_order_relaxed);  // likely this thread's next: worth a prefetch
+      const int64_t after = next.load(std::memory_order_relaxed);  // likely this thread's next item: worth a prefetch
       f(worker, i, after < items ? after : -1);
     }
   }
@@ -834,7 +834,7 @@ void run(const S& scene, std::vector<Piece>& pieces) {
 
 // ---- rows of a segment ----
 
-// What a segment's rows are: q_offsets int32 [R + 1], starts int64 [R], table int64 [R, W].
+// Rows of a segment: q_offsets int32 [R + 1], starts int64 [R], table int64 [R, W].
 struct Rows {
   const int32_t* offsets;
   const int64_t* starts;
@@ -849,7 +849,7 @@ struct Rows {
             table.size(1), block};
   }
 
-  // Every table entry that will be read names a block of the cache.
+  // Checks that every table entry to be read names a block of the cache.
   void check(int64_t tokens, int64_t blocks, int window) const {
     TORCH_CHECK(offsets[0] == 0 && offsets[count] == tokens, "attend: q_offsets do not cover q");
     for (int64_t row = 0; row < count; ++row) {
@@ -865,7 +865,7 @@ struct Rows {
     }
   }
 
-  // Pieces of at most `most` queries, in the order of their tokens; each once for every one of `heads`.
+  // Cuts rows into pieces of at most `most` queries, in token order, one piece for each of `heads`.
   std::vector<Piece> cut(int most, int heads, int window) const {
     std::vector<Piece> pieces;
     for (int64_t row = 0; row < count; ++row) {
@@ -892,7 +892,7 @@ struct Rows {
   }
 };
 
-// Lines of a tile: zeros outside low .. high; for the rest put(place in the tile, block id, offset, count).
+// Lines of a tile: zeros outside low .. high; otherwise put(place in the tile, block id, offset, count).
 template <class T, class F>
 inline void point_lines(const Rows& rows, Lines<T>& lines, int64_t row, int64_t tile, int64_t low, int64_t high,
                         F put) {

@@ -1,7 +1,7 @@
 // Paged attention with grouped queries: one form for prefill and decode rows, for any grouping of heads.
 //
-// A row of a piece is a (query, query head) pair; a piece has the rows of one KV head. How they are computed, and
-// why a row's bits are its own, is in attend_tile.h.
+// A row of a piece is a (query, query head) pair; a piece has the rows of one KV head. attend_tile.h explains the
+// computation of rows and the independence of their bits.
 
 #include "attend_tile.h"
 #include "fp8.h"
@@ -25,7 +25,7 @@ struct Grouped {
   T* result;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
-  const uint8_t* codes;       // instead of `cache`, with
+  const uint8_t* codes;  // 8-bit cache, instead of `cache`, with
   const float* line_scales;   // a scale for each line
   int heads, kv_heads, group, dim, window;
   float scale;
@@ -66,7 +66,7 @@ struct Grouped {
     });
   }
 
-  // What a row's softmax sums besides its keys.
+  // Additional term of a row's softmax sum.
   float sink(const Piece& piece, int row, float top) const {
     return sinks ? std::exp2(sinks[int64_t(piece.head) * group + row % group] - top) : 0.0f;
   }

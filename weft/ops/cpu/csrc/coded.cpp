@@ -1,9 +1,9 @@
-// Weights of few bits: the sums of a block (coded.h).
+// Quantized weights: the sums of a block (coded.h).
 //
-// Few bf16 rows are multiplied by codes that are unpacked in registers: that hides behind reading them. For more rows
-// than a tile has, some groups at a time are unpacked in memory, once for all rows: with AVX-512 as steps of bf16, for
-// tiles that are half as high, so that what groups add up to stays in registers; with AVX2 as floats. For float32 rows
-// it is floats everywhere. AMX has its own way (gemm_block.h), for which this makes steps of bf16 (`coded_as_bf16`).
+// Few bf16 rows are multiplied by codes unpacked in registers, hidden behind reading the codes. For more rows than a
+// tile has, some groups at a time are unpacked in memory, once for all rows. With AVX-512 the result is steps of bf16,
+// for tiles of half the height, so the totals of groups stay in registers. With AVX2, and for float32 rows everywhere,
+// the result is floats. AMX works differently (gemm_block.h), with bf16 steps from `coded_as_bf16`.
 #include "coded.h"
 
 #include "fp8.h"
@@ -12,13 +12,13 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kUnpacked = 256;  // k at a time: they stay in the first cache
-constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // of a tile: registers for sums, and for what unpacks
-constexpr int64_t kManyRows = 13;  // for which codes are unpacked in memory, with AVX-512
-constexpr int64_t kDearRows = 9;   // the same where groups cost much: of less than 32 k, or with minimums
-constexpr int kTotalRows = 7;      // of a tile: registers for sums and totals
-constexpr int kTurn = 8;           // steps at a time: the smallest groups that are common
-constexpr int64_t kLine = 64;      // of the cache
+constexpr int64_t kUnpacked = 256;  // k at a time, to stay in the L1 cache
+constexpr int kDirectRows = WEFT_AVX512 ? 12 : 2;  // rows of a tile: registers for sums, and for unpacking
+constexpr int64_t kManyRows = 13;  // rows from which codes are unpacked in memory, with AVX-512
+constexpr int64_t kDearRows = 9;  // the same for expensive groups: fewer than 32 k, or minimums
+constexpr int kTotalRows = 7;  // rows of a tile: registers for sums and totals
+constexpr int kTurn = 8;  // steps at a time: the size of the smallest common groups
+constexpr int64_t kLine = 64;  // bytes of a cache line
 constexpr uint32_t kHigh = 0xffff0000u;
 
 // --- codes to pairs of bf16, exactly --------------------------------------------------------------------------
@@ -76,7 +76,7 @@ inline Bf16::Step by_words(F f) {
 }
 #endif
 
-// Each is made at a group's beginning, of its zero points where it has some, and reads one step after another.
+// Each converter is made at the beginning of a group, from its zero points if any, and reads one step after another.
 template <Zeros zeros>
 struct Int4 {
   static constexpr int64_t bytes = 32;
@@ -173,7 +173,7 @@ struct Int6 {
              recast<Pairs>(_mm512_permutex2var_epi16(low, second, high))}};
   }
 #elif WEFT_AVX2
-  // 16 codes, neighbours the two k of a column.
+  // 16 codes; neighbours are the two k of a column.
   static Half part(__m128i code) {
     const Half words = Half(_mm256_cvtepu8_epi16(code));
     const auto bits = [](Half codes) {
@@ -270,7 +270,7 @@ auto by_numbers(const Coding& coding, F f) {
 
 // --- sums -----------------------------------------------------------------------------------------------------
 
-// A group's head, its upper level of scales, and which group it is.
+// Head of a group, its upper level of scales, and its number.
 struct Head {
   const uint8_t *at, *upper;
   int64_t number;
@@ -312,7 +312,7 @@ inline vf minimums_of(const Head& head, int half) {
   return int8_floats(head.at + 32 + 16 * half) * halves(head.upper + 64 + 32 * half);
 }
 
-// Some whole groups of a block, from k `begin` to `end` of `inputs`.
+// Whole groups of a block, from k `begin` to `end` of `inputs`.
 struct Range {
   const Coding& coding;
   const uint8_t* block;
@@ -333,7 +333,7 @@ struct Range {
   }
 };
 
-// What reads a group's steps, for add_groups: from codes, or from what `unpack` made.
+// Reader of a group's steps for add_groups: from codes, or from the output of `unpack`.
 template <class C>
 struct Direct {
   using F = Bf16;
@@ -353,7 +353,7 @@ struct Unpacked {
   F::Step load(int64_t step) const { return F::load(at + step * bytes); }
 };
 
-// One group's sums: a chain over its k for each row and column.
+// Sums of one group: a chain over its k for each row and column.
 template <class Read, int rows>
 #if WEFT_AVX2
 __attribute__((noinline))
@@ -393,7 +393,7 @@ void group_sums(const Read& read, const typename Read::F::X* x, int64_t x_stride
   for (int row = 0; row < rows; ++row) to[row][0] = sum[row][0], to[row][1] = sum[row][1];
 }
 
-// Adds a range's sums, each group's times its scales, to float32 [rows, 32].
+// Adds a range's sums, each group times its scales, to float32 [rows, 32].
 template <class Read, int rows>
 void add_groups(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, float* sums) {
   range.each([&](int64_t k, int64_t count, const Head& head) {
@@ -430,7 +430,7 @@ constexpr std::array<Adds<Read>, sizeof...(rows)> make_adds(std::integer_sequenc
 template <class Read, int most>
 constexpr auto adds = make_adds<Read>(std::make_integer_sequence<int, most>{});
 
-// All rows, in tiles of like size.
+// All rows, in tiles of similar size.
 template <class Read, int most>
 void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read::F::X>& x, int64_t rows, float* sums) {
   for (int64_t row = 0; row < rows;) {
@@ -442,7 +442,7 @@ void add_rows(const Range& range, const uint8_t* made, const Rows<typename Read:
 
 // --- in memory ------------------------------------------------------------------------------------------------
 
-// The numbers of a range without their scales: steps of bf16's format, or of float32's.
+// Writes the numbers of a range without scales: steps of bf16's format, or of float32's.
 template <class Form>
 void unpack(const Range& range, uint8_t* made) {
   by_numbers(range.coding, [&]<class C>() {
@@ -467,7 +467,7 @@ void unpack(const Range& range, uint8_t* made) {
   });
 }
 
-// `run(range, what was unpacked of it)` of some groups after others.
+// Calls `run(range, unpacked numbers)` for consecutive groups.
 template <class Run>
 void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) {
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
@@ -481,7 +481,7 @@ void in_ranges(const Coding& coding, const uint8_t* w, int64_t inputs, Run run) 
 
 #if WEFT_AVX512
 
-// A range in memory: steps of bf16's format, and for each group its scales (and minimums) of 32 columns.
+// A range in memory: steps of bf16's format, and for each group the scales (and minimums) of 32 columns.
 struct Whole {
   const uint8_t* steps;
   const float *scales, *minimums;
@@ -504,8 +504,8 @@ Whole unpack_whole(const Range& range) {
   return {made, scales, minimums};
 }
 
-// `add_groups` by the same sequence of operations, with the totals in registers. turns: of kTurn steps, in a group; 0:
-// some whole ones; -1: any number of steps.
+// The same sequence of operations as `add_groups`, with totals in registers. turns: of kTurn steps in a group; 0: a
+// whole number of turns; -1: any number of steps.
 template <int rows, int turns>
 void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, float* sums) {
   const int64_t group = range.coding.group;
@@ -514,7 +514,7 @@ void add_whole(const Range& range, const Whole& whole, const Rows<bf16>& x, floa
   for (int row = 0; row < rows; ++row)
     for (int half = 0; half < 2; ++half) total[row][half] = load(sums + row * kBlock + half * kLanes);
   const uint8_t* w = whole.steps;
-  const int64_t first = range.begin / group;  // of all groups
+  const int64_t first = range.begin / group;  // number among all groups
   const auto add = [&](auto read, const bf16* from) __attribute__((always_inline)) {
     const auto weights = Bf16::load(w);
 #pragma GCC unroll 8
@@ -573,8 +573,8 @@ const AddWhole* wholes_of(const Coding& coding, int64_t inputs) {
   return coding.group == 2 * turn && !left ? wholes<2>.data() : wholes<0>.data();
 }
 
-// Each range is unpacked once for all rows. Meanwhile nothing is read of what comes next, so each tile asks for a part
-// of it: behind a block there is the next one, or nothing that matters.
+// Each range is unpacked once for all rows. Nothing of the following block is read meanwhile, so each tile prefetches a
+// part of it. Memory after the last block is harmless to prefetch.
 void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums) {
   const AddWhole* of_rows = wholes_of(coding, inputs);
   const int64_t most = std::max<int64_t>(1, kUnpacked / coding.group) * coding.group;
@@ -594,7 +594,7 @@ void add_many(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows
   }
 }
 
-// Where groups cost much, from fewer rows on.
+// True from fewer rows on, if groups are expensive.
 bool unpacked_once(const Coding& coding, int64_t rows) {
   return rows >= (coding.group < 32 || coding.minimums() ? kDearRows : kManyRows);
 }
@@ -647,7 +647,7 @@ void sum_groups(const Coding& coding, int64_t inputs, const X* x, int64_t x_stri
     }
 }
 
-// A range's numbers in float32, scaled: [k, 32].
+// Writes a range's numbers in float32, scaled: [k, 32].
 void scale_up(const Range& range, float* made) {
   unpack<F32>(range, reinterpret_cast<uint8_t*>(made));
   range.each([&](int64_t k, int64_t count, const Head& head) {
@@ -689,7 +689,7 @@ void plain_steps(const C& codes, const uint8_t* from, int64_t steps, uint8_t* to
   }
 }
 
-// The same, scaled and rounded; `exact`: there is nothing to round.
+// The same, scaled and rounded; `exact`: without rounding.
 template <class C, bool minimums, bool exact>
 void scaled_steps(const Coding& coding, const Head& head, const C& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
   vf scale[2], minimum[2];
@@ -711,7 +711,7 @@ void scaled_steps(const Coding& coding, const Head& head, const C& codes, const 
 
 #if WEFT_AVX512
 
-// E2M1 times powers of two: their exponents are added, but to 0. False where one would not fit.
+// E2M1 times powers of two: exponents are added, except for 0. False if an exponent would not fit.
 bool raised_steps(const Head& head, const E2M1& codes, const uint8_t* from, int64_t steps, uint8_t* to) {
   const __m256i power = load_as<__m256i>(head.at), low = _mm256_set1_epi8(2), high = _mm256_set1_epi8(char(252));
   const __m256i within = _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_max_epu8(power, low), power),

@@ -1,4 +1,4 @@
-// Weights of few bits, kept so: what a block of 32 packed columns is made of, and its sums (coded.cpp).
+// Quantized weights in packed form: the layout of a block of 32 packed columns, and its sums (coded.cpp).
 //
 //   w[n, k] = ((number(code) - zero of its group) * scale of its group - minimum of its group) * factor of its row
 //
@@ -7,21 +7,21 @@
 //   step       2 k of 32 columns: 32 bytes of 4-bit codes, 48 bytes of 6-bit codes, 64 bytes of 8-bit codes
 //
 //   4 bits     byte 2 c + j: column c, k + j in the low half; column 16 + c in the high one
-//   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of what is in the low
-//              and the high half of byte i, and likewise of byte 16 + i
+//   6 bits     the low four as 4 bits; then byte i has, from its lowest bits on, the high two of the codes in the low
+//              and the high half of byte i, then of byte 16 + i
 //   8 bits     `eight_slot`
 //
-// Against rows that are rounded to 8 bits (`rounds_rows`) blocks are what rounded.h says.
+// For rows rounded to 8 bits (`rounds_rows`) the layout of blocks is in rounded.h.
 //
-// Of scales in two levels (GGML's K-quants) groups have signed bytes, with minimums two of them, and in front of 256 k
-// there is a float16 for each column that multiplies its scales, and one that multiplies its minimums. With minimums
-// integers are as stored, without a zero point, and what is subtracted is the minimum times the sum of a group's x,
-// which callers make once for all blocks (`input_sums`).
+// With scales in two levels (GGML's K-quants) a group has signed bytes, two per column with minimums. In front of 256 k
+// each column has a float16 factor of its scales, and a second float16 factor of its minimums. With minimums, integers
+// are stored without a zero point. The minimum times the sum of a group's x is subtracted; callers compute these sums
+// once for all blocks (`input_sums`).
 //
-// INVARIANCE. A sum is one chain over the k of a group, of exact products (all numbers are exact in bf16); groups are
-// added up in order, each times its scale. Neither depends on how many rows there are: where codes are unpacked in
-// memory for some numbers of rows and in registers for others, both give the same chain. With AMX scales multiply the
-// numbers in some codings, for all numbers of rows (`SumScales`, gemm_block.h).
+// INVARIANCE. A sum is one chain of exact products over the k of a group (all numbers are exact in bf16). Groups are
+// added in order, each times its scale. Neither depends on the number of rows: codes are unpacked in memory for some
+// row counts and in registers for others, and both give the same chain. With AMX, scales multiply the numbers in some
+// codings, for every number of rows (`SumScales`, gemm_block.h).
 #pragma once
 
 #include "common.h"
@@ -40,8 +40,8 @@ struct Coding {
   Zeros zeros = Zeros::middle;
   int64_t group = 0;  // k a group; even
 
-  static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, as rounded.h has them
-  static constexpr int64_t kSpan = 256;  // k that have the upper of two levels in common
+  static constexpr int64_t kBytes64 = 2048, kNibbles64 = 1184;  // bytes of 64 k, see rounded.h
+  static constexpr int64_t kSpan = 256;  // k with a common upper level
 
   explicit operator bool() const { return numbers != Numbers::none; }
   bool four() const { return numbers == Numbers::int4 || numbers == Numbers::e2m1; }
@@ -52,14 +52,14 @@ struct Coding {
   int64_t upper() const { return scales != Scales::levels ? 0 : minimums() ? 128 : 64; }  // bytes, for kSpan k
   int64_t step() const { return four() ? 32 : numbers == Numbers::int6 ? 48 : 64; }
   int64_t groups(int64_t inputs) const { return (inputs + group - 1) / group; }
-  // Bytes from a block's beginning to that of `k`, which begins a group or is the end.
+  // Bytes from the start of a block to `k`. `k` begins a group or is the end.
   int64_t offset(int64_t k) const {
     if (rounds_rows()) return (k + 63) / 64 * (numbers == Numbers::bytes ? kBytes64 : kNibbles64);
     return groups(k) * head() + (k + 1) / 2 * step() + (k + kSpan - 1) / kSpan * upper();
   }
-  // To the head of the group at `k`: behind the upper level that may begin there.
+  // Bytes to the head of the group at `k`, after an upper level at `k`.
   int64_t head_at(int64_t k) const { return offset(k) + (k % kSpan == 0 ? upper() : 0); }
-  // To the upper level of `k`.
+  // Bytes to the upper level of `k`.
   int64_t upper_at(int64_t k) const { return offset(k / kSpan * kSpan); }
 
   static Coding of(const std::vector<int64_t>& given) {
@@ -75,7 +75,7 @@ struct Coding {
   }
 };
 
-// Rows that are multiplied; `sums`: of each group of x, where there are minimums (`input_sums`).
+// Rows to multiply; `sums`: sum of each group of x, for codings with minimums (`input_sums`).
 template <class X>
 struct Rows {
   const X* x;
@@ -86,19 +86,19 @@ struct Rows {
   Rows from(int64_t row) const { return {x + row * x_stride, x_stride, sums + row * sums_stride, sums_stride}; }
 };
 
-// sums[row, column] of `rows` rows against the block at `w`, float32 [rows, 32]; without bias and the rows' factors.
+// sums[row, column] of `rows` rows times the block at `w`, float32 [rows, 32]; without bias and the rows' factors.
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<bf16>& x, int64_t rows, float* sums);
 void coded_sums(const Coding& coding, const uint8_t* w, int64_t inputs, const Rows<float>& x, int64_t rows, float* sums);
 
-// The sum of each group of x, float32 [rows, groups]: each in one order.
+// Sum of each group of x, float32 [rows, groups], each in one fixed order.
 void input_sums(const Coding& coding, int64_t inputs, const bf16* x, int64_t x_stride, int64_t rows, float* sums);
 void input_sums(const Coding& coding, int64_t inputs, const float* x, int64_t x_stride, int64_t rows, float* sums);
 
-// Column `column` of the block at `w`: its `inputs` numbers, without the row's factor.
+// Writes the `inputs` numbers of column `column` of the block at `w`, without the row's factor.
 void coded_column(const Coding& coding, const uint8_t* w, int64_t inputs, int column, float* to);
 
-// k [begin, end) of the block at `w` in bf16 as `pack` lays it out, for AMX: the numbers, or scaled and rounded. `begin` is
-// even.
+// Writes k [begin, end) of the block at `w` in bf16, in the layout of `pack`, for AMX: plain numbers, or scaled and
+// rounded numbers. `begin` must be even.
 void coded_as_bf16(const Coding& coding, const uint8_t* w, int64_t inputs, int64_t begin, int64_t end, bool scaled,
                    uint8_t* to);
 

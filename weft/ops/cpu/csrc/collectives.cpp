@@ -1,16 +1,16 @@
-// Collectives of ranks on one host, in memory that they share (segment.h).
+// Collectives of the ranks of one host, in shared memory (segment.h).
 //
-//   gather      every rank's x, in order of ranks; x has one shape on all of them
-//   exchange    rows: sends[r] of x to rank r, receives[r] from it
+//   gather      every rank's x, in order of ranks; x has one shape on all ranks
+//   exchange    rows: sends[r] of x to rank r, receives[r] from rank r
 //   sum         of every rank's x, in order of ranks: in float32 or wider, rounded once
 //
-// What is larger than a slot goes in several rounds. Every round, all ranks say what they are in: when that
-// differs, the group ends with an error on each of them. Rings are known by numbers (an object costs Python ten times
-// as much to pass); `ring_close` frees the memory when the last call in it has ended. Calls of one rank come one after
-// the other, from any thread; `abort` may come at any time, and what waits throws.
+// Data larger than a slot goes in several rounds. In every round all ranks describe their collective: if the
+// descriptions differ, the group ends with an error on each rank. Rings are known by numbers (passing an object costs
+// Python ten times as much); `ring_close` frees the memory when the last call has ended. Calls of one rank must be
+// sequential, from any thread. `abort` may come at any time, and makes waiting calls throw.
 //
-// What fails in a collective, and every call after an abort, is a DistError, whoever made the call: a program that
-// replays it (program.cpp) lets it pass. `ring_times` says when a thread's collectives ran, where nobody else can.
+// A failure in a collective, and every call after an abort, is a DistError for every caller: a program that replays a
+// collective (program.cpp) passes the error on. `ring_times` returns the times of a thread's collectives.
 #include "operators.h"
 #include "segment.h"
 
@@ -23,9 +23,9 @@ namespace {
 
 enum Kind : uint32_t { kGather = 1, kExchange, kSum };
 
-constexpr int64_t kBlock = 512;  // elements that are summed at a time: their wide sums stay in cache
+constexpr int64_t kBlock = 512;  // elements summed at a time: their wide sums stay in the cache
 
-// A large sum: each rank sums a part of it. A small one: all ranks sum all of it, in one round.
+// Bytes of all ranks. Above, each rank sums a part. Up to here, or with two ranks, all ranks sum everything at once.
 constexpr int64_t kOneRound = 1 << 16;
 
 template <class T>
@@ -77,7 +77,7 @@ Adder adder(at::ScalarType dtype) {
   }
 }
 
-// When the collectives of a thread began and ended, while it keeps that: seconds of the clock that Python calls monotonic.
+// Begin and end of the collectives of a thread, while recorded: seconds of Python's monotonic clock.
 struct Times {
   bool kept = false;
   std::vector<double> seconds;
@@ -181,14 +181,14 @@ class Ring {
  private:
   static int64_t bytes_of(const Tensor& x) { return x.numel() * int64_t(x.element_size()); }
 
-  // Every rank's data of this round, `offset` bytes in.
+  // Every rank's data of the present round, at offset `offset`.
   std::vector<const char*> parts(int64_t offset) const {
     std::vector<const char*> made(shared_.size);
     for (int peer = 0; peer < shared_.size; ++peer) made[peer] = shared_.data(peer) + offset;
     return made;
   }
 
-  // `count` elements are in every slot: sums this rank's share of them, and takes the others' sums in another round.
+  // `count` elements are in every slot: sums this rank's share, and takes the shares of the others in another round.
   void sum_shares(Adder add, int64_t count, int64_t item, const Tensor& x, int64_t total, char* to) {
     const int64_t share = (count + shared_.size - 1) / shared_.size;
     const auto first = [&](int64_t rank) { return std::min(rank * share, count); };
@@ -202,7 +202,7 @@ class Ring {
     }
   }
 
-  // What of `expected` bytes for this rank is in the round that begins `begin` bytes into the peer's rows.
+  // Copies the part for this rank in the present round, which begins `begin` bytes into the peer's rows.
   void take(int peer, const Tensor& x, int64_t begin, int64_t expected, char* to) {
     const Note& note = shared_.note(peer);
     agree(peer, kExchange, x, note.bytes);
@@ -225,7 +225,7 @@ class Ring {
                 bytes);
   }
 
-  // After any error nobody knows what is in the slots: the group ends.
+  // After an error the content of slots is unknown: the group ends.
   template <class Work>
   void guarded(const Work& work) {
     const std::lock_guard<std::mutex> alone(alone_);
@@ -248,7 +248,7 @@ class Ring {
 };
 
 std::mutex rings_lock;
-std::map<int64_t, std::shared_ptr<Ring>> rings;  // numbers are not used again
+std::map<int64_t, std::shared_ptr<Ring>> rings;  // numbers are never reused
 int64_t rings_made = 0;
 
 std::shared_ptr<Ring> find(int64_t number) {
@@ -270,7 +270,7 @@ int64_t ring_open(int64_t fd, int64_t rank, std::vector<int64_t> pids, int64_t b
 void ring_abort(int64_t number) { find(number)->abort(); }
 
 void ring_close(int64_t number) {
-  std::shared_ptr<Ring> last;  // is unmapped after the lock is let go
+  std::shared_ptr<Ring> last;  // unmapped after the lock is released
   const std::lock_guard<std::mutex> held(rings_lock);
   const auto found = rings.find(number);
   if (found == rings.end()) return;
@@ -278,7 +278,7 @@ void ring_close(int64_t number) {
   rings.erase(found);
 }
 
-// float64 [collectives, 2]: when each of this thread began and ended since the last call. `keep`: from now on.
+// float64 [collectives, 2]: begin and end of each collective of this thread since the last call. `keep`: record.
 Tensor ring_times(bool keep) {
   Tensor made = empty_tensor({int64_t(times.seconds.size() / 2), 2}, at::TensorOptions().dtype(at::kDouble));
   std::copy(times.seconds.begin(), times.seconds.end(), made.mutable_data_ptr<double>());

@@ -1,11 +1,11 @@
-// What every file of the CPU extension includes.
+// Common includes and helpers of the CPU extension.
 //
 // Rules of the extension:
-//   * A row's bits depend on that row alone: not on the number of rows, of threads, or on how work is divided.
+//   * A row's bits depend on the row alone: not on the number of rows or threads, or on the division of work.
 //     So each output element has one fixed sequence of floating-point operations. The compiler may not fuse
-//     products and sums by itself (-ffp-contract=off): where a fused form is meant, it is written.
+//     products and sums by itself (-ffp-contract=off): fused operations are written explicitly.
 //   * bf16 is widened to float exactly, and rounded once, to nearest even.
-//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below them trust their arguments.
+//   * Checks of shapes and dtypes are TORCH_CHECKs at the entry; kernels below trust their arguments.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -39,7 +39,7 @@ namespace weft {
 using at::Tensor;
 using bf16 = at::BFloat16;
 
-// `at::empty`, whose header takes the compiler as long as all of these together.
+// `at::empty`; its header takes as long to compile as all other includes here together.
 Tensor empty_tensor(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 inline float bits_to_float(uint32_t bits) {

@@ -24,7 +24,7 @@ int64_t now_ns() {
 
 namespace {
 
-constexpr int64_t kAwake = 15'000;  // ns that a thread waits awake, as docs/adr/0007 has it for regions
+constexpr int64_t kAwake = 15'000;  // ns of waiting awake, from docs/adr/0007 for regions
 
 thread_local Crew* led = nullptr;
 
@@ -38,8 +38,8 @@ inline void breathe() {
 
 }  // namespace
 
-// A thread that goes to sleep is counted before it looks at the number for the last time, and the number is there
-// before its sleepers are looked at: so one of the two sees the other.
+// A thread counts as a sleeper before its last look at the number, and the number changes before the look at the
+// sleepers. So at least one side sees the other.
 void Gate::open(uint32_t value) {
   value_.store(value);
   if (sleepers_.load()) syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
@@ -58,11 +58,11 @@ void Gate::wait(uint32_t old) {
   sleepers_.fetch_sub(1);
 }
 
-// What one thread has waited in a region.
+// Waits of one thread in a region.
 struct Crew::Waited {
   int64_t meetings = 0, ns = 0;
   ~Waited() { waits.add(meetings, ns); }
-  // Until the gate's number is not `old`.
+  // Waits until the gate's number differs from `old`.
   void at(Gate& gate, uint32_t old) {
     const int64_t began = now_ns();
     gate.wait(old);
@@ -118,7 +118,7 @@ void Crew::show(uint32_t jobs) {
   if (shown_.value() != jobs) shown_.open(jobs);
 }
 
-// The job made last is shown when another one follows, or when it is waited for: until then it may get tails.
+// The latest job is shown when another job follows or a wait begins. Until then the job may get tails.
 void Crew::later(int64_t parts, Part part) {
   if (parts <= 0) return;
   if (made_ == kJobs) {
@@ -136,7 +136,7 @@ void Crew::later(int64_t parts, Part part) {
 }
 
 void Crew::call(const Part& part, int64_t number) noexcept {
-  if (failed_.load(std::memory_order_acquire)) return;  // what jobs made before may not be there
+  if (failed_.load(std::memory_order_acquire)) return;  // results of earlier jobs may be missing
   try {
     part(number);
   } catch (...) {
@@ -144,7 +144,7 @@ void Crew::call(const Part& part, int64_t number) noexcept {
   }
 }
 
-// Takes parts of a job that is shown, and returns when it has ended.
+// Takes parts of a shown job, and returns when the job has ended.
 void Crew::walk(uint32_t number, Waited& waited) {
   Job& job = jobs_[number];
   int64_t did = 0;
@@ -190,7 +190,7 @@ void Crew::drain() {
   if (failed_.load()) std::rethrow_exception(failure_);
 }
 
-// Ends the jobs and lets the others go.
+// Ends the jobs and releases the other threads.
 void Crew::finish() {
   try {
     drain();
@@ -199,11 +199,11 @@ void Crew::finish() {
   shown_.open(made_ | kClosed);
 }
 
-// {meetings, nanoseconds waited} since the call before.
+// {meetings, nanoseconds waited} since the previous call.
 std::vector<int64_t> take_waits() { return {waits.meetings.exchange(0), waits.nanoseconds.exchange(0)}; }
 
-// Whether programs run with a crew from now on, and the bytes of a product that one thread computes. Returns what was of
-// the first. For tests and measurements.
+// Sets whether programs run with a crew, and the bytes of a product for one thread. Returns the previous value of the
+// first. For tests and measurements.
 bool set_crews(bool value, int64_t alone) {
   alone_bytes = alone;
   return std::exchange(use_crews, value);

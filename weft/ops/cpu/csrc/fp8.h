@@ -1,4 +1,4 @@
-// Cache lines in 8 bits: E4M3 codes and a power of two for each line. ops/kv_fp8.py is the definition.
+// Cache lines in 8 bits: E4M3 codes and a power of two per line. ops/kv_fp8.py is the definition.
 #pragma once
 
 #include "vector.h"
@@ -14,7 +14,7 @@ using Words = vu;
 using Signed = vu;
 #else
 typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Signed __attribute__((vector_size(64)));  // what comparing Words gives: all bits or none
+typedef int32_t Signed __attribute__((vector_size(64)));  // result of comparing Words: all bits or none
 #endif
 
 template <class To, class From>
@@ -53,17 +53,17 @@ inline void narrow_codes(Words x, uint8_t* codes) {
 #endif
 }
 
-// 16 codes as floats, exactly. The two codes of NaN become 480: lines that have them have the scale NaN.
+// 16 codes as floats, exactly. The two NaN codes become 480: lines with such codes have the scale NaN.
 inline vf from_codes(const uint8_t* codes) {
   const Words x = widen_codes(codes), size = x & 0x7fu, sign = (x & 0x80u) << 24;
   const Words bits = size << 20;
-  // Of codes below 8 the exponent is that of 8, without the leading one.
+  // Codes below 8 have the exponent of 8, without the leading one.
   const vf small = as<vf>(bits + (121u << 23)) - splat(0x1p-6f);
   const Words made = pick(size < 8u, as<Words>(small), bits + (120u << 23));
   return as<vf>(made | sign);
 }
 
-// The nearest codes of 16 floats of at most 448, halves to the even one.
+// Nearest codes of 16 floats of at most 448; halves round to even.
 inline void to_codes(vf y, uint8_t* codes) {
   const Words bits = as<Words>(y), size = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
   // 2^14 counts in units of 2^-9, the smallest code.
@@ -72,25 +72,25 @@ inline void to_codes(vf y, uint8_t* codes) {
   narrow_codes(pick(size < (121u << 23), small, normal) | sign, codes);
 }
 
-// The scale of a line whose largest magnitude is `top`: the smallest power of two with which that is at most 448.
+// Scale of a line with largest magnitude `top`: the smallest power of two that maps `top` to at most 448.
 inline int line_power(float top) {
   const uint32_t bits = float_to_bits(top), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
   // 448 is 1.75 * 2^8.
   const int power = int(exponent) - 127 - 8 + (mantissa > 0x600000u);
-  if (bits == 0) return -9;  // any would do
+  if (bits == 0) return -9;  // any power would do
   return power < -126 ? -126 : power;
 }
 
 inline float power_of_two(int power) { return bits_to_float(uint32_t(power + 127) << 23); }
 
-// A line of n elements, a multiple of 16, to codes; returns its scale.
+// Converts a line of n elements, a multiple of 16, to codes; returns the scale.
 template <class T>
 inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
   vf top = splat(0.0f), broken = splat(0.0f);
   for (int64_t i = 0; i < n; i += kLanes) {
     const vf x = load(from + i);
     top = vmax(vabs(x), top);
-    broken = fma(x, splat(0.0f), broken);  // NaN for what is not finite
+    broken = fma(x, splat(0.0f), broken);  // NaN for values that are not finite
   }
   const bool finite = reduce_add(broken) == 0.0f;
   const int power = finite ? line_power(reduce_max(top)) : 0;
@@ -100,7 +100,7 @@ inline float quantize_line(const T* from, int64_t n, uint8_t* codes) {
 }
 
 #if WEFT_AVX512 && defined(__AVX512VBMI__)
-// The low and the high byte of each code's magnitude in bf16, which is exact.
+// Low and high byte of each code's magnitude in bf16, which is exact.
 struct CodeTable {
   alignas(64) uint8_t low[128], high[128];
   constexpr CodeTable() : low(), high() {
@@ -118,8 +118,8 @@ struct CodeTable {
 };
 constexpr CodeTable kCodeTable;
 
-// 64 codes at a time: looked up as bf16, whose exponents then take the scale's. Returns how many were done: all
-// whole sixty-fours, or none where a result could lack an exponent.
+// Dequantizes 64 codes at a time by table: a lookup as bf16, then the scale's exponent is added. Returns the number of
+// converted codes: all whole groups of 64, or none if a result could leave the exponent range.
 inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf16* to) {
   const int power = int(float_to_bits(scale) >> 23) - 127;  // 128 for NaN
   if (power < -110 || power > 110) return 0;
@@ -128,7 +128,7 @@ inline int64_t dequantize_table(const uint8_t* codes, float scale, int64_t n, bf
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), size = _mm512_set1_epi16(0x7fff);
   const int64_t whole = n / 64 * 64;
   for (int64_t i = 0; i < whole; i += 64) {
-    // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 and 32 further on share them.
+    // Unpacking works within 128 bits: codes 8 i .. 8 i + 7 share a lane with the codes 32 further on.
     const __m512i code = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(codes + i));
     const __m512i low = _mm512_permutex2var_epi8(tables[0], code, tables[1]);
     const __m512i magnitude = _mm512_permutex2var_epi8(tables[2], code, tables[3]);

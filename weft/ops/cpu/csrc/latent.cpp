@@ -1,19 +1,19 @@
-// Latent attention (DeepSeek-V2, arXiv 2405.04434): one line [latent | rotated key] a token serves all heads.
+// Latent attention (DeepSeek-V2, arXiv 2405.04434): one line [latent | rotated key] per token serves all heads.
 //
 //   latent_rope_cache   [q | latent | key] of a token: q normalized; latent normalized, key rotated -> its line
 //
-//   absorbed   q_nope x key matrix -> a query as wide as a line; attention over the lines, whose latents are the
-//              values, too; latent result x value matrix -> out. A piece has the rows of some heads.
+//   absorbed   q_nope x key matrix -> a query as wide as a line; attention over the lines, with latents as values;
+//              latent result x value matrix -> out. A piece has the rows of some heads.
 //
-//   expanded   keys and values of each head are made from lines, for so many positions at a time as a budget of
-//              memory allows; then attention of one head at a time. What a query has seen so far is carried from
-//              one part of its positions to the next, so the budget changes no bit.
+//   expanded   keys and values of each head are made from lines, for as many positions at a time as a budget of
+//              memory allows; then attention of one head at a time. The state of a query is carried from one part
+//              of the positions to the next, so the budget changes no bit.
 //
 //              line                      made for a head
 //              [latent      | key  ]     [k nope | v]     key of the head: k nope and, from the line, the rotated key
 //
-// Queries come as their projection made them and are rotated where they are packed. Core attention is attend_tile.h's,
-// so a row's bits are its own within each of the two forms; the products with the matrices are gemm_block.h's.
+// Queries arrive unrotated from their projection and are rotated during packing. Core attention is attend_tile.h, so a
+// row's bits do not depend on other rows within each of the two forms. Products with the matrices are in gemm_block.h.
 
 #include "attend_tile.h"
 #include "fp8.h"
@@ -32,7 +32,7 @@ constexpr int64_t kProductGrain = 1 << 15;  // elements of a matrix below which 
 template <class T>
 using FormatOf = std::conditional_t<std::is_same_v<T, bf16>, Bf16, F32>;
 
-// One matrix [outputs, inputs] for each head, packed as gemm_tile.h has it: [heads, blocks, steps, 32, k a step].
+// One matrix [outputs, inputs] per head, packed as in gemm_tile.h: [heads, blocks, steps, 32, k per step].
 template <class T>
 struct HeadMatrices {
   using F = FormatOf<T>;
@@ -62,7 +62,8 @@ struct HeadMatrices {
   }
 };
 
-// f(head, first row, rows) for every head and part of the rows, on as many threads as pay. It may be left behind.
+// Calls f(head, first row, rows) for every head and part of the rows, on a useful number of threads. May be left
+// behind.
 template <class F>
 void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
   const int64_t parts = divide_up(rows, kProductRows);
@@ -78,7 +79,7 @@ void over_heads(int64_t heads, int64_t rows, int64_t elements, F f) {
 
 }  // namespace
 
-// x [T, heads, inputs], strided but for its last dim -> [T, heads, outputs], each head through its own matrix.
+// x [T, heads, inputs], strided except in its last dim -> [T, heads, outputs], each head with its own matrix.
 Tensor latent_multiply(const Tensor& x, const Tensor& packed, int64_t outputs) {
   TORCH_CHECK(x.dim() == 3 && x.stride(2) == 1 && outputs > 0, "latent_multiply: shapes");
   const int64_t tokens = x.size(0), heads = x.size(1), inputs = x.size(2);
@@ -117,7 +118,7 @@ inline void take_pairs(const float* from, int n, vf& first, vf& second) {
 struct Angles {
   const float *cos, *sin;  // [tokens, half]
   int64_t half;
-  bool interleaved;  // pairs are neighbours when they come; they leave as halves
+  bool interleaved;  // input pairs are neighbours; output pairs are halves
 
   static Angles of(const Tensor& cos, const Tensor& sin, int64_t tokens, bool interleaved) {
     TORCH_CHECK(cos.dim() == 2 && cos.size(0) == tokens && cos.sizes() == sin.sizes() && cos.is_contiguous() &&
@@ -160,8 +161,8 @@ void check_lines(const Tensor& cache, const std::optional<Tensor>& scales, const
 
 }  // namespace
 
-// joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]; without it nothing is
-// done to that part, and an empty tensor is returned.
+// joined [T, first + lora + rope]. Returns the first part normalized by q_weight [first]. Without q_weight the first
+// part is untouched, and an empty tensor is returned.
 Tensor latent_rope_cache(const Tensor& joined, const std::optional<Tensor>& q_weight, const Tensor& weight, double eps,
                          const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& cache,
                          const Tensor& writes, const std::optional<Tensor>& scales,
@@ -210,7 +211,7 @@ namespace {
 
 constexpr size_t kBudget = 16 << 20;  // bytes of queries, or of expanded keys and values, at a time
 
-// What both forms are given.
+// Inputs of both forms.
 template <class Element>
 struct Given {
   using T = Element;
@@ -219,7 +220,7 @@ struct Given {
   T* out;
   int64_t q_stride, out_stride;  // between tokens
   const T* cache;
-  const uint8_t* codes;  // instead of `cache`, with
+  const uint8_t* codes;  // 8-bit cache, instead of `cache`, with
   const float* scales;   // a scale for each line, and
   const T* rotated;      // the lines' keys
   Angles angles;
@@ -280,7 +281,7 @@ struct Absorbed {
   T* out(const Piece& piece, int row) const { return result + place(piece, row) * value; }
 };
 
-// How many pieces share a query's heads. Few sequences with much to do are divided over the threads.
+// Returns the number of pieces that share a query's heads. Few long sequences are divided over the threads.
 template <class T>
 int head_parts(const Given<T>& given) {
   int64_t work = 0;
@@ -307,7 +308,7 @@ void absorbed(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
       end = all[i].token + all[i].queries;
     }
     const size_t bytes = size_t((end - begin) * each);
-    if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // who use the memory that there was
+    if (Crew* crew = Crew::current(); crew && !kept.holds(bytes)) crew->drain();  // pending loops use the old memory
     T* q = reinterpret_cast<T*>(kept.at_least(bytes));
     T* latent = q + (end - begin) * given.heads * width;
     over_heads(given.heads, end - begin, keys.inputs * keys.outputs, [=](int64_t head, int64_t first, int64_t count) {
@@ -379,7 +380,7 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
     for (int64_t at = part.begin; at < part.end; at += kProductRows)
       pieces.push_back({part.row, at, std::min(part.end, at + kProductRows), part.base + at - part.begin});
   const int64_t count = int64_t(pieces.size()), stride = given.nope + given.value;
-  // Whole pieces where there are enough of them: a piece's lines are gathered once an item.
+  // Whole pieces if there are enough: a piece's lines are gathered once per item.
   const int64_t some = count >= 4 * at::get_num_threads() ? given.heads : 1, groups = given.heads / some;
   spread(count * groups, 1, [&](int64_t begin, int64_t end) {
     static thread_local Kept kept;
@@ -401,8 +402,8 @@ void expand(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatric
   });
 }
 
-// The parts of every sequence's positions, in batches of at most `most` keys. All but a sequence's first begin at
-// multiples of `most`, which is a number of splits.
+// The parts of every sequence's positions, in batches of at most `most` keys. All parts except a sequence's first begin
+// at multiples of `most`, which is a multiple of the split.
 inline std::vector<std::vector<Part>> batches(const Rows& rows, int64_t most, int window) {
   std::vector<std::vector<Part>> made;
   int64_t used = most;
@@ -432,7 +433,7 @@ void expanded(const Given<T>& given, const HeadMatrices<T>& keys, const HeadMatr
   for (size_t i = all.size(); i-- > 0;) from[size_t(all[i].row)] = i;
   for (int64_t row = given.rows.count; row-- > 0;) from[size_t(row)] = std::min(from[size_t(row)], from[size_t(row) + 1]);
   for (Piece& piece : all) {
-    piece.partial = carried;  // until it is cut up
+    piece.partial = carried;  // until the piece is cut
     const bool whole = piece.low / most == (piece.high - 1) / most;
     carried += whole ? 0 : given.heads;
     piece.first = piece.last = whole;
@@ -538,7 +539,7 @@ void latent_absorbed(const Tensor& q, const Tensor& cos, const Tensor& sin, bool
   });
 }
 
-// The same with keys: for each head [nope, lora]; budget: bytes of expanded keys and values, 0 for the usual.
+// The same with keys: for each head [nope, lora]; budget: bytes of expanded keys and values, 0 for the default.
 void latent_expanded(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved, const Tensor& out,
                      const Tensor& cache, const Tensor& offsets, const Tensor& starts, const Tensor& table,
                      const Tensor& keys, const Tensor& values, int64_t lora, int64_t window, double scale,

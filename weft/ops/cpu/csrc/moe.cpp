@@ -3,29 +3,30 @@
 //   out[t] = round( sum_j weight[t, j] * expert[ids[t, j]](x[t])  +  gate[t] * shared(x[t]) )        in top-k order
 //   expert(x) = down( round( activation(gate(x)) * up(x) ) )
 //
-//   slots      a token and one of its chosen experts; sorted by expert, so that an expert's are neighbours
-//   phases     1  router logits, and the gated half of the shared expert, which waits for no router
+//   slots      a token and one of its chosen experts; sorted by expert, so an expert's slots are neighbours
+//   phases     1  router logits, and the gated half of the shared expert, which needs no router
 //              2  ids and weights of each token; slots sorted
 //              3  the gated half of the experts           -> act  [slots, n]
 //              4  the other half of experts and shared    -> made [slots, hidden], float32
 //              5  combination
-// Where ranks divide the experts, a layer is made of parts of this, between which rows travel (weft/moe/parallel.py):
 //
-//   moe_route    phases 1 and 2 of tokens: their experts, weights, and the shared expert's gate
-//   moe_part     phases 3 and 4 of the experts that are here, for pairs of token and place; a place is an expert's number
-//                among those, or -1: elsewhere. Out comes each expert by itself, or their weighted sum in top-k order.
+// If ranks divide the experts, a layer calls parts of the block, and rows travel in between (weft/moe/parallel.py):
+//
+//   moe_route    phases 1 and 2 of tokens: experts, weights, and the shared expert's gate
+//   moe_part     phases 3 and 4 of the local experts, for pairs of token and place. A place is the number of a local
+//                expert, or -1 for an expert elsewhere. Result: separate experts, or the weighted sum in top-k order.
 //   moe_shared   the shared expert
-//   moe_finish   phase 5, of what all ranks' experts made
+//   moe_finish   phase 5, on the outputs of all ranks' experts
 //
-// An expert by itself is float32, not rounded: added to other ranks' zeros it gives moe_finish what phase 5 of the
-// whole block has, and so the same bits.
+// A separate expert output is float32 and not rounded. Added to the zeros of other ranks, the output equals the input
+// of phase 5 of the whole block, so moe_finish gives the same bits.
 //
-//   item       some rows of one matrix by some of its blocks, of about equal cost: threads take the next one that
-//              is left. One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
+//   item       some rows of one matrix times some of its blocks, of about equal cost: threads take the next free item.
+//              One token is 4 to 10 experts cut by blocks; 2,048 tokens are experts cut by rows.
 //
-// INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations
-// on that token's values (gemm_block.h, routing.h), whatever item and thread they fall to. Sums are float32 and are
-// rounded twice: between the halves of an expert, and at the end.
+// INVARIANCE. Logits, choice, both products and the combination of a token are each one sequence of operations on the
+// token's values (gemm_block.h, routing.h), for any item and thread. Sums are float32 and are rounded twice: between
+// the halves of an expert, and at the end.
 #include "crew.h"
 #include "gemm_block.h"
 #include "moe.h"
@@ -41,18 +42,18 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed one part after the other
+constexpr int64_t kMadeBytes = 32 << 20;  // of `made`: more tokens are computed in several parts
 constexpr int64_t kItemsPerThread = 8;
-constexpr int64_t kFewTokens = 16;  // not worth dividing in phases 2 and 5
+constexpr int64_t kFewTokens = 16;  // too few to divide in phases 2 and 5
 constexpr int64_t kColumns = 1024;  // of an item of phase 5
-constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines sooner than others come
+constexpr int64_t kAddedAlone = 1 << 14;  // elements that one thread combines before others arrive
 
 using Optional = std::optional<Tensor>;
 
-// Matrices of one shape, packed one after another: those of all experts, or one.
+// Matrices of one shape, packed one after another: all experts, or a single matrix.
 struct Matrix {
   // [matrices, blocks, steps, 32, depth], or coded [matrices, blocks, bytes]; float32 [matrices, rows]: scales of int8,
-  // factors of codes; x's [matrices, rows]
+  // or factors of codes; bias in x's dtype [matrices, rows]
   Optional packed, scales, bias;
   Layout layout{0, 0, false};
   int64_t matrices = 0;
@@ -69,7 +70,7 @@ struct Item {
   int64_t row_begin, row_end, block_begin, block_end;  // rows: slots, or tokens of the router and the shared expert
 };
 
-// Memory that stays from call to call; a new call overwrites it.
+// Memory retained between calls; each call overwrites the content.
 class Scratch {
  public:
   void begin(int64_t bytes) {
@@ -189,14 +190,14 @@ class Moe {
 
 namespace {
 
-// What a pass over some tokens makes of their experts, whose places in `up` and `down` are given: [tokens, top_k].
+// Input and output of a pass over tokens whose places in `up` and `down` are given: [tokens, top_k].
 struct Part {
   const int64_t* places;
   const float* scales;  // [tokens, top_k], for sums; or null
   void* out;            // x's dtype [tokens, hidden]: sums; or float32 [tokens, top_k, hidden]
 };
 
-// One call, or a part of its tokens. F: the format of the experts' weights.
+// One call, or a part of its tokens. F: format of the experts' weights.
 template <class F>
 class Pass {
   using X = typename F::X;
@@ -218,7 +219,7 @@ class Pass {
     shared_made_ = scratch.take<float>(moe.shared ? tokens * moe.hidden : 0);
   }
 
-  // Experts, weights and, with a gated shared expert, its gate, of each token.
+  // Experts and weights of each token, and the shared expert's gate if there is one.
   static void run_route(const std::shared_ptr<Pass>& pass, int64_t* chosen, float* weights, float* gates) {
     Pass& p = *pass;
     p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
@@ -231,7 +232,7 @@ class Pass {
     settle();
   }
 
-  // The experts that are here, of pairs chosen before.
+  // The local experts, for pairs chosen before.
   static void run_part(const std::shared_ptr<Pass>& pass, const Part& part) {
     Pass& p = *pass;
     for (int64_t slot = 0; slot < p.slots_; ++slot) p.chosen_[slot] = int32_t(part.places[slot]);
@@ -266,7 +267,7 @@ class Pass {
            Scratch::need<float>(slots * moe.hidden) + Scratch::need<float>(moe.shared ? tokens * moe.hidden : 0);
   }
 
-  // The whole block. May be left behind.
+  // The whole block. May be left behind as loops.
   static void run(const std::shared_ptr<Pass>& pass) {
     Pass& p = *pass;
     p.add_items(p.first_, Kind::router, p.moe_.router, 0, 0, p.tokens_, 1.0);
@@ -293,10 +294,10 @@ class Pass {
   }
 
  private:
-  // A loop; the next one begins when it has ended. Crews are told of `parts`, which take turns if there is more to do.
+  // A loop; the next loop begins at its end. Crews get the number of `parts`, which are reused for more work.
   struct Phase {
     int64_t parts;
-    std::function<int64_t()> count;  // of what there is to do: known when the phase before has ended
+    std::function<int64_t()> count;  // amount of work; known at the end of the previous phase
     std::function<void(int64_t)> run;
   };
   static int64_t one() { return 1; }
@@ -315,7 +316,7 @@ class Pass {
     if (Crew* crew = Crew::current()) crew->drain();
   }
 
-  // `many`: whether other threads are worth waking.
+  // `many`: true if other threads are worth waking.
   static void run_phases(const std::shared_ptr<Pass>& pass, std::vector<Phase> phases, bool many) {
     if (Crew* crew = Crew::current()) {
       for (Phase& phase : phases) {
@@ -353,7 +354,7 @@ class Pass {
 
   static int64_t tiles_of(int64_t rows) { return divide_up(rows, kRows); }
 
-  // Tiles times blocks of one item, so that there are some for each thread.
+  // Tiles times blocks per item, so that there are several items for each thread.
   double target(double cost) const { return std::max(1.0, cost / double(threads_ * kItemsPerThread)); }
 
   void add_items(std::vector<Item>& items, Kind kind, const Matrix& matrix, int64_t expert, int64_t begin,
@@ -390,7 +391,7 @@ class Pass {
     }
   }
 
-  // Rows x of an item against its blocks; x and out are the item's first row.
+  // Rows x of an item times its blocks; x and out begin at the item's first row.
   template <class Format, class Out>
   void multiply(const Matrix& matrix, const Item& item, const typename Format::X* x, int64_t x_stride,
                 Activation activation, Out* out, int64_t out_stride) const {
@@ -420,7 +421,7 @@ class Pass {
     }
   }
 
-  // x of an expert's slots, as neighbours: {first row, stride}.
+  // x of an expert's slots as neighbours: {first row, stride}.
   std::pair<const X*, int64_t> gather(const Item& item) const {
     const int64_t rows = item.row_end - item.row_begin, hidden = moe_.hidden, k = rule_.top_k;
     if (rows == 1) return {x_ + order_[item.row_begin] / k * x_stride_, x_stride_};
@@ -434,7 +435,7 @@ class Pass {
 
   // --- the choice ---
 
-  // In bf16 where the router's weights are packed so (they are exactly those), else on x widened.
+  // In bf16 if the router's weights are packed in bf16 (exactly), otherwise on widened x.
   void route_logits(const Item& item) {
     float* out = logits_ + item.row_begin * width_;
     const X* x = x_ + item.row_begin * x_stride_;
@@ -462,7 +463,7 @@ class Pass {
     }
   }
 
-  // Slots by expert, then by token, but those of no expert here; and the items of the experts, and of the shared one.
+  // Sorts slots by expert, then by token, without slots of experts elsewhere; makes the items of all experts.
   void sort(bool with_shared) {
     const int64_t experts = moe_.up.matrices;
     std::vector<int64_t> begin(size_t(experts) + 1, 0);
@@ -497,7 +498,7 @@ class Pass {
     return 1.0f / (1.0f + std::exp(-logits_[token * width_ + rule_.experts]));
   }
 
-  // The weighted sum of what one token's experts here made, in top-k order; 0 where there are none.
+  // Writes the weighted sum of one token's local experts, in top-k order; 0 without any.
   void add_up(int64_t token, X* out) const {
     const int64_t k = rule_.top_k, hidden = moe_.hidden;
     const int32_t* place = place_ + token * k;
@@ -513,7 +514,7 @@ class Pass {
     });
   }
 
-  // What each of one token's experts made; 0 of those elsewhere.
+  // Writes the output of each of one token's experts; 0 for experts elsewhere.
   void lay_out(int64_t token, float* out) const {
     const int64_t k = rule_.top_k, hidden = moe_.hidden;
     for (int64_t slot = token * k; slot < (token + 1) * k; ++slot) {
@@ -558,7 +559,7 @@ class Pass {
   std::vector<Item> first_, second_, third_;
 };
 
-// `run(pass, first token)` of parts of x's tokens that need memory within bounds.
+// Calls `run(pass, first token)` for parts of x's tokens, so that memory stays bounded.
 template <class F, class Run>
 void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X* out, Run run) {
   using X = typename F::X;
@@ -577,10 +578,10 @@ void in_parts(const Moe& moe, const Tensor& x, const int64_t* ids, typename F::X
   }
 }
 
-// `run` as above, of x in the format of the experts' weights.
+// The same with the format of the experts' weights.
 template <class Run>
 void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out, Run run) {
-  const bool int8 = moe.up.int8() || moe.down.int8();  // coded matrices are no format's
+  const bool int8 = moe.up.int8() || moe.down.int8();  // coded matrices have no format
   const auto as = [&]<class F>(F) {
     in_parts<F>(moe, x, ids, out ? out->mutable_data_ptr<typename F::X>() : nullptr, run);
   };
@@ -590,7 +591,7 @@ void by_format(const Moe& moe, const Tensor& x, const int64_t* ids, Tensor* out,
     int8 ? as(Int8F32()) : as(F32());
 }
 
-// x [T, hidden] in bf16 or float32, as the weights; a row's elements are made neighbours.
+// x [T, hidden] in bf16 or float32, matching the weights; returns contiguous rows.
 Tensor checked(const Tensor& given, const Moe& moe) {
   TORCH_CHECK(given.dim() == 2 && given.size(1) == moe.hidden, "moe: x must be [tokens, ", moe.hidden, "]");
   const bool narrow = given.scalar_type() == at::kBFloat16;
@@ -605,7 +606,7 @@ Tensor checked(const Tensor& given, const Moe& moe) {
   return in_order(given, given.stride(1) == 1 || moe.hidden <= 1);
 }
 
-// The ids of `tokens` tokens, where a table is read with them; else nothing.
+// The ids of `tokens` tokens if experts come from a table; otherwise nothing.
 Tensor checked_ids(const Optional& ids, const Moe& moe, int64_t tokens) {
   if (!moe.table) return {};
   TORCH_CHECK(ids && ids->scalar_type() == at::kLong && ids->dim() == 1 && ids->size(0) == tokens,
@@ -634,7 +635,7 @@ std::shared_ptr<const Moe> make_moe(Tensor router, Optional router_bias, Optiona
 
 int64_t nbytes(const Moe& moe) { return moe.nbytes(); }
 
-// x [T, hidden] in bf16 or float32, as the weights; ids int64 [T], read where experts are chosen by a table.
+// x [T, hidden] in bf16 or float32, matching the weights; ids int64 [T], read if experts come from a table.
 Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   TORCH_CHECK(moe.up.matrices == moe.rule.experts, "moe: ", moe.up.matrices, " of ", moe.rule.experts,
               " experts are here");
@@ -646,8 +647,8 @@ Tensor moe(const Tensor& given, const Optional& ids, const Moe& moe) {
   return out;
 }
 
-// Experts int64 [T, k] of all, their weights float32 [T, k], and float32 [T, 1] what the shared expert is multiplied
-// by; [T, 0] where it is not.
+// Returns experts int64 [T, k] (global numbers), weights float32 [T, k], and the shared expert's factor float32 [T, 1],
+// or [T, 0] without a gate.
 std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional& ids,
                                              const Moe& moe) {
   const Tensor x = checked(given, moe);
@@ -667,8 +668,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_route(const Tensor& given, const Optional
   return {chosen, weights, gates};
 }
 
-// x [T, hidden]; places int64 [T, k] of experts here, -1: elsewhere. scales float32 [T, k]: [T, 1, hidden] in x's dtype,
-// sums; without: float32 [T, k, hidden].
+// x [T, hidden]; places int64 [T, k] of local experts, -1: elsewhere. With scales float32 [T, k]: sums [T, 1, hidden]
+// in x's dtype. Without scales: float32 [T, k, hidden].
 Tensor moe_part(const Tensor& given, const Tensor& given_places, const Optional& given_scales,
                 const Moe& moe) {
   const Tensor x = checked(given, moe);
@@ -730,8 +731,8 @@ void finish(const Tensor& total, const float* scales, const float* shared, const
 
 }  // namespace
 
-// What a block's tokens get: [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
-// float32 [T, A], each expert by itself (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
+// Returns the block's output [T, hidden] in `dtype`. total [T, A, hidden]: sums (A = 1, in `dtype`) or, with scales
+// float32 [T, A], separate experts (float32); shared float32 [T, hidden], gates float32 [T, 1 or 0].
 Tensor moe_finish(const Tensor& given, const Optional& scales, const Optional& shared, const Optional& gates,
                   at::ScalarType dtype) {
   TORCH_CHECK(given.dim() == 3 && given.size(1) > 0 && (scales || given.size(1) == 1), "moe: total must be [T, A, hidden]");

@@ -1,37 +1,36 @@
-// How long a waiting thread stays awake before it sleeps.
+// Time for which a waiting thread stays awake before sleep.
 //
-// To wait awake saves the two thread switches of a sleep, if what is waited for comes within microseconds. On a
-// contended machine it does not come: the peer is queued for a core, perhaps for the one that the waiting thread
-// keeps busy, and a thread that burns its time slice awake is queued longer itself. Nothing tells a process that
-// the machine is contended, but its own waits show it. So a run of waits that all outlasted the limit ends waiting
-// awake, and from then on every kProbe-th wait is awake to see whether that pays again. A peer that is always late
-// because it has more to compute gives the same signs, and there the sleep is right, too.
+// Waiting awake saves the two thread switches of a sleep if the awaited event comes within microseconds. On a contended
+// machine the event comes later: the peer is queued for a core, perhaps for the core of the waiting thread. A thread
+// that spends its time slice awake is then queued longer as well. No system call reports contention, but the waits show
+// it. So a run of waits beyond the limit ends waiting awake. From then on every kProbe-th wait is awake, as a test. A
+// peer with more work than this thread looks the same, and sleep is right then, too.
 #pragma once
 
 #include <chrono>
 
 namespace weft {
 
-// Of one waiting thread at a time.
+// State of one waiting thread.
 class Patience {
  public:
   using Duration = std::chrono::steady_clock::duration;
 
-  // `limit`: of a wait without sleep; 0 where waiting awake cannot pay (more ranks than cores).
+  // `limit`: of a wait without sleep; 0 if waiting awake cannot pay (more ranks than cores).
   explicit Patience(Duration limit) : limit_(limit) {}
 
-  // How long the wait that begins now stays awake.
+  // Returns how long the wait that begins now stays awake.
   Duration awake() {
     if (late_ < kLate) return limit_;
     return ++asleep_ % kProbe == 0 ? limit_ : Duration::zero();
   }
 
-  // A wait that was awake has ended: before its limit, or in sleep.
+  // Reports the end of an awake wait: before the limit, or in sleep.
   void ended(bool in_time) { late_ = in_time ? 0 : late_ + (late_ < kLate); }
 
  private:
-  static constexpr int kLate = 4;    // so many in a row are no accident
-  static constexpr int kProbe = 16;  // a probe in vain costs limit / kProbe a wait
+  static constexpr int kLate = 4;  // a run this long is no accident
+  static constexpr int kProbe = 16;  // a failed probe costs limit / kProbe per wait
 
   const Duration limit_;
   int late_ = 0;

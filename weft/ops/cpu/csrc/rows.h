@@ -1,7 +1,7 @@
 // Rows of elements, each computed alone: norms, and division over threads.
 //
-// A row's sum of squares is 16 partial sums, one a lane, added by the fixed tree of `reduce_add`. Sizes need not
-// be multiples of 16; absent lanes are 0.
+// A row's sum of squares is 16 partial sums, one per lane, added by the fixed tree of `reduce_add`. Sizes need not be
+// multiples of 16; missing lanes are 0.
 #pragma once
 
 #include "crew.h"
@@ -24,7 +24,7 @@ void over_rows(int64_t rows, int64_t width, F f) {
   spread(rows, grain, f);
 }
 
-// The same, left behind where there is a crew: f owns what it captures.
+// The same, left behind if there is a crew: f owns its captures.
 template <class F>
 void over_rows_later(int64_t rows, int64_t width, F f) {
   spread_later(rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)), f);

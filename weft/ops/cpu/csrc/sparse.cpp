@@ -1,12 +1,12 @@
-// Sparse attention (DeepSeek-V3.2; DeepSeek-V4, section 2.3): each token has a list of entries of its own.
+// Sparse attention (DeepSeek-V3.2; DeepSeek-V4, section 2.3): each token has a separate list of entries.
 //
-//   list of a token   [ entries of the window, oldest first | groups, lowest first: all it may see, or its choice ]
-//   sparse_attend     a piece is one token with some of its heads; to attend_tile.h the list's places 0 .. n - 1
+//   list of a token   [ entries of the window, oldest first | groups, lowest first: all visible groups, or a choice ]
+//   sparse_attend     a piece is one token with some of its heads; for attend_tile.h the list's places 0 .. n - 1
 //                     are positions, all visible
-//   sparse_select     scores of all groups a token may see, a tile of keys at a time for several tokens; then its
-//                     `top` highest, of equals the lowest
+//   sparse_select     scores of all groups visible to a token, a tile of keys at a time for several tokens; then its
+//                     `top` highest, with the lowest places first among equals
 //
-// A row's bits follow from its query and its list alone, a score's from its query, its weights and one key.
+// A row's bits depend on its query and its list alone; a score's bits on its query, its weights and one key.
 
 #include "attend_tile.h"
 #include "operators.h"
@@ -19,7 +19,7 @@ namespace weft {
 namespace attend {
 namespace {
 
-// A paged cache of entries as wide as `width`, of which `dim` elements from `from` on are read.
+// A paged cache of entries of `width` elements; `dim` elements from `from` on are read.
 template <class T>
 struct Entries {
   const T* data = nullptr;
@@ -41,7 +41,7 @@ struct Entries {
     return data + (id * block + entry % block) * width + from;
   }
 
-  // Every table entry from `low` on, below `high`, names a block of the cache.
+  // Checks that every table entry from `low` on, below `high`, names a block of the cache.
   void check(int64_t row, int64_t low, int64_t high) const {
     if (low >= high) return;
     TORCH_CHECK((high - 1) / block < table_width, "sparse: row ", row, " reaches entry ", high - 1, " of a table of ",
@@ -53,7 +53,7 @@ struct Entries {
   }
 };
 
-// f(row, token, position) for every token.
+// Calls f(row, token, position) for every token.
 template <class F>
 void over_tokens(const Tensor& offsets, const Tensor& starts, int64_t tokens, F f) {
   TORCH_CHECK(offsets.is_contiguous() && starts.is_contiguous() && offsets.size(0) == starts.size(0) + 1,
@@ -118,7 +118,7 @@ struct Chosen {
   }
 };
 
-// How many groups a token chose; they come first, ascending, and -1 follows.
+// Number of groups chosen by a token. The groups come first, ascending; -1 follows.
 inline int64_t count_chosen(const int64_t* chosen, int64_t top, int64_t limit) {
   int64_t count = 0;
   for (; count < top && chosen[count] >= 0; ++count)
@@ -174,7 +174,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
         far.check(row, picks[token * top], picks[token * top + list.groups - 1] + 1);
       lists.push_back(list);
     });
-    // Few tokens have their heads divided over the threads.
+    // For few tokens, heads are divided over the threads.
     const int64_t wanted = tokens < at::get_num_threads() ? std::min<int64_t>(at::get_num_threads(), heads / 4) : 1;
     int64_t parts = std::max<int64_t>(1, wanted);
     while (heads % parts || heads / parts > kRows) ++parts;
@@ -196,7 +196,7 @@ void sparse_attend(const Tensor& q, const Tensor& out, const Tensor& offsets, co
     for (int64_t token = 0; token < tokens; ++token) {
       const List& list = lists[size_t(token)];
       const int64_t count = list.window + list.groups;
-      if (!count) {  // nothing to see
+      if (!count) {  // nothing visible
         std::fill_n(scene.result + token * scene.out_stride, heads * value, T(0.0f));
         continue;
       }
@@ -211,15 +211,15 @@ namespace {
 
 // --- the choice of groups -------------------------------------------------------------------------------------
 
-constexpr int64_t kTogether = 8;         // tokens that share a packed tile
-constexpr int64_t kTiles = 16;           // tiles of an item of work
-constexpr int64_t kScores = 4 << 20;     // scores kept at a time (of one token there may be more)
+constexpr int64_t kTogether = 8;  // tokens with a common packed tile
+constexpr int64_t kTiles = 16;  // tiles per item of work
+constexpr int64_t kScores = 4 << 20;  // scores in memory at a time (one token may have more)
 
 struct Asked {
   int64_t row, token, limit;
 };
 
-// The scores of some tokens of a sequence for the groups of some tiles, added over heads in their order.
+// The scores of tokens of one sequence for the groups of some tiles, added over heads in order.
 template <class T, class E>
 class Scorer {
   using elem = typename E::elem;
@@ -251,7 +251,7 @@ class Scorer {
       for (int at = 0; at < kTile; ++at)
         to[at] = tile + at < most ? keys_.at(asked[0].row, tile + at) : reinterpret_cast<const T*>(kZeros);
     };
-    const bool fetched = count * heads_ <= kFetchRows;  // with more rows a tile is computed long enough
+    const bool fetched = count * heads_ <= kFetchRows;  // with more rows the computation of a tile is long enough
     if (begin < end) point(begin, ahead);
     for (int64_t tile = begin; tile < end; tile += kTile) {
       std::copy_n(ahead, kTile, lines);
@@ -286,10 +286,10 @@ class Scorer {
   float *wide_, *made_;
 };
 
-// Scores as numbers that ascend as they do: -NaN, -inf .. -0, 0 .. inf, NaN. Filled up with 0 to whole vectors.
+// Scores as integers of the same order: -NaN, -inf .. -0, 0 .. inf, NaN. Padded with 0 to whole vectors.
 struct Ascending {
   std::vector<uint32_t> keys;
-  uint32_t all, any;  // bits that every one, and that some one of them has
+  uint32_t all, any;  // bits set in every score, and bits set in some score
 
   void take(const float* scores, int64_t count) {
     keys.resize(size_t((count + kLanes - 1) / kLanes * kLanes));
@@ -305,7 +305,7 @@ struct Ascending {
     any = in_any;
   }
 
-  // How many are `low` or more; 0 is never asked for.
+  // Number of scores of `low` or more; `low` is never 0.
   int64_t reach(uint32_t low) const {
     int64_t found = 0;
     for (size_t i = 0; i < keys.size(); i += kLanes) found += std::popcount(at_least(&keys[i], low));
@@ -313,20 +313,20 @@ struct Ascending {
   }
 };
 
-// The places of the `top` highest of `count` scores, ascending; of equals the lowest places win. top <= count.
-// What the last of them is told by is found bit by bit: passes that compare and count, at most 32, whatever the scores.
+// Writes the places of the `top` highest of `count` scores, ascending; the lowest places win among equals. top <=
+// count. The threshold is found bit by bit, in at most 32 passes of compare and count, for any scores.
 inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to) {
   static thread_local Ascending sorted;
   sorted.take(scores, count);
   int bit = int(std::bit_width(sorted.all ^ sorted.any));
-  uint32_t low = bit < 32 ? sorted.any >> bit << bit : 0;  // with this all begin
+  uint32_t low = bit < 32 ? sorted.any >> bit << bit : 0;  // all scores begin with these bits
   while (bit-- > 0) {
     const uint32_t more = low | 1u << bit;
     const int64_t found = sorted.reach(more);
     if (found >= top) low = more;
     if (found == top) break;
   }
-  int64_t equals = low < ~0u ? top - sorted.reach(low + 1) : top;  // so many that are just `low`
+  int64_t equals = low < ~0u ? top - sorted.reach(low + 1) : top;  // number of places for scores equal to `low`
   int64_t made = 0;
   for (int64_t i = 0; made < top; i += kLanes) {
     const uint32_t reached = at_least(&sorted.keys[size_t(i)], low);
@@ -341,8 +341,8 @@ inline void highest(const float* scores, int64_t count, int64_t top, int64_t* to
 
 }  // namespace
 
-// q [T, heads, dim]; weights float [T, heads]; cache [blocks, per block, width], whose entries end with a key of dim.
-// Returns int64 [T, top]: ascending, then -1.
+// q [T, heads, dim]; weights float [T, heads]; cache [blocks, per block, width], entries end with a key of dim. Returns
+// int64 [T, top]: ascending, then -1.
 Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache, const Tensor& offsets,
                      const Tensor& starts, const Tensor& table, int64_t ratio, int64_t top, int64_t engine) {
   TORCH_CHECK(q.dim() == 3 && weights.dim() == 2 && weights.sizes() == q.sizes().slice(0, 2) &&
@@ -368,7 +368,7 @@ Tensor sparse_select(const Tensor& q, const Tensor& weights, const Tensor& cache
     });
     std::vector<float> scores;
     for (size_t first = 0; first < asked.size();) {
-      // As many tokens as their scores have room; a group of them is of one sequence.
+      // As many tokens as there is room for scores; tokens of one group belong to one sequence.
       std::vector<std::pair<size_t, size_t>> shared;
       int64_t stride = 0;
       size_t end = first;
