@@ -1,1 +1,1 @@
-"""Drafters: who proposes the tokens that a step verifies beside its own. No output depends on them."""
+"""Drafters propose tokens that a step verifies beside its own token. Outputs do not depend on drafters."""
