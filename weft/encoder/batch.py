@@ -8,15 +8,12 @@ Embeddings of 1 are sent in a step of their own, because a transfer ends when it
 steps never follow each other while images wait for the tower.
 
 A batch has at most ``encode_patches`` and ``encode_items``; an image with more patches goes alone. The order
-is
-that of sequences, and of images within a sequence. No transfer is passed: the first image that does not fit
-ends
-the batch, and a full pool ends the batch until some embedding has left.
+is that of sequences, and of images within a sequence. No transfer is passed: the first image that does not
+fit ends the batch, and a full pool ends the batch until some embedding has left.
 
 Only embeddings promised to a receiver with memory are pinned. So the first of these always gets its memory
-once
-embeddings in transit have landed: all others can be evicted, and no two groups wait for each other's memory.
-Encoding ahead of the receiver takes no memory from anything that a transfer waits for.
+once embeddings in transit have landed: all others can be evicted, and no two groups wait for each other's
+memory. Encoding ahead of the receiver takes no memory from anything that a transfer waits for.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
                 ╰────────────────────┴── ends otherwise ────────────┴──► over ──Freed──► gone
 
 A transfer pins its embedding from the plan with ``SendMedia`` until nobody reads the embedding any more, even
-if
-the sequence has ended.
+if the sequence has ended.
 """
 
 from __future__ import annotations

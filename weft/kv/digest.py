@@ -1,8 +1,7 @@
 """The digest of a slot table, which engine and ranks compare at every step before any of them computes.
 
 Each rank computes a digest from the plans it received. A lost frame, swapped rows, a sequence that should
-have
-left, or a wrong block changes the next digest, and the rank that notices stops.
+have left, or a wrong block changes the next digest, and the rank that notices stops.
 
     digest = XOR over live slots of hash(slot, gen, its AllocSlot, block tables, bound)
              ^ running hash of the other ops ^ hash(step, the step's rows in their order)

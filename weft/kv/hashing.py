@@ -4,8 +4,7 @@
 
 So equal hashes mean equal tokens and media from position 0, and equal fields, such as a salt. The hash is 128
 bits of BLAKE2b: an accidental collision is negligible, and an attack costs 2^64 hashes. Every part of
-variable
-length is hashed after its length, so that no two different inputs give the same bytes.
+variable length is hashed after its length, so that no two different inputs give the same bytes.
 """
 
 from __future__ import annotations

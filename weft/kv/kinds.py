@@ -2,8 +2,7 @@
 
 The content of an entry (keys and values, a latent, a compressed group of positions) does not matter here.
 Groups differ in the entries that they store: every entry (``FullKind``), the last entries (``WindowKind``),
-or
-no entries but snapshots at some boundaries (``weft.kv.snapshots``).
+or no entries but snapshots at some boundaries (``weft.kv.snapshots``).
 
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty

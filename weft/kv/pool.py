@@ -13,8 +13,7 @@ A block is in exactly one of these places:
 A reference released while plans in flight still name the block lasts until the last such plan commits.
 
 A *pin* is a reference by a reader or writer outside the group (a transfer). A pin belongs to no step and
-outlives
-``reset``. A block is free after its last step and its last pin.
+outlives ``reset``. A block is free after its last step and its last pin.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Recurrent states in the prefix cache: snapshots, and the boundaries of snapshots.
 
 A slot has the state after all its positions and needs no block. A block has a copy: the state after a prefix.
-A
-sequence with exactly this prefix can start from the copy; earlier snapshots are not needed.
+A sequence with exactly this prefix can start from the copy; earlier snapshots are not needed.
 
     positions   0 ......... boundary ....... num_scheduled
     blocks          [one snapshot]           the live state, in the slot
 
 Snapshots are optional. A snapshot that no plan in flight names can be evicted for a new snapshot; if no
-snapshot
-is evictable, no new one is made. A snapshot has a reference while a plan that saves or loads the snapshot is
-in
-flight.
+snapshot is evictable, no new one is made. A snapshot has a reference while a plan that saves or loads the
+snapshot is in flight.
 """
 
 from __future__ import annotations

@@ -7,12 +7,9 @@ C is the compute and M the communication of a step; 1 and 2 are its micro-batche
                                                             the compute of the other, as far as possible
 
 C comes from the cost model of steps, fitted to the compute of whole steps; M is linear in tokens. Both
-formulas
-have a different error for every class of step: micro-batches read all weights twice, a link may be idle or
-not,
-threads compete for cores. So each formula is corrected by the measured times of steps of the same class,
-whole
-and in micro-batches.
+formulas have a different error for every class of step: micro-batches read all weights twice, a link may be
+idle or not, threads compete for cores. So each formula is corrected by the measured times of steps of the
+same class, whole and in micro-batches.
 """
 
 from __future__ import annotations

@@ -7,11 +7,9 @@ rank.
     auto       steps for which measured costs predict a gain (``weft.overlap.overlap_cost``)
 
 ``auto`` starts with whole steps. A class of steps switches to micro-batches if the predicted saving is at
-least
-``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no correction, so a
-class is tried for a few steps. After a failed trial, the next trial of the class waits twice as long. A class
-in
-micro-batches computes a whole step now and then, so that both forms stay measured.
+least ``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no
+correction, so a class is tried for a few steps. After a failed trial, the next trial of the class waits twice
+as long. A class in micro-batches computes a whole step now and then, so that both forms stay measured.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """Split a step into two micro-batches: one communicates while the other computes.
 
 Rows keep their order: the first micro-batch has the first rows of each segment, the second has the rest.
-Decode
-rows are halved by count, prompts by tokens. If no row boundary balances, the cut goes through a long prompt:
+Decode rows are halved by count, prompts by tokens. If no row boundary balances, the cut goes through a long
+prompt:
 
     plan      [p0 | p1 ............ | p2 | d0 d1 d2 d3]
     first     [p0 | p1 .....  | d0 d1]
     second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1
 
 Each micro-batch is a plan of rows only. Slot updates apply once, before both. The second micro-batch comes
-after
-the first. When a prompt is cut, the second micro-batch reads in every layer what the first has written in
-that
-layer: when interleaved, the first micro-batch is always one stretch of a layer ahead (see ``interleave``).
-Pure:
-depends on numbers only, with equal results on all ranks.
+after the first. When a prompt is cut, the second micro-batch reads in every layer what the first has written
+in that layer: when interleaved, the first micro-batch is always one stretch of a layer ahead (see
+``interleave``). Pure: depends on numbers only, with equal results on all ranks.
 """
 
 from __future__ import annotations

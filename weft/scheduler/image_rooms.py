@@ -10,14 +10,12 @@ gets blocks before.
                                   ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
 
 An image that is already held is not sent again: the answer to its offer says that all rows are there. An
-image
-that is coming for another sequence is waited for. If its transfer fails, the next transfer of the image takes
-over the blocks, so blocks are never reserved twice.
+image that is coming for another sequence is waited for. If its transfer fails, the next transfer of the image
+takes over the blocks, so blocks are never reserved twice.
 
 Blocks that a transfer may write are pinned from the answer to the end of the transfer, whatever happens to
-the
-sequence. A received embedding is protected for the sequence until it is computed, but a running sequence that
-lacks memory may evict the embedding.
+the sequence. A received embedding is protected for the sequence until it is computed, but a running sequence
+that lacks memory may evict the embedding.
 """
 
 from __future__ import annotations

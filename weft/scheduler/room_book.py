@@ -1,9 +1,8 @@
 """Transfer records of a scheduler, and the pins of transfers.
 
 A record lasts from the Submit until nobody outside the group can touch the blocks of the sequence. For a
-sender
-the end may come long after the end of the sequence. A receiver's record ends when the KV is received: then
-the blocks belong to the sequence alone.
+sender the end may come long after the end of the sequence. A receiver's record ends when the KV is received:
+then the blocks belong to the sequence alone.
 
     sender      in a slot ──moved──> parting ──states are saved──> blocks pinned ──Landed, Freed──> gone
                      ╰──other end, loss, or no states────────────────────^

@@ -2,8 +2,7 @@
 
 The model is linear in a few features of a step. Coefficients are never negative, so the cost grows with
 everything added to a step. Merged tokens enter as a piecewise linear function with one slope between two
-knots:
-reading weights limits a step of few tokens, arithmetic limits a step of many.
+knots: reading weights limits a step of few tokens, arithmetic limits a step of many.
 
     seconds = step + slope_1 * tokens up to 16 + slope_2 * tokens 17 .. 64 + ...
             + prefill_row * rows + prefill_pair * (query, key) pairs + prefill_read * positions read

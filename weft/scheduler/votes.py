@@ -2,12 +2,9 @@
 everywhere.
 
 A replica votes about its next step. If any replica has a step, all replicas step: the others run a plan
-without
-rows, so that collectives match. If no replica has a step or unfinished work, the group sleeps. The next
-request
-begins a new wave: the replica with the request wakes the others, which may not have read the last decision
-yet.
-Waves are numbered, so a late wake-up for an old wave is ignored and no wake-up is lost.
+without rows, so that collectives match. If no replica has a step or unfinished work, the group sleeps. The
+next request begins a new wave: the replica with the request wakes the others, which may not have read the
+last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored and no wake-up is lost.
 
     replica 0   ... step, step, sleep ............... wave 2: step ...
     replica 1   ... step, step, sleep, request: begin(2), step ...

@@ -1,8 +1,8 @@
 """The interface of drafters.
 
 A row of ``1 + k`` tokens verifies k drafts. The drafts are in the history of the slot, behind the newest
-token. A
-drafter makes the drafts: the runner calls the drafter, on the device, when the tokens of a step are sampled.
+token. A drafter makes the drafts: the runner calls the drafter, on the device, when the tokens of a step are
+sampled.
 
     history[slot]   0 ....... start ......... end        end + 1 ... end + next_k
                     computed  | this step's | newest    | drafts

@@ -9,19 +9,15 @@ hidden state at p and from the token at p + 1, so the entry can be made once tha
                              └─ draft 1         └─ draft 2
 
 The entry of the last accepted position gives the first draft. For each further draft the module runs on its
-own
-output and the last draft. Such entries are guesses and are made again when their positions have been
+own output and the last draft. Such entries are guesses and are made again when their positions have been
 computed.
 
 A row without wanted drafts needs no entries yet. Its hidden states stay pending until drafts are wanted, or
-until
-other sequences may share its block. If other ranks take part in a pass, that is when the block is full. Else
-that
-is when a sequence with a prefix hit is admitted and when the sequence ends; the states of short prompts stay
-pending too. So the module costs little while nothing is drafted. Two kinds of entries are made at once:
-entries
-of exported rows (``Export``), because the sequence takes all its entries to another group, and entries of a
-chunk with an image or a part of one.
+until other sequences may share its block. If other ranks take part in a pass, that is when the block is full.
+Else that is when a sequence with a prefix hit is admitted and when the sequence ends; the states of short
+prompts stay pending too. So the module costs little while nothing is drafted. Two kinds of entries are made
+at once: entries of exported rows (``Export``), because the sequence takes all its entries to another group,
+and entries of a chunk with an image or a part of one.
 """
 
 from __future__ import annotations
