@@ -1,1 +1,1 @@
-"""Groups that only encode images: the images of each step, and the embeddings that are sent. Pure."""
+"""Groups that only encode images: images of each step, and embeddings to send. Pure."""

@@ -4,16 +4,16 @@
     2  images of bound transfers, in order, while the images fit         Encode, then SendMedia per transfer
     3  images of transfers that are not bound yet, likewise              Encode
 
-Embeddings of 1 are sent in a step of their own, because a transfer ends when its step has ended. But two such
-steps never follow each other while images wait for the tower.
+Embeddings of 1 are sent in a separate step, because a transfer ends only after its step. But two such steps
+never follow each other while images wait for the tower.
 
 A batch has at most ``encode_patches`` and ``encode_items``; an image with more patches goes alone. The order
-is that of sequences, and of images within a sequence. No transfer is passed: the first image that does not
-fit ends the batch, and a full pool ends the batch until some embedding has left.
+is by sequence, then by image within the sequence. No transfer is passed: the first image without space ends
+the batch, and a full pool ends the batch until some embedding has left.
 
-Only embeddings promised to a receiver with memory are pinned. So the first of these always gets its memory
+Only embeddings promised to a receiver with memory are pinned. So the first such transfer always gets memory
 once embeddings in transit have landed: all others can be evicted, and no two groups wait for each other's
-memory. Encoding ahead of the receiver takes no memory from anything that a transfer waits for.
+memory. Encoding ahead of the receiver takes no memory from a bound transfer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from weft.types.plan import SendMedia
 
 
 class Batch:
-    """One step of an encode group in the making. Its updates are collected in ``cache``."""
+    """One step of an encode group in the making. The updates are collected in ``cache``."""
 
     def __init__(self, book: ItemBook, cache: EmbeddingCache, limits: MediaLimits, step: int) -> None:
         self._book, self._cache, self._limits, self._step = book, cache, limits, step
         self.sent: list[ItemRoom] = []
-        """Transfers whose embeddings may be sent with the step."""
+        """Transfers sent with the step."""
         self.encoded: list[ItemRoom] = []
         """Transfers of the images to encode, one per image."""
         self.hurried = False
@@ -45,8 +45,8 @@ class Batch:
         """Choose the work of the step. Return the first bound transfer for which the pool was full, or None.
 
         Afterwards the cache is in the state after the step. ``starved``: the result of the previous step; no
-        later transfer gets a pin earlier. ``hurry``: True if stored embeddings may be sent in a step of their
-        own instead of waiting for the tower.
+        later transfer gets a pin earlier. ``hurry``: True if stored embeddings may be sent in a separate step
+        instead of waiting for the tower.
         """
         # A starved transfer blocks all later transfers, until sent or over.
         bound = [room for room in self._waiting if room.bound]
@@ -111,9 +111,9 @@ class Batch:
         )
 
     def _victims(self, unbound: bool) -> list[Embedded]:
-        """Return the evictable embeddings in order: first embeddings that nobody waits for.
+        """Return the evictable embeddings in order: first embeddings without a waiting transfer.
 
-        With ``unbound``, then embeddings of transfers that are not bound, last in order first.
+        With ``unbound``, then embeddings of unbound transfers, last in order first.
         """
         may_go = self._cache.victims()
         free = [held for held in may_go if held.key not in self._wanted]

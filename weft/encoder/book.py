@@ -1,10 +1,10 @@
-"""Images that other groups wait for: sequences, encoding order, and the state of each transfer.
+"""Images for other groups: sequences, encoding order, and the state of each transfer.
 
     add ──► offered ──RoomBound──► bound ──plan with SendMedia──► sent ──commit──► finished ──Landed──► gone
                 │                    │                              │
                 ╰────────────────────┴── ends otherwise ────────────┴──► over ──Freed──► gone
 
-A transfer pins its embedding from the plan with ``SendMedia`` until nobody reads the embedding any more, even
+A transfer pins the embedding from the plan with ``SendMedia`` until nobody reads the embedding any more, even
 if the sequence has ended.
 """
 
@@ -38,7 +38,7 @@ class ItemRoom:
     bound: bool = False
     """True if the receiver has memory for the embedding."""
     owner: bool = False
-    """True if the image was encoded for this transfer."""
+    """True if the transfer caused the encoding of the image."""
     held: Embedded | None = None
     """The pinned embedding; None without a pin."""
     sent: bool = False
@@ -49,12 +49,12 @@ class ItemRoom:
 
 @dataclass(slots=True, eq=False)
 class ItemSequence:
-    """The images of one sequence that this group encodes."""
+    """The images of one sequence, to be encoded in this group."""
 
     id: int
     rooms: list[ItemRoom] = field(default_factory=list)
     left: int = 0
-    """Number of transfers that have not landed."""
+    """Number of transfers not landed yet."""
     admitted: bool = False
     """True if a plan has work of the sequence."""
 
@@ -78,7 +78,7 @@ class ItemBook:
         return self._rooms.get(key)
 
     def check(self, submit: Submit) -> int:
-        """Check a Submit. Return the bytes of its pixels. Raises InvalidRequest if this group cannot do the
+        """Check a Submit. Return the bytes of all pixels. Raises InvalidRequest if this group cannot do the
         work."""
         if submit.room is not None or submit.grammar is not None or submit.pooling:
             raise InvalidRequest(
@@ -86,7 +86,7 @@ class ItemBook:
             )
         if not submit.media:
             raise InvalidRequest("a group that encodes images needs some", param="media")
-        # Check the images as if they were encoded for this group's own prompt.
+        # Check the images like images of a prompt in this group.
         here = tuple(msgspec.structs.replace(item, room=None) for item in submit.media)
         check_media(here, max(item.start + item.count for item in here), self._limits, True)
         keys = set()
@@ -104,7 +104,7 @@ class ItemBook:
         return sum(len(item.pixels) for item in submit.media)
 
     def add(self, submit: Submit) -> ItemSequence:
-        """Add the sequence of a Submit that passed ``check``."""
+        """Add the sequence of a Submit after ``check``."""
         sequence = self.live[submit.sequence] = ItemSequence(submit.sequence)
         for number, item in enumerate(submit.media):
             assert item.room is not None
@@ -118,11 +118,11 @@ class ItemBook:
         return sequence
 
     def send(self, room: ItemRoom) -> None:
-        """Note that a plan sends the embedding, or that nothing has to be sent."""
+        """Mark the transfer as sent, by a plan or because nothing has to be sent."""
         room.sent = self._stale = True
 
     def fail(self, room: ItemRoom) -> None:
-        """Note that the transfer failed or was cancelled."""
+        """Mark the transfer as over, after a failure or a cancellation."""
         room.over = self._stale = True
 
     @property
@@ -142,7 +142,7 @@ class ItemBook:
             self._queue = [(order, room) for order, room in self._queue if not (room.sent or room.over)]
 
     def end(self, sequence: ItemSequence) -> list[ItemRoom]:
-        """End a sequence and drop its pixels. Return its open transfers, now marked as over.
+        """End a sequence and drop the pixels. Return the open transfers, now marked as over.
 
         Transfers with a pin stay registered until ``close``.
         """
@@ -159,7 +159,7 @@ class ItemBook:
         return ended
 
     def close(self, room: ItemRoom) -> None:
-        """Remove the transfer: nobody outside touches the embedding for it any more."""
+        """Remove the transfer: nobody outside touches the embedding for the transfer any more."""
         self._rooms.pop(room.key, None)
 
     @property

@@ -1,7 +1,7 @@
 """The scheduler of an encode group. Replaces ``weft.scheduler.Scheduler``, and is as pure.
 
-A Submit has images with pixels and no prompt. Each image has the transfer that sends its embedding. The
-transfers are offered at once. Plans have slot updates and no rows. A sequence ends with
+A Submit has images with pixels and no prompt. Each image has a transfer for the embedding. The transfers are
+offered at once. Plans have slot updates and no rows. A sequence ends with
 
     moved     all embeddings have been received
     evicted   a transfer failed, with the error of the transfer, or the group lost ranks: the router retries
@@ -53,7 +53,7 @@ MAX_IN_FLIGHT = 2
 
 
 class EncodeScheduler:
-    """The control core of one encode group. Has the methods of ``Scheduler`` that an engine calls."""
+    """The control core of one encode group. Has the methods of ``Scheduler`` called by an engine."""
 
     def __init__(self, limits: MediaLimits, section: SchedulerSection, most_pixels: int) -> None:
         """``most_pixels``: maximum bytes of pixels of all sequences; a single sequence may have more."""
@@ -69,13 +69,13 @@ class EncodeScheduler:
         self._step = self._steps = 0
         self._built: tuple[PlanBuilder, Batch | None] | None = None
         self._in_flight: deque[tuple[StepPlan, list[ItemRoom]]] = deque()
-        """Plans without a commit, with the transfers that each plan sends."""
+        """Plans without a commit, with the transfers sent in each plan."""
         self._starved: ItemRoom | None = None
         """The first bound transfer in order for which the pool was full; None without one."""
         self._hurries = True
-        """True if stored embeddings may be sent in a step of their own: the last step was no such step."""
+        """True if stored embeddings may be sent in a separate step: the last step was no such step."""
         self._admitted: list[int] = []
-        """Sequences whose first work is in the last plan."""
+        """Sequences with the first work in the last plan."""
         self._blocked = False
         """True if nothing can be planned until something changes."""
         self._whole = True
@@ -83,7 +83,7 @@ class EncodeScheduler:
 
     @property
     def embeddings(self) -> EncodeScheduler:
-        """Return the scheduler itself, as the part that handles embedding transfers."""
+        """The handler of embedding transfers: the scheduler itself."""
         return self
 
     # ---- sequences
@@ -115,14 +115,14 @@ class EncodeScheduler:
         return told
 
     def arrived(self, sequence: int) -> None:
-        """Do nothing: a sequence waits only for its transfers."""
+        """Do nothing: a sequence waits only for transfers."""
 
     def constrain(self, sequence: int, matcher: object, end_ids: Iterable[int]) -> list[TokenEvent]:
         """Return []: no sequence has a grammar."""
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """End a sequence with ``error`` and return its event. Unknown ids are ignored."""
+        """End a sequence with ``error`` and return the event. Unknown ids are ignored."""
         if (found := self._book.live.get(sequence)) is not None:
             self._end(found, "error", error, error)
         return self._given_back()
@@ -134,8 +134,8 @@ class EncodeScheduler:
     def lose(self) -> None:
         """Return all sequences to the router with the code "group_lost", after ranks were lost.
 
-        New sequences wait until ``requeue_all``. Their transfers are not offered, because offers would fail
-        at once.
+        New sequences wait until ``requeue_all``. New transfers are not offered, because offers would fail at
+        once.
         """
         lost = RanksLost("processes of the group that encoded the images were lost").info()
         for sequence in list(self._book.live.values()):
@@ -145,7 +145,7 @@ class EncodeScheduler:
     def requeue_all(self) -> list[TokenEvent]:
         """Restart after the group formed anew, like ``Scheduler.requeue_all``; return events.
 
-        The ranks have no embeddings and no plan is in flight. Embeddings still read by a transfer keep their
+        The ranks have no embeddings and no plan is in flight. Embeddings still read by a transfer keep the
         blocks.
         """
         self._built = None
@@ -206,7 +206,7 @@ class EncodeScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Number of plans that wait for their commit."""
+        """Number of plans without a commit."""
         return len(self._in_flight)
 
     @property
@@ -246,7 +246,7 @@ class EncodeScheduler:
         batch = self._built[1]
         plan = builder.seal(self.cache.take_ops(self._step))
         sent = [] if batch is None else batch.sent
-        # The first plan with work of a sequence counts as its admission.
+        # The first plan with work of a sequence counts as the admission.
         first: dict[int, ItemSequence] = {}
         for room in [*sent, *([] if batch is None else batch.encoded)]:
             if not room.sequence.admitted:
@@ -262,11 +262,11 @@ class EncodeScheduler:
         return plan
 
     def admitted(self, plan: StepPlan) -> list[int]:
-        """Return the ids of sequences whose first work is in ``plan``, which must be the plan sealed last."""
+        """Return the ids of sequences with the first work in ``plan``, which must be the plan sealed last."""
         return self._admitted
 
     def masks(self, plan: StepPlan) -> TokenMasks:
-        """Raises EngineDead: no plan of an encode group is constrained."""
+        """Raise EngineDead: no plan of an encode group is constrained."""
         raise EngineDead("a group that encodes images samples no tokens")
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
@@ -288,7 +288,7 @@ class EncodeScheduler:
         return None
 
     def stats(self) -> HeadStats:
-        """Return counters and gauges. A sequence counts as waiting until all its embeddings may be sent."""
+        """Return counters and gauges. A sequence counts as waiting until all embeddings may be sent."""
         waiting = self._book.unsent
         cache = self.cache
         return HeadStats(
@@ -316,8 +316,8 @@ class EncodeScheduler:
             self._requests.append(OfferRoom(key=room.key, num_prompt=room.item.count, num_cached=0))
 
     def _bound(self, room: ItemRoom, start: int) -> None:
-        """Note that the receiver has memory for the embedding. If the receiver has all rows, nothing is
-        sent."""
+        """Mark the transfer as bound: the receiver has memory for the embedding. If the receiver has all
+        rows, nothing is sent."""
         room.bound = True
         if start >= room.item.count and not (room.over or room.sent):
             self._book.send(room)
@@ -335,8 +335,8 @@ class EncodeScheduler:
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
         """End the sequence of a failed transfer.
 
-        The embedding of an image that cannot be encoded is dropped. Other sequences with the same image
-        encode the image again, and fail by their own attempt.
+        If the image cannot be encoded, the embedding is dropped. Other sequences with the same image encode
+        the image again, and fail by a separate attempt.
         """
         self._book.fail(room)
         cannot = error.code == ImageFailed.code
@@ -348,7 +348,7 @@ class EncodeScheduler:
             self._end(room.sequence, "error" if cannot and room.owner else "evicted", error, error)
 
     def _let_go(self, room: ItemRoom) -> None:
-        """Close the transfer and unpin its embedding: nobody outside touches the embedding any more."""
+        """Close the transfer and unpin the embedding: nobody outside touches the embedding any more."""
         held, room.held = room.held, None
         self._book.close(room)
         if held is not None:
@@ -357,7 +357,7 @@ class EncodeScheduler:
     def _end(
         self, sequence: ItemSequence, finish: str, error: ErrorInfo | None, why: ErrorInfo | None
     ) -> None:
-        """End a sequence and cancel its open transfers with ``why``."""
+        """End a sequence and cancel the open transfers with ``why``."""
         self._requests += [CancelRoom(key=room.key, error=why) for room in self._book.end(sequence)]
         self._events.append(TokenEvent(sequence=sequence.id, finish=finish, error=error))
         self._blocked = False

@@ -45,8 +45,8 @@ class Caches:
         self._sliding = tuple(kind for kind in kinds if kind.slides)
         self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
         self.unit = math.lcm(*(kind.block_size for kind in kinds))
-        """Every hit is a multiple of this number of positions: the least common multiple of the block
-        sizes."""
+        """Granularity of hits, in positions: the least common multiple of the block sizes."""
+        # Refuse at start-up: a sequence that can never fit would wait forever.
         for kind in kinds:
             least = kind.least(max_model_len)
             if kind.num_blocks < least:
@@ -62,7 +62,7 @@ class Caches:
         return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
     def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
-        """Return the ``hit`` that would be possible without recurrent states."""
+        """Return the possible ``hit`` without recurrent states."""
         return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
@@ -85,11 +85,11 @@ class Caches:
         return all(n <= kind.available() + kind.pending() for n, kind in zip(needed, self.kinds, strict=True))
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        """``CacheKind.acquire`` of every group; return all slot updates."""
+        """Call ``acquire`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.acquire(slot, hashes, num_hit, upto)]
 
     def reserve(self, slot: int, upto: int) -> list[Op]:
-        """``CacheKind.reserve`` of every group; return all slot updates."""
+        """Call ``reserve`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.reserve(slot, upto)]
 
     def reserved(self, upto: int) -> int:
@@ -125,40 +125,40 @@ class Caches:
             end = cut
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """``CacheKind.publish`` of every group: insert full blocks into the prefix cache."""
+        """Insert full blocks of every group into the prefix cache, see ``CacheKind.publish``."""
         for kind in self.kinds:
             kind.publish(slot, committed, hashes)
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """``CacheKind.slide`` of every group."""
+        """Call ``slide`` of every sliding group."""
         for kind in self._sliding:
             kind.slide(slot, committed, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
-        """``CacheKind.slide_each`` of every group."""
+        """Call ``slide_each`` of every sliding group."""
         for kind in self._sliding:
             kind.slide_each(slots, committed, after_step)
 
     def release(self, slot: int, after_step: int) -> None:
-        """``CacheKind.release`` of every group."""
+        """Call ``release`` of every group."""
         for kind in self.kinds:
             kind.release(slot, after_step)
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` and all earlier steps have committed."""
+        """Note the commit of ``step`` and all earlier steps."""
         for kind in self.kinds:
             kind.committed(step)
 
     def reset(self) -> None:
-        """``CacheKind.reset`` of every group."""
+        """Call ``reset`` of every group."""
         for kind in self.kinds:
             kind.reset()
 
     def follow(self) -> tuple[PrefixLog, int] | None:
         """Return (log of cached prefixes, positions per key); None if no group stores whole prefixes.
 
-        The log follows the group with the smallest blocks that stores whole prefixes. Other groups may have
-        evicted more of a prefix, or lack a snapshot at its end.
+        Among the groups with whole prefixes, the log follows the group with the smallest blocks. Other groups
+        may have evicted more of a prefix, or lack a snapshot at the end of a prefix.
         """
         keeps = [kind for kind in self._tabled if not kind.slides]
         if not keeps:
@@ -167,8 +167,7 @@ class Caches:
         return finest.pool.follow(), finest.block_size
 
     def keep(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
-        """Retain the cached blocks of this prefix: evicted after all others. Return the argument for
-        ``unkeep``.
+        """Retain the cached blocks of a prefix: evicted after all others. Return the argument for ``unkeep``.
 
         Of recurrent states, only the last snapshot is retained.
         """
@@ -194,9 +193,9 @@ class Caches:
         return sum(kind.pool.num_on_hold() for kind in self.kinds)
 
     def guaranteed(self, lengths: Sequence[int]) -> bool:
-        """Return True if sequences of ``lengths`` tokens can all run to their ends side by side.
+        """Return True if sequences of ``lengths`` tokens can all run to the end side by side.
 
-        True for one sequence: ``__init__`` has checked that every pool holds one.
+        True for one sequence: ``__init__`` has checked the size of every pool.
         """
         if len(lengths) == 1:
             return True
@@ -213,10 +212,10 @@ class Caches:
     # ---- what comes from other groups, and goes there
 
     def fetch_hit(self, hashes: Sequence[bytes], position: int) -> int:
-        """Return the longest prefix that need not be sent to a sequence that continues at ``position``.
+        """Return the longest prefix not to be sent to a sequence with the next position ``position``.
 
         A recurrent state is always sent. At least one position is then sent too, because the state comes with
-        it.
+        a position.
         """
         limit = position - 1 if self._states else position
         return _agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
@@ -231,7 +230,7 @@ class Caches:
         return kind.fetch_hit(hashes, limit, position)
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> list[int]:
-        """``CacheKind.fetch_needed`` of each group."""
+        """Return the result of ``fetch_needed`` of each group."""
         return [kind.fetch_needed(hashes, start, position, upto) for kind in self.kinds]
 
     def fetch(
@@ -243,18 +242,19 @@ class Caches:
         upto: int,
         sent_blocks: Sequence[int],
     ) -> tuple[Blocks, ...]:
-        """``CacheKind.fetch`` of each group. ``sent_blocks``: block size of the sender, for each group."""
+        """Return the new blocks of each group, see ``CacheKind.fetch``. ``sent_blocks``: block size of the
+        sender, for each group."""
         return tuple(
             kind.fetch(fetch, hashes, start, position, upto, size)
             for kind, size in zip(self.kinds, sent_blocks, strict=True)
         )
 
     def adopt(self, fetch: int, slot: int) -> list[Op]:
-        """``CacheKind.adopt`` of every group; return all slot updates."""
+        """Call ``adopt`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.adopt(fetch, slot)]
 
     def table(self, slot: int, position: int) -> tuple[Blocks, ...]:
-        """``CacheKind.table`` of each group."""
+        """Return the result of ``table`` of each group."""
         return tuple(kind.table(slot, position) for kind in self.kinds)
 
     @property
@@ -267,7 +267,7 @@ class Caches:
         return all(kind.available() for kind in self._states)
 
     def take(self, slot: int, after_step: int) -> tuple[list[Op], tuple[Blocks, ...]]:
-        """``StateKind.take`` of each recurrent group. Return (slot updates, blocks of every group).
+        """Call ``take`` of each recurrent group. Return (slot updates, blocks of every group).
 
         Groups with block tables get an empty ``Blocks``.
         """
@@ -289,7 +289,7 @@ class Caches:
     def marks(self, hashes: Sequence[bytes], known: int, num_hit: int) -> Marks | None:
         """Return the boundaries at which a sequence of ``known`` ids saves snapshots; None for no snapshots.
 
-        ``num_hit``: cached tokens at the start. ``hashes``: of the blocks that may be shared.
+        ``num_hit``: cached tokens at the start. ``hashes``: of the shareable blocks.
         """
         if not self._snapshots or not hashes:
             return None
@@ -298,8 +298,8 @@ class Caches:
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
-        """``StateKind.save`` of each recurrent group. Return None, without any change, if a group has no free
-        block."""
+        """Call ``save`` of each recurrent group. Return the slot updates, or None, without any change, if a
+        group has no free block."""
         missing = [kind for kind in self._states if not kind.has(key)]
         if not all(kind.available() for kind in missing):
             return None
@@ -307,7 +307,7 @@ class Caches:
         return [op for op in saved if op is not None]
 
     def spoil(self, slot: int) -> None:
-        """``StateKind.spoil`` of each recurrent group."""
+        """Call ``spoil`` of each recurrent group."""
         for kind in self._states:
             kind.spoil(slot)
 
@@ -315,7 +315,8 @@ class Caches:
 def _agreed(hits: Sequence[Callable[[int], int]], limit: int) -> int:
     """Return the longest prefix, at most ``limit``, on which all ``hits`` agree.
 
-    Each hit function returns at most its limit. So the limit falls until all functions return the limit.
+    Each hit function returns at most the given limit. So the limit falls until all functions return the
+    limit.
     """
     while True:
         result = min((hit(limit) for hit in hits), default=0)

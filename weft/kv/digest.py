@@ -1,7 +1,7 @@
-"""The digest of a slot table, which engine and ranks compare at every step before any of them computes.
+"""The digest of a slot table. Engine and ranks compare digests at every step before any computation.
 
-Each rank computes a digest from the plans it received. A lost frame, swapped rows, a sequence that should
-have left, or a wrong block changes the next digest, and the rank that notices stops.
+Each rank computes a digest from the plans it received. A lost frame, swapped rows, a missed end of a
+sequence, or a wrong block changes the next digest. A rank with a wrong digest stops.
 
     digest = XOR over live slots of hash(slot, gen, its AllocSlot, block tables, bound)
              ^ running hash of the other ops ^ hash(step, the step's rows in their order)
@@ -20,7 +20,7 @@ from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, Encode, FreeSlo
 
 _U64 = np.uint64
 _MASK = (1 << 64) - 1
-#: Odd constants, so that nothing cancels: for the parts of a slot's hash, and for groups, entries, steps.
+#: Odd constants against cancellation: for the parts of a slot's hash, and for groups, entries, steps.
 _SLOT, _GEN, _CONTENT, _TABLES, _BOUND = (_U64(0x9E3779B97F4A7C15 * (2 * i + 1) & _MASK) for i in range(5))
 _KIND = 0xD6E8FEB86659FD93
 _ENTRY = _U64(0xA0761D6478BD642F)
@@ -60,8 +60,8 @@ class SlotDigest:
         """Apply ``plan`` and return the digest, 0 .. 2^64 - 1.
 
         Raises EngineDead if the plan contradicts the table: a slot outside the table, an allocation of an
-        occupied slot that was not freed earlier in this plan, or a row or update of a slot without a sequence
-        or with another one.
+        occupied slot without an earlier release in the same plan, or a row or update of a slot without a
+        sequence or with another one.
         """
         touched = [slots for op in plan.ops if len(slots := self._apply(op))]
         rows = self._row(plan.prefill, touched) + 3 * self._row(plan.decode, touched)

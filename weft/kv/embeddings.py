@@ -9,7 +9,7 @@ decisions. Blocks are ids 1 .. n of a rank's pool; 0 is the null block.
                           v          │ lifted, when needed again
                       in host blocks ──evicted, or dropped──> gone
 
-An embedding is in one tier. A pinned embedding is neither moved nor evicted. Its blocks stay out of use until
+An embedding is in one tier. A pinned embedding is neither moved nor evicted. The blocks stay out of use until
 the last pin is released, even if the embedding is gone (``drop``, ``clear``).
 
 Later plans may overwrite the blocks of an evicted embedding at once, because ranks execute plans in order. A
@@ -50,9 +50,9 @@ class Embedded:
         self.ready = True
         """False while the content is still being received: the blocks are reserved but not readable."""
         self.whole = True
-        """False while each rank has only its share of the rows."""
+        """False while each rank has only a share of the rows."""
         self.step = -1
-        """The last plan that writes or reads the device blocks."""
+        """The last plan with a write or read of the device blocks."""
 
     @property
     def ids(self) -> bytes:
@@ -75,8 +75,8 @@ class EmbeddingCache:
     ) -> None:
         """Create an empty cache of ``blocks`` device blocks and ``host_blocks`` host blocks.
 
-        ``dropped`` is called for each embedding that is gone, except by ``clear``. ``wanted`` returns True if
-        a sequence needs the image of a key; such an embedding leaves the host blocks only for another wanted
+        ``dropped`` is called for each dropped embedding, but not by ``clear``. ``wanted`` returns True if a
+        sequence needs the image of a key; such an embedding leaves the host blocks only for another wanted
         one. Raises ValueError for invalid sizes.
         """
         if min(blocks, host_blocks) < 0 or min(row_bytes, block_rows) < 1:
@@ -100,7 +100,7 @@ class EmbeddingCache:
         """Bytes of the embeddings in device blocks."""
         self.host_nbytes = 0
         self.encoded = 0
-        """Number of embeddings that the tower has made since start. Callers count."""
+        """Number of embeddings made by the tower since start. Callers count."""
         self.hits = 0
         """Number of images found in the cache since start. Callers count."""
 
@@ -132,7 +132,7 @@ class EmbeddingCache:
 
     @property
     def settled(self) -> int:
-        """Number of free device blocks that no plan in flight touches."""
+        """Number of free device blocks not touched by any plan in flight."""
         return len(self._free)
 
     def victims(self) -> list[Embedded]:
@@ -146,10 +146,9 @@ class EmbeddingCache:
     ) -> Embedded | None:
         """Reserve device blocks for ``count`` rows of the image ``key``. Return None if blocks are missing.
 
-        ``victims``: embeddings that may be evicted, in order; default ``self.victims()``. ``settled``: use
-        only blocks that no plan in flight touches. If such blocks are missing, evictions for them still
-        happen: try again after a commit. Without enough victims, nothing changes. Raises EngineDead if the
-        key is stored.
+        ``victims``: evictable embeddings, in order; default ``self.victims()``. ``settled``: use only blocks
+        not touched by any plan in flight. If such blocks are missing, the evictions still happen: try again
+        after a commit. Without enough victims, nothing changes. Raises EngineDead if the key is stored.
         """
         if key in self._held:
             raise EngineDead("an embedding was added to a cache that has it")
@@ -163,7 +162,7 @@ class EmbeddingCache:
     def make_room(self, blocks: int, victims: Iterable[Embedded]) -> bool:
         """Evict as much as needed for ``blocks`` settled blocks. Return True if the blocks are free now.
 
-        False may mean that plans in flight still touch the blocks: try again after a commit.
+        On False, plans in flight may still touch the blocks: try again after a commit.
         """
         return self._make_room(blocks, victims) and blocks <= len(self._free)
 
@@ -172,7 +171,8 @@ class EmbeddingCache:
     ) -> bool:
         """Move an embedding from host blocks to device blocks, reserved as in ``add``. Return False if blocks
         are missing."""
-        held.pins += 1  # An eviction for the device blocks may need host blocks, but must not take these.
+        # An eviction for the device blocks may need host blocks, but must not take `held.blocks`.
+        held.pins += 1
         blocks = self._take(self.blocks_of(held.count), victims, settled)
         held.pins -= 1
         if blocks is None:
@@ -218,7 +218,7 @@ class EmbeddingCache:
             self._dropped(held)
 
     def clear(self) -> None:
-        """Forget everything: the ranks lost their embeddings and no plan is in flight. Pinned blocks stay out
+        """Forget everything: the ranks lost all embeddings and no plan is in flight. Pinned blocks stay out
         of use."""
         for held in self._held.values():
             self._leave(held)
@@ -235,14 +235,13 @@ class EmbeddingCache:
         return bool(self._ops)
 
     def take_ops(self, step: int) -> list[Op]:
-        """Return and clear the updates that go out with plan ``step``, which is being sealed."""
+        """Return and clear the updates for plan ``step``, which is being sealed."""
         ops, self._ops = self._ops, []
         self.next_step = step + 1
         return ops
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` and all earlier steps have committed: the free blocks of these steps are
-        settled."""
+        """Note the commit of ``step`` and all earlier steps: blocks freed by the steps are now settled."""
         self._last_commit = step
         for block in [block for block, last in self._leaving.items() if last <= step]:
             del self._leaving[block]
@@ -301,7 +300,7 @@ class EmbeddingCache:
         missing = number - len(self._host_free)
         leaving: list[Embedded] = []
         wanted = self._wanted or (lambda _: False)
-        # First pass: embeddings that nobody needs. Second pass, for a wanted key only: needed embeddings.
+        # First pass: embeddings without a need. Second pass, for a wanted key only: needed embeddings.
         for needed in (False, True) if wanted(key) else (False,):
             for held in self._held.values():
                 if missing <= 0:

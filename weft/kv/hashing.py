@@ -4,7 +4,7 @@
 
 So equal hashes mean equal tokens and media from position 0, and equal fields, such as a salt. The hash is 128
 bits of BLAKE2b: an accidental collision is negligible, and an attack costs 2^64 hashes. Every part of
-variable length is hashed after its length, so that no two different inputs give the same bytes.
+variable length is hashed after the length, so two different inputs never give the same bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[b
 
 
 def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ...]:
-    """Return ``items`` with keys that only sequences of equal ``salt`` share.
+    """Return ``items`` with keys shared only among sequences of equal ``salt``.
 
     Embeddings are shared like prefixes. Without the salt, response times would reveal images of other
     clients.
@@ -89,8 +89,8 @@ def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ..
 
 
 def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:
-    """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to those of caches with this
-    block size.
+    """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to the hashes in caches of the
+    same block size.
 
     ``media``: the images of the prompt.
     """
@@ -107,7 +107,7 @@ def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[Med
 class HashChain:
     """The block hashes of one sequence. Each hash is computed once, on demand.
 
-    ``media`` maps the number of a block to its image keys, see ``media_keys``.
+    ``media`` maps the number of a block to the image keys of the block, see ``media_keys``.
     """
 
     __slots__ = ("_block", "_media", "_root", "hashes")

@@ -1,8 +1,8 @@
 """KV cache groups: how the layers of one group use their pool, behind one interface.
 
 The content of an entry (keys and values, a latent, a compressed group of positions) does not matter here.
-Groups differ in the entries that they store: every entry (``FullKind``), the last entries (``WindowKind``),
-or no entries but snapshots at some boundaries (``weft.kv.snapshots``).
+Groups differ in the stored entries: every entry (``FullKind``), the last entries (``WindowKind``), or no
+entries but snapshots at some boundaries (``weft.kv.snapshots``).
 
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty
@@ -45,10 +45,10 @@ class CacheKind(Protocol):
     """The pool. Others may only pin blocks and retain contents; everything else goes through the group."""
 
     def available(self) -> int:
-        """Return the number of blocks that can be taken now."""
+        """Return the number of blocks available to ``acquire`` and ``reserve`` now."""
 
     def pending(self) -> int:
-        """Return the number of blocks that become free when the steps in flight have committed."""
+        """Return the number of additional blocks available when the steps in flight have committed."""
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         """Return the longest prefix, at most ``limit``, after which a sequence can continue from the
@@ -69,7 +69,7 @@ class CacheKind(Protocol):
         """Extend the slot's table to ``upto``. Return the slot updates."""
 
     def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
-        """Return the number of blocks that the table of each slot lacks to reach its ``upto``."""
+        """Return the number of missing blocks to extend each slot's table to ``upto``."""
 
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
         """Extend many slots at once, each by ``short`` blocks. Return the slot updates."""
@@ -78,38 +78,36 @@ class CacheKind(Protocol):
         """Return where a chunk from ``start`` must end: ``end``, or earlier (but after ``start``)."""
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """Insert the full blocks below ``committed`` that ``hashes`` covers into the prefix cache.
+        """Insert the full blocks below ``committed`` into the prefix cache, as far as ``hashes`` reaches.
         Idempotent."""
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """Release blocks that no position from ``committed`` on reads, after ``after_step`` has committed."""
+        """Release blocks not read from position ``committed`` on, after ``after_step`` has committed."""
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
-        """``slide`` of many slots. Each slot must have committed exactly one position since its last
-        slide."""
+        """Slide many slots. Each slot must have committed exactly one position since the last slide."""
 
     def release(self, slot: int, after_step: int) -> None:
         """Drop the table. The blocks are free when ``after_step`` has committed."""
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the blocks needed to continue from this prefix, cached or not."""
+        """Return the keys of the blocks needed to continue from a prefix, cached or not."""
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` and all earlier steps have committed."""
+        """Note the commit of ``step`` and all earlier steps."""
 
     def reset(self) -> None:
         """Drop all tables and cached contents. Pinned blocks stay out of use."""
 
     def most(self, upto: int) -> int:
-        """Return the maximum blocks that a sequence of ``upto`` tokens needs at one time to run without
-        waiting."""
+        """Return the maximum blocks in use at one time by a sequence of ``upto`` tokens that never waits."""
 
     def least(self, upto: int) -> int:
         """Return the minimum pool size with which one sequence alone reaches ``upto`` tokens."""
 
     def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
-        """Return the longest prefix, at most ``limit``, of which this pool has all that a token at
-        ``position`` reads."""
+        """Return the longest prefix, at most ``limit``, with all entries read by a token at ``position`` in
+        the pool."""
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
         """Return the free blocks needed by ``fetch``."""
@@ -134,7 +132,7 @@ class CacheKind(Protocol):
         """Make the table ``fetch`` the table of ``slot``. Return the slot updates."""
 
     def table(self, slot: int, position: int) -> Blocks:
-        """Return the table entries of ``slot`` that a token at ``position`` reads, as far as allocated."""
+        """Return the table entries of ``slot`` read by a token at ``position``, as far as allocated."""
 
 
 def blocks_of(table: Sequence[int], first: int) -> Blocks:
@@ -158,7 +156,7 @@ class _Table:
 
 
 class FullKind:
-    """Every position reads all positions before: a sequence uses its blocks from admission to release.
+    """Every position reads all positions before: a sequence uses all blocks from admission to release.
 
     A block size counts source positions, also if one entry stands for ``ratio`` positions. A block is a whole
     number of base blocks and of such entries. So a hit, which has only full blocks, never ends inside an
@@ -204,7 +202,7 @@ class FullKind:
         first = self._first_read(num_hit)
         hits = num_hit // self.block_size
         blocks = [NULL_BLOCK] * first + [self.pool.find(key) for key in self._keys(hashes, first, hits)]
-        # Take all hits from the LRU list before a new block can evict one of them.
+        # All hits leave the LRU list before a new block can evict a hit.
         for block in blocks[first:]:
             self.pool.share(block)
         self._tables[slot] = _Table(blocks, first, hits)
@@ -259,7 +257,7 @@ class FullKind:
 
     def release(self, slot: int, after_step: int) -> None:
         table = self._tables.pop(slot)
-        # In reverse: the end of a prefix is evicted before its beginning.
+        # In reverse: the end of a prefix is evicted before the beginning.
         for block in reversed(table.blocks[table.live :]):
             self.pool.release(block, after_step)
 
@@ -303,11 +301,11 @@ class FullKind:
         first = self._first_read(position)
         hits = start // self.block_size
         shared = [self.pool.find(key) for key in self._keys(hashes, first, hits)]
-        for block in shared:  # Take all hits from the LRU list before a new block can evict one of them.
+        for block in shared:  # all hits leave the LRU list before a new block can evict a hit
             self.pool.share(block)
         begin = first + len(shared)
         new = [self.pool.take() for _ in range(self._blocks(upto) - begin)]
-        # Blocks before `whole` lack positions that the sender does not send: never publish these blocks.
+        # Blocks before `whole` lack positions not sent by the sender: never publish such blocks.
         whole = -(-max(start, self._first_sent(position, sent_block)) // self.block_size)
         self._tables[fetch] = _Table([NULL_BLOCK] * first + shared + new, first, max(hits, whole))
         return blocks_of(new, begin)
@@ -324,17 +322,17 @@ class FullKind:
         return -(-tokens // self.block_size)
 
     def _keys(self, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
-        """Return the keys of table entries ``first`` .. end - 1. The key of a block is the hash of its last
+        """Return the keys of table entries ``first`` .. end - 1. The key of a block is the hash of the last
         base block."""
         return hashes[(first + 1) * self._ratio - 1 : end * self._ratio : self._ratio]
 
     def _first_read(self, position: int) -> int:
-        """Return the first table entry that a token at ``position`` reads."""
+        """Return the first table entry read by a token at ``position``."""
         return 0
 
     def _first_sent(self, position: int, sent_block: int) -> int:
-        """Return the first position that a sender with blocks of ``sent_block`` positions sends for
-        ``position``."""
+        """Return the first position sent for a token at ``position`` by a sender with blocks of
+        ``sent_block`` positions."""
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
@@ -346,8 +344,8 @@ class FullKind:
 class WindowKind(FullKind):
     """A token at position p reads p - window + 1 .. p: earlier blocks are released as p advances.
 
-    So a prefix hit needs only the blocks inside the window at its end. A sequence of any length fits into a
-    pool of the window and one chunk, or even of the window alone, because ``cut`` shortens chunks.
+    So a prefix hit needs only the blocks inside the last window. A sequence of any length fits into a pool of
+    the window and one chunk, or even of the window alone, because ``cut`` shortens chunks.
     """
 
     slides = True
@@ -366,7 +364,7 @@ class WindowKind(FullKind):
             found = self.pool.leading(self._keys(hashes, first, length)[::-1])
             if found == length - first:
                 break
-            # every hit longer than this and shorter than the last reads the missing block too
+            # all hits between the two lengths read the missing block too
             length -= found + 1
         return max(length, 0) * self.block_size
 
@@ -402,7 +400,7 @@ class WindowKind(FullKind):
         return max(0, position - self._window + 1) // self.block_size
 
     def _first_sent(self, position: int, sent_block: int) -> int:
-        # Rounded down to a block of either side: the sender sends whole blocks, this side stores whole
+        # Rounded down to a block of either side: the sender sends whole blocks, the receiver stores whole
         # blocks.
         read = max(0, position - self._window + 1)
         return max(read // size * size for size in (sent_block, self.block_size))

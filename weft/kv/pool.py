@@ -1,10 +1,9 @@
 """Blocks of one KV cache group: references, cached contents, and when a block may be reused.
 
-A block is in exactly one of these places:
+A block is in exactly one of the following places:
 
     free ──take──> in use (references > 0) ──last reference gone──> free          if never published
-                     │         ^   ╰──────────────────────────────> cached (LRU)  if its content is in the
-                     index
+                     │         ^   ╰──────────────────────────────> cached (LRU)  if in the index
                   publish      ╰──share── cached
                                           cached ──take evicts──> in use, and out of the index
                      (retained instead of cached if the content is retained; evicted after all cached blocks)
@@ -13,7 +12,7 @@ A block is in exactly one of these places:
 A reference released while plans in flight still name the block lasts until the last such plan commits.
 
 A *pin* is a reference by a reader or writer outside the group (a transfer). A pin belongs to no step and
-outlives ``reset``. A block is free after its last step and its last pin.
+outlives ``reset``. A block is free after the last step and the last pin.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class BlockPool:
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
-        self._pending: dict[int, list[int]] = {}  # step -> references that end with its commit
+        self._pending: dict[int, list[int]] = {}  # step -> references released by the commit
         self._holds: dict[int, int] = {}  # pinned block -> number of pins
         self._last_commit = -1
         self._log: PrefixLog | None = None
@@ -52,12 +51,12 @@ class BlockPool:
         return self._log
 
     def available(self) -> int:
-        """Return the number of blocks that ``take`` can return now: free blocks, and cached blocks without
+        """Return the number of blocks available to ``take`` now: free blocks, and cached blocks without
         references."""
         return len(self._free) + len(self._cached) + len(self._kept)
 
     def pending(self) -> int:
-        """Return the number of blocks that become available once every planned step has committed."""
+        """Return the number of additional blocks available once every planned step has committed."""
         ending: dict[int, int] = {}
         for blocks in self._pending.values():
             for block in blocks:
@@ -108,7 +107,7 @@ class BlockPool:
         self._references[block] += 1
 
     def keep(self, key: bytes) -> None:
-        """Retain content ``key``: its block is evicted after all blocks that are not retained."""
+        """Retain content ``key``: the block is evicted after all other blocks."""
         self._keeps[key] = self._keeps.get(key, 0) + 1
         block = self._index.get(key, NULL_BLOCK)
         if block in self._cached:
@@ -130,8 +129,8 @@ class BlockPool:
     def publish(self, block: int, key: bytes) -> None:
         """Insert a full block with references into the index. The block must not be written from now on.
 
-        If another block has the same content, that block stays in the index. Raises EngineDead for a block
-        without references.
+        If another block has the same content, the other block stays in the index. Raises EngineDead for a
+        block without references.
         """
         if self._references[block] == 0:
             raise EngineDead("a block was published that has no references")
@@ -181,7 +180,7 @@ class BlockPool:
         return len(self._holds)
 
     def reset(self) -> None:
-        """Forget all cached contents and all plans in flight. Only pins keep their references."""
+        """Forget all cached contents and all plans in flight. Only references by pins remain."""
         self._cached.clear()
         self._kept.clear()
         self._keeps.clear()
@@ -194,7 +193,7 @@ class BlockPool:
         self._free = [block for block in range(self.num_blocks, 0, -1) if not self._references[block]]
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` and all earlier steps have committed; end their references."""
+        """Note the commit of ``step`` and all earlier steps; release the references of the steps."""
         self._last_commit = step
         for due in [s for s in self._pending if s <= step]:
             for block in self._pending.pop(due):

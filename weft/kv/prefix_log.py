@@ -17,7 +17,7 @@ class PrefixLog:
         self._removed: dict[bytes, None] = {}
 
     def add(self, key: bytes) -> None:
-        """Note that ``key`` was added to the index."""
+        """Record a new ``key`` in the index."""
         self.keys[key] = None
         if key in self._removed:
             del self._removed[key]
@@ -25,7 +25,7 @@ class PrefixLog:
             self._added[key] = None
 
     def remove(self, key: bytes) -> None:
-        """Note that ``key`` was removed from the index."""
+        """Record the removal of ``key`` from the index."""
         del self.keys[key]
         if key in self._added:
             del self._added[key]
@@ -33,7 +33,7 @@ class PrefixLog:
             self._removed[key] = None
 
     def clear(self) -> None:
-        """Note that the index was cleared."""
+        """Record the removal of all keys."""
         for key in list(self.keys):
             self.remove(key)
 

@@ -15,7 +15,7 @@ BLOCK_COST = 256
 """Approximate bytes for the key of a block."""
 RECORD_COST = 1024
 CANDIDATES = 8
-"""Number of latest sequences per salt that a prompt is compared with from the first token on."""
+"""Number of latest sequences per salt for a comparison from the first token on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Remembered:
     hashes: list[bytes]
     """Hashes of the full blocks."""
     computed: int = 0
-    """Number of leading positions that were ever in the cache. A running sequence may have more."""
+    """Number of leading positions ever in the cache. A running sequence may have more."""
     first: bytes = b""
     """Hash of the client and the ids of the first block, without the salt."""
     cost: int = field(default=RECORD_COST)
@@ -78,8 +78,7 @@ class PrefixMemory:
     ) -> None:
         """Remember a sequence, or a longer version of a remembered sequence. May forget the oldest sequences.
 
-        A remembered sequence that is a prefix of this one is forgotten, unless nothing of it was computed
-        yet.
+        A remembered prefix of the sequence is forgotten, except a prefix without computed positions.
         """
         before = self._records.get(sequence)
         computed = before.computed if before is not None else 0
@@ -100,8 +99,7 @@ class PrefixMemory:
             self._forget(next(iter(self._records.values())))
 
     def reached(self, sequence: int, computed: int) -> None:
-        """Note that ``computed`` positions of a remembered sequence were cached. Unknown sequences are
-        ignored."""
+        """Record the number of cached positions of a remembered sequence. Unknown sequences are ignored."""
         found = self._records.get(sequence)
         if found is not None:
             found.computed = max(found.computed, computed)
@@ -111,7 +109,7 @@ class PrefixMemory:
             found = self._by_key.get(made.hashes[depth - 1])
             if found is None:
                 continue
-            # A sequence without computed positions may still run; explanations need its record while it runs.
+            # A sequence without computed positions may still run; explanations need the record meanwhile.
             if len(found.hashes) == depth and found.computed:
                 made.computed = max(made.computed, min(found.computed, depth * self._block))
                 self._forget(found)

@@ -9,8 +9,8 @@ from weft.types.plan import FreeSlot
 
 
 class SlotTable:
-    """The allocator of ``num_slots`` slots. A released slot is free after the last plan that names it
-    commits.
+    """The allocator of ``num_slots`` slots. A released slot is free after the commit of the last plan with
+    the slot.
 
     ``gen`` distinguishes the sequences of a slot and only grows. The ``FreeSlot`` of the old sequence comes
     before any ``AllocSlot`` in the next plan: the builder of a plan puts ``announce()`` first.
@@ -21,7 +21,7 @@ class SlotTable:
         self._free = list(range(num_slots))  # a heap: the lowest slot is taken first
         self._gen = [0] * num_slots
         self._taken = [False] * num_slots
-        self._pending: dict[int, list[int]] = {}  # step -> slots that are free when the step commits
+        self._pending: dict[int, list[int]] = {}  # step -> slots freed by the commit
         self._freed: list[FreeSlot] = []
         self._last_commit = -1
 
@@ -30,7 +30,7 @@ class SlotTable:
         return len(self._free)
 
     def peek(self) -> int:
-        """Return the slot that ``take`` returns next. A slot must be free."""
+        """Return the next slot of ``take``. A slot must be free."""
         return self._free[0]
 
     def take(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class SlotTable:
             self._free_now(slot)
 
     def committed(self, step: int) -> None:
-        """Note that ``step`` and all earlier steps have committed; free their slots."""
+        """Note the commit of ``step`` and all earlier steps; free the slots of the steps."""
         self._last_commit = step
         for due in [s for s in self._pending if s <= step]:
             for slot in self._pending.pop(due):

@@ -1,14 +1,14 @@
 """Recurrent states in the prefix cache: snapshots, and the boundaries of snapshots.
 
-A slot has the state after all its positions and needs no block. A block has a copy: the state after a prefix.
-A sequence with exactly this prefix can start from the copy; earlier snapshots are not needed.
+A slot has the state after the last position and needs no block. A block has a copy: the state after a prefix.
+A sequence with exactly the same prefix can start from the copy; earlier snapshots are not needed.
 
     positions   0 ......... boundary ....... num_scheduled
     blocks          [one snapshot]           the live state, in the slot
 
-Snapshots are optional. A snapshot that no plan in flight names can be evicted for a new snapshot; if no
-snapshot is evictable, no new one is made. A snapshot has a reference while a plan that saves or loads the
-snapshot is in flight.
+Snapshots are optional. A snapshot outside the plans in flight can be evicted for a new snapshot; if no
+snapshot is evictable, no new one is made. A snapshot has a reference while a plan with its save or load is in
+flight.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DECODE_STRIDE = 64
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The boundaries at which a sequence saves snapshots, and the chunk ends that follow.
+    """The boundaries at which a sequence saves snapshots, and the resulting chunk ends.
 
     Boundaries are multiples of ``unit``. Below ``known``, the number of ids at admission, chunks end
 
     * at each of ``ends``: the last boundary before the last known id, for requests with the same or a longer
-      prompt; and the *branch*, where the cached entries of other sequences end, for requests that share that
-      prefix (after Marconi, arXiv 2411.19379);
+      prompt; and the *branch*, where the cached entries of other sequences end, for
+      requests with the same prefix (after Marconi, arXiv 2411.19379);
     * where a snapshot is due, ``stride`` after the last snapshot, at the last boundary inside the chunk. Such
       a
       snapshot costs no extra step.
@@ -73,14 +73,13 @@ class Marks:
 
 
 def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> Marks:
-    """Return the marks of a sequence of ``known`` ids that starts from a hit of ``num_hit``.
+    """Return the marks of a sequence of ``known`` ids with a hit of ``num_hit``.
 
     ``branch``: length of the prefix in the KV cache groups with block tables.
     """
     stride = max(stride, unit)
     ends = {(known - 1) // unit * unit, min(branch, known - 1) // unit * unit}
-    # Each end costs a shorter chunk. A snapshot that saves fewer positions than the decode stride is not
-    # worth it.
+    # Each end costs a shorter chunk. A snapshot must save at least the decode stride.
     least = num_hit + min(stride, DECODE_STRIDE)
     return Marks(unit, stride, known, tuple(sorted(end for end in ends if end >= least)))
 
@@ -109,10 +108,10 @@ class StateKind:
         self.stride = spec.stride
         self._base = base_block
         self.pool = BlockPool(spec.num_blocks)
-        self._loaded: dict[int, int] = {}  # slot -> block that its first plan loads
-        self._fetched: dict[int, int] = {}  # number of a fetch -> block that receives the state
-        self._saving: dict[int, list[_Saving]] = {}  # step -> snapshots that its plan saves
-        self._newest: dict[int, bytes] = {}  # slot -> its snapshot that the next one replaces
+        self._loaded: dict[int, int] = {}  # slot -> block loaded by the first plan
+        self._fetched: dict[int, int] = {}  # number of a fetch -> destination block of the state
+        self._saving: dict[int, list[_Saving]] = {}  # step -> snapshots saved by the plan
+        self._newest: dict[int, bytes] = {}  # slot -> key of the snapshot to be replaced by the next
         self._owner: dict[bytes, int] = {}  # inverse of _newest
 
     # ---- of every kind
@@ -159,7 +158,7 @@ class StateKind:
         return
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """Release the loaded snapshot: the plan that loaded it has committed."""
+        """Release the loaded snapshot: the plan with the load has committed."""
         self._unload(slot, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
@@ -227,7 +226,7 @@ class StateKind:
     # ---- snapshots
 
     def take(self, slot: int, after_step: int) -> tuple[Op, int]:
-        """Save the state of ``slot`` to a block that nobody else finds. Return (slot update, block).
+        """Save the state of ``slot`` to a private block. Return (slot update, block).
 
         The block is free when ``after_step`` has committed, unless pinned. A block must be available.
         """
@@ -244,7 +243,7 @@ class StateKind:
         free.
 
         The snapshot can be hit once ``step`` has committed. Without ``keep``, the snapshot replaces the
-        slot's last snapshot without ``keep``, and is itself replaced by the next one.
+        slot's previous snapshot without ``keep``.
         """
         if self.has(key):
             self._touch(key, keep)
@@ -282,13 +281,13 @@ class StateKind:
             self._keep(key)
 
     def _keep(self, key: bytes) -> None:
-        """Keep ``key``: newer snapshots of the slot do not replace it."""
+        """Keep ``key``: newer snapshots of the slot no longer replace the snapshot."""
         slot = self._owner.pop(key, None)
         if slot is not None:
             del self._newest[slot]
 
     def _replace(self, slot: int) -> None:
-        """Free the newest snapshot of the slot, unless a plan in flight loads it."""
+        """Free the newest snapshot of the slot, unless a plan in flight loads the snapshot."""
         key = self._newest.pop(slot, None)
         if key is not None:
             del self._owner[key]

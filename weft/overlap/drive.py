@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def drive(steps: Generator[Pending, None, R]) -> R:
-    """Run a generator to its end and return its return value. Exceptions pass through."""
+    """Run a generator to the end and return the return value. Exceptions pass through."""
     try:
         while True:
             next(steps)

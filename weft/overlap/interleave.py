@@ -26,7 +26,7 @@ def interleave(
     second: Generator[Pending, None, R],
     turn: Callable[[int], None] | None = None,
 ) -> tuple[R, R]:
-    """Run both generators to their ends and return both return values. Both must yield equally often.
+    """Run both generators to the end and return both return values. Both must yield equally often.
 
     ``turn(micro_batch)`` is called before each stretch of micro-batch 0 or 1. An exception in one micro-batch
     closes the other and passes through. Collectives in flight are left to the communicator: the caller must

@@ -1,6 +1,6 @@
 """Predict whether micro-batches pay for a step, from measured steps.
 
-C is the compute and M the communication of a step; 1 and 2 are its micro-batches:
+C is the compute and M the communication of a step; 1 and 2 are the micro-batches:
 
     whole               C + M
     in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all communication of one micro-batch runs under
@@ -25,7 +25,7 @@ from weft.scheduler.step_cost import shape_of
 from weft.types.plan import PlannedRows
 
 LATEST = 8
-"""Number of latest steps of a class; a correction is their median."""
+"""Number of latest steps of a class; a correction is the median."""
 LINKS = 128
 """Number of latest steps used to fit the line of communication."""
 

@@ -1,5 +1,4 @@
-"""Choose the steps that are computed in micro-batches. The engine process decides; the plan informs every
-rank.
+"""Choose steps to compute in micro-batches. The engine process decides; the plan informs every rank.
 
     off        none
     prefill    steps with prompts, if splittable
@@ -9,7 +8,7 @@ rank.
 ``auto`` starts with whole steps. A class of steps switches to micro-batches if the predicted saving is at
 least ``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no
 correction, so a class is tried for a few steps. After a failed trial, the next trial of the class waits twice
-as long. A class in micro-batches computes a whole step now and then, so that both forms stay measured.
+as long. A class in micro-batches computes a whole step now and then, to keep both forms measured.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
 
 ENTER, LEAVE = 0.05, 0.01
-"""Shares of step time that micro-batches must save to start and to continue."""
+"""Minimum saving by micro-batches, as shares of step time: to start, and to continue."""
 FEW = 3
 """Number of steps in micro-batches in a trial of a class."""
 WARM = 4
@@ -38,8 +37,7 @@ RETRY_FIRST, RETRY_LAST = 256, 8192
 
 
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
-    """Return the mode that applies for ``parallel``: "off" without configuration or without communicating
-    ranks.
+    """Return the effective mode for ``parallel``: "off" without configuration or without communicating ranks.
 
     ``auto`` becomes "off" on a GPU: ``auto`` uses host times, but on a GPU the host only launches work.
     """
@@ -74,7 +72,7 @@ class OverlapPolicy:
         self.steps = 0
         """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
-        """Seconds on this rank with a collective in flight, and the part of these hidden under compute."""
+        """Seconds on this rank with a collective in flight, and the part hidden under compute."""
         self._cost = OverlapCost()
         self._kinds: dict[tuple[int, ...], _Kind] = {}
 
@@ -134,7 +132,7 @@ class OverlapPolicy:
         )
 
     def saves(self, plan: PlannedRows) -> float:
-        """Return the predicted share of step time that micro-batches save; negative if micro-batches cost
+        """Return the predicted share of step time saved by micro-batches; negative if micro-batches cost
         time.
 
         At most the share of communication, even if the compute model is wrong.
@@ -150,7 +148,7 @@ class OverlapPolicy:
         return min(saved, self._cost.share(plan))
 
     def _pays(self, plan: PlannedRows) -> bool:
-        """Return True if class statistics favor micro-batches for this plan (mode ``auto``).
+        """Return True if class statistics favor micro-batches for ``plan`` (mode ``auto``).
 
         A prediction takes part of a millisecond, so a known class is evaluated only now and then.
         """

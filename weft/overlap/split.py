@@ -9,9 +9,9 @@ prompt:
     second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1
 
 Each micro-batch is a plan of rows only. Slot updates apply once, before both. The second micro-batch comes
-after the first. When a prompt is cut, the second micro-batch reads in every layer what the first has written
-in that layer: when interleaved, the first micro-batch is always one stretch of a layer ahead (see
-``interleave``). Pure: depends on numbers only, with equal results on all ranks.
+after the first. When a prompt is cut, the second micro-batch reads in every layer the caches written by the
+first micro-batch in the same layer: when interleaved, the first micro-batch is always one stretch of a layer
+ahead (see ``interleave``). Pure: depends on numbers only, with equal results on all ranks.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class MicroBatches(NamedTuple):
     first: StepPlan
     second: StepPlan
     cut: int
-    """Number of tokens of the second micro-batch's first prompt row that the first micro-batch computes; 0 if
-    no prompt is cut."""
+    """Number of tokens of the cut prompt row computed in the first micro-batch; 0 if no prompt is cut."""
 
 
 def split(plan: PlannedRows) -> MicroBatches | None:
-    """Return the plan as two non-empty micro-batches; None if the plan has a single row that cannot be cut.
+    """Return the plan as two non-empty micro-batches; None if the plan has a single row and no cut is
+    possible.
 
     A plan without rows (an idle replica) gives two empty micro-batches.
     """

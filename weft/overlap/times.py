@@ -30,7 +30,7 @@ class StepTimes:
     flights: Sequence[Flight] = ()
     """Collectives in order of launch."""
     drafting: Sequence[Flight] = field(default=())
-    """Collectives of sampling and drafting after the step; nothing hides these."""
+    """Collectives of sampling and drafting after the step; nothing hides such collectives."""
 
     @property
     def waited(self) -> float:
@@ -44,7 +44,7 @@ class StepTimes:
 
     @property
     def hidden(self) -> float:
-        """Seconds of ``communication`` that ran under compute."""
+        """Seconds of ``communication`` under compute."""
         return max(self.communication - self.waited, 0.0)
 
     @property

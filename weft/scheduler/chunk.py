@@ -45,7 +45,7 @@ class ChunkPolicy:
         self._cut = self._spent = False
 
     def room(self, start: int, most: int) -> int:
-        """Return the number of tokens, at most ``most``, for a chunk from position ``start`` in this step."""
+        """Return the number of tokens, at most ``most``, for a chunk from position ``start`` in the step."""
         self._cut = False
         if not self._shape.decode_rows or most <= 0:
             return max(most, 0)

@@ -1,8 +1,7 @@
-"""Apply the result of a step to the sequences. Rows of sequences that left their slot since planning are
-dropped.
+"""Apply the result of a step to the sequences. Rows are dropped if the sequence left the slot after planning.
 
-Most rows are quiet: a decode row with one token that ends nothing and needs no further fields in the event.
-Quiet rows commit together, as columns. Every other row commits alone.
+Most rows are quiet: a decode row with one token, without an end of the sequence and without further fields in
+the event. Quiet rows commit together, as columns. Every other row commits alone.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def commit(
         for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
             event = _commit_row(state, row, result)
             told += [(number, event)] if event is not None else []
-    # Only after the commit: the proposed drafts continue the tokens that the matchers have just taken.
+    # Only after the commit: the proposed drafts continue the tokens just taken by the matchers.
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
     state.counts.constrained_steps += plan.constrained
@@ -98,7 +97,7 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
 
 
 def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
-    """Return bool [rows]: True for rows of sequences that are still in their slots."""
+    """Return bool [rows]: True for rows with the sequence still in the slot."""
     # `gen` of the slot changes with each new sequence
     alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
@@ -133,7 +132,7 @@ def _first_tokens(decode: Segment, result: StepResult) -> np.ndarray:
 
 
 def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: StepResult) -> np.ndarray:
-    """Return bool [decode rows]: True for rows that are certainly quiet.
+    """Return bool [decode rows]: True for certainly quiet rows.
 
     The check is conservative: ``Sequence.ending`` decides about the end of a sequence.
     """
@@ -150,7 +149,7 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
 
 def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, calm: np.ndarray) -> None:
-    """Feed the tokens of quiet rows into the grammars. A row whose grammar refuses the token is cleared in
+    """Feed the tokens of quiet rows into the grammars. If a grammar refuses a token, clear the row in
     ``calm``."""
     rows = np.flatnonzero(calm & state.columns.constrained[decode.slot])
     sequences = state.in_slot[decode.slot[rows]].tolist()
@@ -222,7 +221,7 @@ def _rows(
     slots = segment.slot[numbers]
     logits = segment.logits[numbers]
     sample = segment.sample[numbers]
-    # Rows without logits have no entry in the result: index -1 reads a dummy value that is not used.
+    # Rows without logits have no entry in the result: index -1 reads an unused dummy value.
     answers = result.rows.searchsorted(numbers + first)
     answers[logits == 0] = -1
     begins = result.offsets[answers]
@@ -285,7 +284,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
         row.run.num_scheduled -= rejected
         if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row was planned
             row.run.exact = row.count - rejected
-    made, ending = _append(sequence, tokens)  # first: blocks are inserted into the prefix cache by their ids
+    made, ending = _append(sequence, tokens)  # first: blocks enter the prefix cache by token ids
     prompt_logprobs = None
     if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
@@ -330,8 +329,8 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
 
 
 def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error that ends a sequence: the grammar's own error if there is one, else ``error``. Count
-    it."""
+    """Return the error that ends a sequence: the grammar's own error if present, else ``error``. Update the
+    error counters."""
     constraint = sequence.constraint
     own = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
     if own is not None:
@@ -358,7 +357,7 @@ def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:
     """Append ``tokens`` up to the end of the sequence. Return (appended tokens, ending or None).
 
-    A token that the grammar refuses ends the sequence with an error and is not among the returned tokens.
+    A token refused by the grammar ends the sequence with an error and is not returned.
     """
     for count, token in enumerate(tokens, 1):
         sequence.take(token)
@@ -380,7 +379,7 @@ def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | 
 def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:
     """Return the first ``count`` logprob entries of row ``index``, cut to ``1 + top`` columns.
 
-    Raises EngineDead if the result lacks these logprobs.
+    Raises EngineDead if the result lacks the logprobs.
     """
     if rows is None or rows.ids.shape[1] <= top:
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")

@@ -42,11 +42,11 @@ class TokenMatcher(Protocol):
         """Undo the last ``tokens`` accepted tokens."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Write a bit for each token that may follow into ``words``, int32 [ceil(vocabulary / 32)]."""
+        """Write the mask of possible next tokens, one bit per token, into ``words``: int32 [ceil(vocabulary /
+        32)]."""
 
     def fill_each(self, matchers: Sequence[Any], words: np.ndarray) -> list[int]:
-        """``fill`` for each of ``matchers`` into its row of ``words``. Return the indices of failed
-        matchers."""
+        """Fill one row of ``words`` for each of ``matchers``. Return the indices of failed matchers."""
 
     @property
     def ended(self) -> bool:
@@ -54,16 +54,16 @@ class TokenMatcher(Protocol):
 
 
 class Constraint:
-    """The position of one sequence in its grammar: behind the last committed token."""
+    """The position of one sequence in a grammar: behind the last committed token."""
 
     def __init__(
         self, matcher: TokenMatcher, end_ids: Iterable[int], params: TokenParams, vocab_size: int
     ) -> None:
         """Create the constraint with ``matcher`` at the start of the output.
 
-        ``end_ids``: ids that the matcher allows where the grammar may end. An end id that does not stop the
-        sequence (with ``ignore_eos``) is never allowed. If such ids are the only possible end, a complete
-        output ends the sequence without an end id.
+        ``end_ids``: ids allowed by the matcher where the grammar may end. An end id without effect on the
+        sequence (``ignore_eos``) is never allowed. If such ids are the only possible end, a complete output
+        ends the sequence without an end id.
         """
         ends = frozenset(end_ids)
         self._matcher = matcher
@@ -73,7 +73,7 @@ class Constraint:
         self._params = params
         self._vocab_size = vocab_size
         self.drafts: Sequence[int] = ()
-        """Drafts proposed by the last committed row. The next row verifies a prefix of these drafts."""
+        """Drafts proposed by the last committed row. The next row verifies a prefix of the drafts."""
         self.failure: ErrorInfo | None = None
         """Why the grammar ends the sequence; None while the sequence can continue."""
 
@@ -116,9 +116,9 @@ class Constraint:
     def fill(self, masks: np.ndarray) -> int:
         """Write the masks of one row, int32 [positions, words]; each mask follows one more draft.
 
-        Return how many masks are reachable. Masks after a refused draft, or after a draft that ends the
-        sequence, are not reachable. The matcher returns to the committed position. Raises EngineDead if
-        drafts are missing.
+        Return how many masks are reachable. Masks after a refused draft, or after the end of the sequence,
+        are not reachable. The matcher returns to the committed position. Raises EngineDead if drafts are
+        missing.
         """
         if len(masks) - 1 > len(self.drafts):
             raise EngineDead("a row verifies drafts of which the head was not told")
@@ -155,7 +155,7 @@ class Constraint:
         place = len(tokens) - num_prompt
         if not left.any():
             return _refusal(f"the grammar allows no token at output token {place}", "no_token_allowed")
-        # Apply the lists one by one: blame each parameter that removes tokens left by the others.
+        # Apply the lists one by one: blame each parameter with an effect.
         to_blame = []
         for name, kept in _lists(self._params, tokens, place, vocab_size):
             if (left & ~kept).any():
@@ -206,7 +206,7 @@ class Constraint:
         return token not in self._stops and bool(int(words[token // WORD]) >> token % WORD & 1)
 
     def _fail(self, error: Exception) -> None:
-        """Record an exception of the matcher. The matcher is foreign code: the exception ends only this
+        """Record an exception of the matcher. The matcher is foreign code: the exception ends only one
         sequence."""
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
         unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
@@ -214,9 +214,10 @@ class Constraint:
 
 
 def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]:
-    """``Constraint.fill`` for rows with one position each: int32 [constraints, words], contiguous.
+    """Fill masks of rows with one position each, like ``Constraint.fill``: int32 [constraints, words],
+    contiguous.
 
-    Return the indices of rows that can continue. Other rows of ``words`` are arbitrary.
+    Return the indices of rows with a mask. Other rows of ``words`` are arbitrary.
     """
     able = [number for number, one in enumerate(constraints) if one.failure is None]
     if len(able) < len(constraints):
@@ -236,15 +237,14 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
         words[np.array(rows)[:, None], places] &= kept
     if not failed:
         return able
-    # Fill the failed rows one by one: each failing matcher then records its own error.
+    # Fill the failed rows one by one: each failing matcher then records an error.
     wrong = {number for number in failed if not constraints[number]._try_fill(words[number])}
     return [number for number in able if number not in wrong]
 
 
 @functools.lru_cache(maxsize=64)
 def _cleared(hidden: frozenset[int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (word indices int64 [n], masks int32 [n]) that clear the bits of ``hidden``; None without
-    ids."""
+    """Return (word indices int64 [n], masks int32 [n]) to clear the bits of ``hidden``; None without ids."""
     if not hidden:
         return None
     places = sorted({token // WORD for token in hidden})
@@ -275,7 +275,7 @@ def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
 def _lists(
     params: TokenParams, tokens: Sequence[int], place: int, vocab_size: int
 ) -> list[tuple[str, np.ndarray]]:
-    """Return (parameter, bool [vocab_size] of allowed tokens) for each parameter that forbids tokens at
+    """Return (parameter, bool [vocab_size] of allowed tokens) for each parameter with forbidden tokens at
     ``place``."""
 
     def all_but(ids: Iterable[int]) -> np.ndarray:
@@ -317,8 +317,8 @@ def masks_of(
 ) -> TokenMasks:
     """Return the masks of ``plan``. All earlier plans must have committed.
 
-    gens: int32 [slots]. constrained: bool [slots]. in_slot: object [slots], the running sequences. A row
-    whose sequence has left the slot since planning gets no mask: the sampled token is dropped.
+    gens: int32 [slots]. constrained: bool [slots]. in_slot: object [slots], the running sequences. If the
+    sequence has left the slot since planning, the row gets no mask: the sampled token is dropped.
     """
     # Few and plain operations: caches are cold here, because the forward pass ran since the last step.
     begins: list[int] = []
@@ -355,8 +355,7 @@ def masks_of(
 
 
 def keep_drafts(plan: StepPlan, result: StepResult, gens: np.ndarray, in_slot: np.ndarray) -> None:
-    """Store the drafts proposed after ``plan`` in the constraints of the sequences that will verify the
-    drafts."""
+    """Store the drafts proposed after ``plan`` in the constraints of the verifying sequences."""
     begin = 0  # result.drafts [all proposed drafts], row after row in plan order
     drafts = result.drafts.tolist()
     for segment in (plan.prefill, plan.decode):

@@ -1,4 +1,4 @@
-"""Choose the running sequence that gives up a slot for a waiting sequence when all slots are taken."""
+"""Choose a running sequence to give up its slot for a waiting sequence when all slots are taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.scheduler.state import SchedulerState
 
 
 def crowding(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """Return the running sequence that should give up a slot for ``sequence``, or None."""
+    """Return the running sequence chosen to give up its slot for ``sequence``, or None."""
     return _of_larger_share(state, sequence) or _of_longer_turn(state, sequence)
 
 
@@ -17,14 +17,14 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
 
     The largest share must run at least two sequences more than the share of ``sequence``. Then the difference
     falls with the handover, so two shares never take a slot from each other in turns. Not a victim: a
-    sequence that gave up a slot before, a protected sequence, and a sequence admitted in this plan (the ranks
-    do not know the slot yet).
+    sequence preempted for others before, a protected sequence, and a sequence admitted in this plan (the
+    ranks do not know the slot yet).
     """
     share, victim = sequence.share, None
     if share is None or not state.waiting.large:
         return None
     most = share.running + 1
-    # Even if one share ran all other sequences, that share would not be larger by two.
+    # Even a share with all other sequences would not be larger by two.
     if len(state.running) - share.running <= most:
         return None
     for other in reversed(state.running):
@@ -42,9 +42,9 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
 
     Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of
     a lower priority, or of the same priority from a share with more running sequences. A parallel sample of
-    the newcomer is no such sequence, so the slot cannot come back at once. For a sequence that gave up a slot
-    before: also later in scheduling order. A long newcomer thus returns the slot, and the order is first
-    come, first served again.
+    the newcomer is no such sequence, so the slot cannot come back at once. For a sequence preempted for
+    others before: also later in scheduling order. A long newcomer thus returns the slot, and the order is
+    first come, first served again.
 
     None without prefix caching, because the victim would recompute everything. A sequence with KV from a
     transfer is no victim, because the KV would have to be sent again.

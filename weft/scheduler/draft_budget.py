@@ -1,10 +1,10 @@
 """The loss by drafts, compared with the same tokens without drafts, and the allowed loss.
 
 Every step with drafts and without prompts is compared with plain steps. The tokens of the step are priced at
-a measured plain step with as many rows. Time beyond that price is loss, including capture or slow operators;
+a measured plain step with as many rows. Time beyond the price is loss, including capture or slow operators;
 time below the price reduces the loss. Drafts are allowed while the loss so far plus the expected loss of
 another try stays within a share of the total step time. The limit holds for all steps together and per batch
-size. The first batch size may lose some plain steps in any case (the grant), so that steps of few rows can
+size. The first batch size may lose some plain steps in any case (the grant), because steps of few rows should
 try at once. So drafts slow an engine by no more than the share, except for the grant and a try worse than
 expected, whatever the cost model predicts.
 
@@ -47,10 +47,10 @@ AHEAD = 2
 HALF_LIFE = 120.0
 """Half-life of the sums, in seconds of step time."""
 LATEST = 8
-"""Number of latest settled plain steps per row count; the price is their median."""
+"""Number of latest settled plain steps per row count; the price is the median."""
 SETTLED = 4
-"""Plain steps after drafts that give no price. The first step also fills the drafter's cache, and plain steps
-take up to twice as long until caches hold the data of plain steps."""
+"""Plain steps after drafts without use as a price. The first step also fills the drafter's cache, and plain
+steps take up to twice as long until caches hold the data of plain steps."""
 _WEIGHT = 0.3
 
 
@@ -95,7 +95,7 @@ class DraftBudget:
     def __init__(self) -> None:
         self.all = Account()
         self.trials = 0.0
-        """Seconds spent on trials that were not expected to be best."""
+        """Seconds spent on trials with a worse expectation than the best choice."""
         self._sizes: dict[int, Account] = {}
         """Batch size class (power of two) -> account."""
         self._right = self._verified = 0.0
@@ -140,7 +140,7 @@ class DraftBudget:
         return account
 
     def step(self, plan: StepPlan, seconds: float, accepted: int, uncaptured: bool) -> None:
-        """Record that ``plan`` took ``seconds`` and that ``accepted`` of its drafts were accepted.
+        """Record the ``seconds`` of ``plan`` and the number of accepted drafts.
 
         ``uncaptured``: the step took longer than later equal steps will. The time counts as loss, but changes
         no expectation and no price.
@@ -177,11 +177,11 @@ class DraftBudget:
         self.all.spend(seconds, lost)
 
     def drafting(self) -> None:
-        """Note that the allowed step proposes drafts."""
+        """Count a step with proposed drafts in flight."""
         self._under_way += 1
 
     def pause(self, rows: int, seconds: float) -> None:
-        """Record a plain step of ``rows`` cheaply, without using its time as a price."""
+        """Record a plain step of ``rows`` cheaply, without use as a price."""
         self.all.pause(seconds)
         self.of(rows).pause(seconds)
 

@@ -42,13 +42,13 @@ PLAIN_EVERY = 400
 PLAIN_STEPS = 12
 HOLD, LONGEST_HOLD = 8, 32
 """Steps for which draft counts stay fixed: a new choice costs as much as a small kernel. The number doubles,
-up to ``LONGEST_HOLD``, each time that the choice does not change."""
+up to ``LONGEST_HOLD``, for each unchanged choice."""
 LEARN_EVERY = 5
-"""Learn from one step in so many while draft counts are stable. No other period has this length."""
+"""Learn from one step in so many while draft counts are stable. No other period has the same length."""
 MAX_IN_FLIGHT = 4
 """Upper bound of plans in flight."""
 IDLE_STEPS = 24
-"""Plans without a new choice once drafts do not pay, so that the policy costs no time."""
+"""Plans without a new choice once drafts do not pay, to save the time of the policy."""
 WORTH = 1.01
 """Minimum ratio of expected tokens per second with drafts to tokens per second without drafts."""
 
@@ -56,8 +56,8 @@ WORTH = 1.01
 class DraftPolicy:
     """Chooses ``next_k`` for the rows of each plan.
 
-    For each plan: ``choose`` for decode rows, then ``first`` for each prefill row that samples. ``verified``
-    when the result commits, then ``observe`` when the time is known.
+    For each plan: ``choose`` for decode rows, then ``first`` for each sampling prefill row. ``verified`` when
+    the result commits, then ``observe`` when the time is known.
     """
 
     def __init__(self, most: int, adaptive: bool, columns: SlotColumns, fitter: CostFitter) -> None:
@@ -71,7 +71,7 @@ class DraftPolicy:
         self._beside: StepPlan | None = None
         """The last step used for learning."""
         self._least = np.inf
-        """Acceptance probability of the last draft worth its cost; infinity if no draft is worth its cost."""
+        """Acceptance probability of the last draft worth its cost; infinity without such a draft."""
         self._accepted = 0
         """Number of accepted drafts in the last committed step."""
         self._tried: dict[int, np.ndarray] = {}
@@ -79,7 +79,7 @@ class DraftPolicy:
         self._met: dict[int, int] = {}
         """Batch size class -> number of plans before the first trial."""
         self._repeats: dict[int, int] = {}
-        """Batch size class -> number of trials that may still be repeated."""
+        """Batch size class -> number of repeatable trials left."""
         self._steps = self._idle = 0
         """Number of steps with a choice, and number of steps since a step with drafts."""
         self._next = self._size = 0
@@ -88,7 +88,7 @@ class DraftPolicy:
         """Steps for which draft counts stay fixed, and the total number of drafts of all rows."""
         self._probe = FIRST_PROBE
         self._forced = -1
-        """Number of drafts of every row of this plan; -1 if not forced by a trial."""
+        """Number of drafts of every row of the plan; -1 if not forced by a trial."""
         self._observed = 0
         """Number of steps usable for learning."""
         self._idle_left = self._rested = 0
@@ -109,7 +109,7 @@ class DraftPolicy:
         return True
 
     def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """Return int32 [rows]: number of drafts that each decode row proposes, at most ``room``.
+        """Return int32 [rows]: number of drafts to propose in each decode row, at most ``room``.
 
         slots, starts (positions) and room: integers [rows]. The drafts are verified in the next step.
         """
@@ -156,13 +156,13 @@ class DraftPolicy:
         self._total = total
 
     def first(self, room: int) -> int:
-        """Return the number of drafts that a sequence proposes after the prompt, at most ``room``."""
+        """Return the number of drafts to propose after a prompt, at most ``room``."""
         if not self.adaptive:
             return min(room, self.most)
         return min(room, self._forced if self._forced >= 0 else self._wants())
 
     def _wants(self) -> int:
-        """Return the number of drafts recently worth their cost, for a sequence without history."""
+        """Return the number of drafts recently worth the cost, for a sequence without history."""
         if self._least == np.inf:
             return 0
         return int((self._shares.expected * self._shares.chain() >= self._least).sum())
@@ -180,7 +180,7 @@ class DraftPolicy:
                 self._next = self._steps
 
     def observe(self, plan: StepPlan, seconds: float, fit: bool, uncaptured: bool = False) -> None:
-        """Record that ``plan`` took ``seconds``. ``fit``: pass the time to the cost model.
+        """Record the ``seconds`` of ``plan``. ``fit``: pass the time to the cost model.
 
         ``uncaptured``: the step took longer than later equal steps will, so the cost model does not learn,
         and a trial is repeated. While drafting is idle, the model learns from one step in ``IDLE_STEPS``.
@@ -239,7 +239,7 @@ class DraftPolicy:
         return drafts
 
     def _probing(self, drafting: bool) -> bool:
-        """Return True if rows without drafts get one draft in this plan, to measure acceptance."""
+        """Return True if rows without drafts get one draft in the plan, to measure acceptance."""
         if drafting:  # a row without drafts tries one beside the other rows
             self._idle = 0
             self._rested = 0
@@ -254,7 +254,7 @@ class DraftPolicy:
         return True
 
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return int32 [rows]: the numbers of drafts that maximize the expected tokens per second."""
+        """Return int32 [rows]: the numbers of drafts with the maximum expected tokens per second."""
         places = np.arange(1, self.most + 1)
         self._shares.learn()
         chances = self._columns.acceptance[slots][:, None] * self._shares.chain()  # [rows, most]
@@ -277,7 +277,8 @@ class DraftPolicy:
         return np.bincount(taken // self.most, minlength=rows).astype(np.int32)
 
     def _costs(self, starts: np.ndarray, deepest: np.ndarray, pairs: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return (seconds of a step without drafts, [drafts] seconds that the first 1, 2, .. drafts add)."""
+        """Return (seconds of a step without drafts, [drafts] additional seconds of the first 1, 2, ..
+        drafts)."""
         model: CostModel = self.fitter.model
         rows = decode_shape(starts, np.ones(len(starts), np.int64))
         beside = StepShape() if self._beside is None else shape_of(self._beside)

@@ -1,11 +1,11 @@
 """Fit a cost model to the measured steps of a running system.
 
 Observations are grouped by class of step: powers of two of prefill tokens, decode rows, positions read,
-verified drafts, and drafter passes. Each class keeps its latest observations, so that an hour of pure decode
-does not erase the cost of prompts. The fit minimizes squared *relative* errors under coefficients >= 0, by
-least squares with Huber weights: a step slowed by a page fault or a paused process pulls no more than a small
+verified drafts, and drafter passes. Each class keeps the latest observations: an hour of pure decode does not
+erase the cost of prompts. The fit minimizes squared *relative* errors under coefficients >= 0, by least
+squares with Huber weights: a step slowed by a page fault or a paused process pulls no more than a small
 error. The fit is pulled lightly towards the prior, scaled to the measured level. Slopes of merged tokens are
-pulled towards their neighbours, so that unseen sizes are extrapolated from seen sizes.
+pulled towards neighbouring slopes, to extrapolate from seen to unseen sizes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CostFitter:
         self._next = np.zeros(KINDS, np.int64)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Record one step. Times that are not finite or <= 0 are ignored.
+        """Record one step. Infinite times, NaN and times <= 0 are ignored.
 
         A new fit is due after the first step of a class, within a few steps if the model was far off, and
         after ``_AT_LEAST`` steps in any case.
@@ -122,7 +122,7 @@ class CostFitter:
 def fit_relative(
     x: np.ndarray, y: np.ndarray, typical: np.ndarray, weight: np.ndarray, prior: np.ndarray
 ) -> np.ndarray:
-    """Return coefficients >= 0, float64 [features], that make ``x @ c`` close to ``y`` in relative terms.
+    """Return coefficients >= 0, float64 [features], with ``x @ c`` close to ``y`` in relative terms.
 
     x float64 [n, features]; y [n], seconds > 0; typical [n], robust guesses of y; weight [n] > 0; prior
     [features].
@@ -158,17 +158,17 @@ def _sizes(share: np.ndarray, expected: np.ndarray, seconds: float) -> np.ndarra
     comparable."""
     size: np.ndarray = share.max(axis=0)
     slopes = slice(FIRST_SLOPE, FIRST_SLOPE + NUM_SLOPES)
-    size[slopes] = size[slopes].max()  # one unit for all slopes, so that slopes are comparable
+    size[slopes] = size[slopes].max()  # one unit for all slopes, to compare slopes
     unseen = size <= 0.0
     size[unseen] = 1.0 / np.maximum(expected[unseen], _TINY * seconds)
     return size
 
 
 def _regularisation(size: np.ndarray, expected: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return (quadratic [n, n], linear [n]) terms that pull towards ``expected`` and slopes towards
+    """Return (quadratic [n, n], linear [n]) terms with a pull towards ``expected``, and of slopes towards
     neighbours."""
     strength = np.full(len(size), _PRIOR_WEIGHT * (1.0 + 0.01 * total))
-    strength[FIRST_SLOPE + 1 : FIRST_SLOPE + NUM_SLOPES] *= 1e-3  # slopes follow their neighbours instead
+    strength[FIRST_SLOPE + 1 : FIRST_SLOPE + NUM_SLOPES] *= 1e-3  # slopes follow neighbours instead
     pull = np.diag(strength)
     goal = strength * expected * size
     smooth = _SMOOTH_WEIGHT * (1.0 + 0.01 * total)
@@ -181,7 +181,7 @@ def _regularisation(size: np.ndarray, expected: np.ndarray, total: float) -> tup
 
 
 def solve_non_negative(h: np.ndarray, f: np.ndarray) -> np.ndarray:
-    """Return the u >= 0 that minimizes u'hu / 2 - f'u; h [n, n] positive definite.
+    """Return the minimizer u >= 0 of u'hu / 2 - f'u; h [n, n] positive definite.
 
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
     """

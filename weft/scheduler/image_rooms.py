@@ -1,21 +1,20 @@
-"""Embedding transfers of a scheduler: images that other groups encode, and the blocks that receive the
-embeddings.
+"""Embedding transfers of a scheduler: images from encode groups, and the destination blocks.
 
-Each such image has a transfer. All received images of a sequence get their blocks together, or none does. So
-no two sequences wait for each other's blocks. The first sequence by key gets blocks first; no later sequence
-gets blocks before.
+Each such image has a transfer. All received images of a sequence get blocks together, or no image gets
+blocks. So two sequences never wait for blocks of each other. The first sequence by key gets blocks first; no
+later sequence gets blocks before.
 
     a sequence     awaits: no blocks ──offered, first by key, blocks are free──> all its blocks ──> landed
     an embedding   coming: pinned ──transfer landed──> held, like an embedding encoded here
                                   ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
 
-An image that is already held is not sent again: the answer to its offer says that all rows are there. An
-image that is coming for another sequence is waited for. If its transfer fails, the next transfer of the image
-takes over the blocks, so blocks are never reserved twice.
+A stored image is not sent again: the answer to the offer reports all rows as present. An image may already be
+coming for another sequence: then no second transfer starts. If the first transfer fails, the next transfer of
+the image takes over the blocks, so blocks are never reserved twice.
 
-Blocks that a transfer may write are pinned from the answer to the end of the transfer, whatever happens to
-the sequence. A received embedding is protected for the sequence until it is computed, but a running sequence
-that lacks memory may evict the embedding.
+Destination blocks are pinned from the answer to the end of the transfer, whatever happens to the sequence. A
+received embedding is protected until the sequence has computed the image, but a running sequence without
+enough memory may evict the embedding.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class ImageRoom:
 
 @dataclass(slots=True, eq=False)
 class SequenceImages:
-    """The images of one sequence that come by transfer, until all are received."""
+    """The transferred images of one sequence, until all are received."""
 
     sequence: Sequence
     due: float
@@ -76,12 +75,12 @@ class SequenceImages:
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """An embedding that is not received yet."""
+    """An embedding without all rows yet."""
 
     held: Embedded
     room: ImageRoom | None = None
-    """The transfer that brings the embedding and owns the pin. None before an offer and after a failed
-    transfer: the pin then belongs to this object."""
+    """The present transfer of the embedding, as owner of the pin. None before an offer and after a failed
+    transfer: the object itself then owns the pin."""
 
 
 class ImageRooms:
@@ -108,7 +107,7 @@ class ImageRooms:
         self.evictions = 0
 
     def __len__(self) -> int:
-        """Number of transfers without an end."""
+        """Return the number of open transfers."""
         return len(self._rooms)
 
     def get(self, key: RoomKey) -> ImageRoom | None:
@@ -148,7 +147,7 @@ class ImageRooms:
             self._leave(key)
 
     def clear(self) -> None:
-        """Forget everything after the ranks lost their embeddings. Blocks of open transfers stay pinned until
+        """Forget everything after the ranks lost all embeddings. Blocks of open transfers stay pinned until
         freed."""
         coming, self._coming = self._coming, {}
         for one in coming.values():
@@ -166,7 +165,7 @@ class ImageRooms:
             self._wanting[room.images.sequence.id] = room.images
 
     def done(self, room: ImageRoom) -> None:
-        """Handle a received image: unpin the blocks, and report the sequence once its last image is there."""
+        """Handle a received image: unpin the blocks, and report the sequence after the last image."""
         held, room.held = room.held, None
         del self._rooms[room.key]
         self._offers.pop(room.key, None)
@@ -179,8 +178,7 @@ class ImageRooms:
             self.landed.append(images.sequence)
 
     def failed(self, room: ImageRoom) -> Sequence | None:
-        """Handle a failed transfer. Return the sequence that must end, or None if the transfer was over
-        before."""
+        """Handle a failed transfer. Return the sequence to end, or None if the transfer was over before."""
         if room.over:
             return None
         room.over = True
@@ -201,7 +199,7 @@ class ImageRooms:
         self._leave(held.key)
 
     def waits_before(self, sequence: Sequence) -> bool:
-        """Return True if a sequence before ``sequence`` lacks blocks for all of its images."""
+        """Return True if a sequence before ``sequence`` lacks blocks for images."""
         return any(images.sequence.key < sequence.key for images in self._wanting.values())
 
     def late(self, now: float) -> list[Sequence]:
@@ -235,7 +233,7 @@ class ImageRooms:
         """Answer open offers as far as memory is free, in scheduling order."""
         if not self._offers:
             return
-        # Stop at the first sequence that does not fit: no later sequence passes an earlier one.
+        # Stop at the first sequence without enough memory: no later sequence passes an earlier one.
         for images in sorted(self._wanting.values(), key=_key):
             if not self._reserve(images):
                 break
@@ -246,12 +244,11 @@ class ImageRooms:
                 self._reply(room)
 
     def refuse(self, room: ImageRoom, error: ErrorInfo) -> None:
-        """Refuse an offer that can never match the image of the sequence."""
+        """Refuse an offer of the wrong image."""
         self.requests.append(RefuseRoom(key=room.key, error=error))
 
     def _reserve(self, images: SequenceImages) -> bool:
-        """Reserve blocks for all images that are neither held nor coming. Return False, without changes, if
-        short.
+        """Reserve blocks for all missing images. Return False, without a reservation, if blocks are missing.
 
         Images already held are protected for the sequence.
         """
@@ -308,7 +305,7 @@ class ImageRooms:
         self._cache.unpin(held)
 
     def _leave(self, key: bytes) -> None:
-        """Release the blocks of an embedding that no transfer will bring or may still write."""
+        """Release the blocks of an embedding without a waiting sequence and without an open transfer."""
         coming = self._coming.get(key)
         if coming is None or coming.room is not None:
             return

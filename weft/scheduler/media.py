@@ -1,8 +1,8 @@
-"""Images of prompts in the engine: which embeddings the ranks hold, who needs them, what a step encodes.
+"""Images of prompts in the engine: stored embeddings, users of embeddings, and the encoding work of a step.
 
-Ranks only obey: the plan says what to encode (``Encode``), where to store it (``MoveMedia``) and which rows
-read which embedding (``BindMedia``). An embedding has the key of its image, so other prompts with the same
-image use the embedding too, until memory is needed: see ``weft.kv.embeddings``.
+Ranks only obey: the plan names the images to encode (``Encode``), moves (``MoveMedia``) and the embedding of
+each row (``BindMedia``). An embedding has the key of an image, so other prompts with the same image use the
+embedding too, until memory is needed: see ``weft.kv.embeddings``.
 
     a chunk computes the first position of an image   encoded or found; in use by the sequence from now on
     a chunk computes the last position of an image    unused by the sequence once the plan is made
@@ -10,8 +10,8 @@ image use the embedding too, until memory is needed: see ``weft.kv.embeddings``.
                                                       then embeddings of later sequences, encoded again later
 
 INVARIANT: the first prefilling sequence in order can always continue. One image fits into the memory, and
-everything else may be evicted, except embeddings read by rows of the same plan, and blocks that transfers may
-still write; transfers end at a deadline.
+everything else may be evicted, except embeddings read by rows of the same plan, and destination blocks of
+open transfers; transfers end at a deadline.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def patches_of(item: MediaItem) -> int:
 
 
 def encoding(item: MediaItem, held: Embedded) -> Encode:
-    """Return the slot update that encodes ``item`` into the blocks of ``held``."""
+    """Return the slot update to encode ``item`` into the blocks of ``held``."""
     return Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels, shared=item.shared)
 
 
 def check_media(
     media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, computes: bool
 ) -> None:
-    """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
+    """Raise InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
 
-    ``computes``: True if this group computes the prompt, so that all embeddings are needed.
+    ``computes``: True if this group computes the prompt and so needs all embeddings.
     """
     if limits is None or (computes and not (limits.tower or limits.takes)):
         raise InvalidRequest("this model takes no images: leave them out", param="media")
@@ -87,7 +87,7 @@ def check_media(
 
 
 def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
-    """Raises InvalidRequest if the embedding cannot come from the source that the item names."""
+    """Raise InvalidRequest if the embedding cannot come from the source of the item."""
     if item.room is not None and not (limits.takes and computes):
         raise InvalidRequest(
             "an image is to come from a group that encodes, and this one takes none (--take-embeddings)",
@@ -101,7 +101,7 @@ def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
 
 
 def _check_rooms(media: tuple[MediaItem, ...], limits: MediaLimits) -> None:
-    """Raises InvalidRequest unless all received images of a prompt fit into memory together.
+    """Raise InvalidRequest unless all received images of a prompt fit into memory together.
 
     No position is computed before all images are received.
     """
@@ -123,18 +123,18 @@ class _Use:
     order: tuple[int, int, int]
     """Scheduling order of the sequence, ``Sequence.key``."""
     step: int = -1
-    """The last plan that reads the embedding for the sequence."""
+    """The last plan with a read of the embedding for the sequence."""
     over: bool = False
     """True if ``step`` is the last plan with a read."""
     runs: bool = False
-    """True if the sequence has a slot. Without a slot, the sequence may wait for the slot of a sequence that
-    in turn lacks the memory of this embedding."""
+    """True if the sequence has a slot. Without a slot, the sequence may wait for the slot of another
+    sequence, which in turn may lack the memory of the embedding."""
     counted: bool = False
     """True if the arrival of the embedding (hit or encoding) was already counted."""
 
 
 class MediaBook:
-    """The embeddings that the ranks of one group hold, and the sequences that read the embeddings.
+    """The embeddings stored on the ranks of one group, and the sequences with a need for each.
 
     Does nothing for a model without images.
     """
@@ -156,14 +156,14 @@ class MediaBook:
         self._step = -1
         self._patches = 0
         self._pixels = 0
-        """Patches and bytes of pixels that the next plan encodes so far."""
+        """Patches and bytes of pixels to encode in the next plan so far."""
         self.short = False
         """True if a chunk of the next plan waits for memory or for a received image."""
         self.desperate = False
         """True if nothing runs. Then a sequence with a slot may take image memory from sequences without a
         slot."""
         self.shards = limits is not None and limits.shards
-        """True if each rank receives only its share of an embedding's rows."""
+        """True if each rank receives only a share of an embedding's rows."""
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -180,7 +180,7 @@ class MediaBook:
         sequence.relies = not sequence.fetches and not all(makes and item.pixels for item in sequence.media)
 
     def want(self, sequence: Sequence, key: bytes) -> None:
-        """Note that a sequence without a slot needs an embedding that is stored or being received."""
+        """Register the need of a sequence without a slot for an embedding, stored or being received."""
         self._use(sequence, key).counted = True
 
     def wait(self, sequence: Sequence) -> None:
@@ -190,9 +190,9 @@ class MediaBook:
                 self.want(sequence, item.key)
 
     def enter(self, sequence: Sequence, computed: int) -> None:
-        """Note that a sequence with ``computed`` cached positions gets a slot. Protect its remaining stored
-        images."""
-        # Uses that count as hits already must not count again.
+        """Register the needs of a sequence with a new slot: all stored images after ``computed`` cached
+        positions."""
+        # Counted uses must not count again.
         counted = {key for key in self._uses.get(sequence.id, ()) if self._users[key][sequence.id].counted}
         self.leave(sequence)
         for item in sequence.media:
@@ -201,7 +201,7 @@ class MediaBook:
                 use.runs, use.counted = True, item.key in counted
 
     def leave(self, sequence: Sequence) -> None:
-        """Drop all uses of a sequence that leaves its slot or has ended."""
+        """Drop all uses of a sequence after the loss of the slot or the end."""
         for key in self._uses.pop(sequence.id, ()):
             self._unuse(key, sequence.id)
 
@@ -210,16 +210,16 @@ class MediaBook:
         return any(not use.over for use in self._users.get(key, {}).values())
 
     def unused(self, keys: Container[bytes]) -> list[Embedded]:
-        """Return evictable embeddings that no sequence needs, oldest first, except ``keys``.
+        """Return evictable embeddings without any user, oldest first, except ``keys``.
 
-        For a sequence without a slot that wants ``keys``.
+        For a sequence without a slot and with a need for ``keys``.
         """
         return [held for held in self.cache.victims() if held.key not in keys and not self.wants(held.key)]
 
     def lost(self, sequence: Sequence, start: int) -> bool:
         """Return True if an image at or after position ``start`` is missing and cannot be encoded here.
 
-        An image that is being received for another sequence counts as missing too.
+        An image still being received for another sequence counts as missing too.
         """
         makes = self._limits is not None and self._limits.tower
         return any(
@@ -236,14 +236,15 @@ class MediaBook:
         )
 
     def spoil(self, sequence: Sequence) -> None:
-        """Drop the embeddings of a failed sequence that no other sequence uses: the content may be wrong."""
+        """Drop the embeddings of a failed sequence, except those with other users: the content may be
+        wrong."""
         for item in sequence.media:
             held = self.cache.find(item.key)
             if held is not None and all(other == sequence.id for other in self._users.get(item.key, ())):
                 self.cache.drop(held)
 
     def clear(self) -> None:
-        """Forget everything, after the ranks lost their embeddings."""
+        """Forget everything, after the ranks lost all embeddings."""
         self.cache.clear()
         self._users.clear()
         self._uses.clear()
@@ -254,8 +255,8 @@ class MediaBook:
     def reach(self, sequence: Sequence, start: int, end: int, step: int) -> int:
         """Return how far a chunk of plan ``step`` over ``start`` .. end - 1 can go.
 
-        The chunk ends before the first image that is neither stored nor can be encoded in this plan. Return
-        ``start`` if the chunk begins with such an image. Sets ``short`` if memory is missing.
+        The chunk ends before the first image neither stored nor encodable in the plan. Return ``start`` if
+        the chunk begins with such an image. Sets ``short`` if memory is missing.
         """
         if not sequence.media or self._limits is None:
             return end
@@ -280,7 +281,8 @@ class MediaBook:
                     return max(start, item.start)
             if held is None or held.on_host:
                 blocks += self.cache.blocks_of(item.count)
-            # Check stored images as well: evicting for an earlier image must not need their memory.
+            # Check stored images as well: an eviction for an earlier image must not take a stored image of
+            # the chunk.
             if not self._fits(blocks, wanted, sequence):
                 self.short = True
                 return max(start, item.start)
@@ -297,7 +299,7 @@ class MediaBook:
         items = list(items_within(sequence.media, start, end))
         wanted = {item.key for item in items}
         found = [held for key in wanted if (held := self.cache.find(key)) is not None]
-        for held in found:  # until all are on the device: host evictions must not take one of these
+        for held in found:  # until all are on the device: host evictions must not take one of the images
             self.cache.pin(held)
         ops: list[Op] = [self._bind(item, sequence, slot, end, wanted) for item in items]
         for held in found:
@@ -305,7 +307,7 @@ class MediaBook:
         return ops
 
     def take_ops(self, step: int) -> list[Op]:
-        """Return and clear the updates of plan ``step`` that name no slot."""
+        """Return and clear the updates of plan ``step`` without a slot."""
         return self.cache.take_ops(step)
 
     # ----
@@ -334,12 +336,12 @@ class MediaBook:
             self._uses[sequence].discard(held.key)
 
     def _may_go(self, key: bytes, order: tuple[int, int, int]) -> bool:
-        """Return True if the next plan may evict ``key`` for a sequence of this ``order`` that does not read
+        """Return True if the next plan may evict ``key`` for a sequence of order ``order`` without a read of
         ``key``."""
         users = self._users.get(key)
         if users is None:
             return True
-        # Not evictable: read by this plan, or needed by an earlier sequence (with a slot, unless desperate).
+        # Not evictable: read by the plan, or needed by an earlier sequence (with a slot, unless desperate).
         return not any(
             use.step == self._step
             or (not use.over and use.order < order and (use.runs or not self.desperate))
@@ -347,7 +349,7 @@ class MediaBook:
         )
 
     def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
-        """Return the embeddings that may be evicted for ``wanted`` of ``sequence``, in eviction order.
+        """Return the victims for the embeddings ``wanted`` by ``sequence``, in eviction order.
 
         First unused embeddings, oldest first. Then embeddings wanted only by sequences without a slot, last
         sequence in order first. Then the rest.

@@ -1,8 +1,8 @@
 """Embedding transfers in the scheduler of a group that receives embeddings.
 
 ``MediaRooms`` is the ``RoomScheduler`` of the engine's second ``HeadRooms``. A sequence is blocked until all
-its images are received. A sequence that cannot get its images is returned to the router, which sends the
-sequence again with other transfers.
+images are received. If an image cannot be received, the sequence is returned to the router. The router sends
+the sequence again with other transfers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MediaRooms:
         self._rooms = state.images
 
     def check(self, submit: Submit) -> None:
-        """Raises InvalidRequest if this group cannot take part with the transfer parameters of an image."""
+        """Raise InvalidRequest if this group cannot take part with the transfer parameters of an image."""
         seen = set[RoomKey]()
         for item in submit.media:
             ticket = item.room

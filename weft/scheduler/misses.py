@@ -1,4 +1,4 @@
-"""Explain why the cached prefix of a prompt ends where it does, at the first admission of a sequence."""
+"""Explain the end of the cached prefix of a prompt, at the first admission of a sequence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Misses:
         self._remember(sequence)
 
     def left(self, sequence: Sequence, computed: int) -> None:
-        """Note that ``sequence`` leaves its slot with ``computed`` positions in the cache."""
+        """Remember ``sequence`` at the loss of the slot. ``computed``: number of cached positions."""
         if self.memory is not None:
             self._remember(sequence)
             self.memory.reached(sequence.id, computed)
@@ -49,7 +49,7 @@ class Misses:
     def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
         memory, chain = self.memory, sequence.chain
         length = len(sequence.tokens)
-        # Everything that a hit could cover was found.
+        # The hit is as long as possible.
         if (length - 1) // self._caches.unit * self._caches.unit <= num_hit:
             return CacheMiss(reason="none", position=num_hit)
         if memory is None or chain is None or sequence.may_skip() < length - 1:
@@ -61,7 +61,7 @@ class Misses:
         return self._unseen(sequence, memory, chain.hashes, num_hit)
 
     def _lost(self, found: Remembered, hashes: list[bytes], num_hit: int, limit: int) -> str:
-        """Return why the cache no longer has a block that ``found`` has."""
+        """Return why the cache no longer has a block of ``found``."""
         computed = found.computed
         other = self._live.get(found.sequence)
         if other is not None and isinstance(other.state, Running):
@@ -73,7 +73,7 @@ class Misses:
     def _unseen(
         self, sequence: Sequence, memory: PrefixMemory, hashes: list[bytes], num_hit: int
     ) -> CacheMiss:
-        """Explain a block that no remembered sequence had: find a sequence with a different continuation."""
+        """Explain a block without a remembered sequence: find a sequence with a different continuation."""
         tokens, block = sequence.tokens, self._kv.block_size
         other = None
         if num_hit:

@@ -1,7 +1,7 @@
 """A step before the freeze. Rows can still be removed, because no other component depends on the rows yet.
 
 scheduler               adds rows and their slot updates; ``close`` fixes the rows and makes their columns
-balance, overlap,       set ``rebalance``, ``micro_batches``, ``agreed``. These components read the rows as
+balance, overlap,       set ``rebalance``, ``micro_batches``, ``agreed``. All read the rows as
 expert-parallel group   rows of a plan (``weft.types.plan.PlannedRows``)
 scheduler               ``seal``: freezes the builder into the plan, which is launched and committed
 """
@@ -33,7 +33,7 @@ from weft.types.plan import (
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A prefill row of a plan, and the slot updates that the row needs first."""
+    """A prefill row of a plan, and the slot updates before the row."""
 
     sequence: Sequence
     run: Running
@@ -95,7 +95,7 @@ class PlanBuilder:
         self.budget = budget
         # prompt logits cost as much as the rest of a step
         self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))
-        """Number of positions that may still request prompt logprobs."""
+        """Number of positions left for prompt logprobs."""
         self.chunks: dict[int, Row] = {}
         """Prefill rows by sequence id, in plan order."""
         self.decodes = NO_ROWS

@@ -82,8 +82,8 @@ class Planner:
             self._admit(builder)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """Add one row for every sequence past the known ids. A sequence that may be at its limit gets
-        no row."""
+        """Add one row for every sequence past the known ids. A sequence gets no row if possibly at the
+        limit."""
         state = self._state
         columns = self._state.columns
         slots = state.order()
@@ -105,13 +105,13 @@ class Planner:
         """Return the rows with the available drafts to verify and the number of drafts to propose, within all
         limits.
 
-        If prompts wait, drafts are shortened so that one block of the ``budget`` is left for prompts.
+        If prompts wait, drafts are shortened to leave one block of the ``budget`` for prompts.
         """
         state = self._state
         columns = self._state.columns
         slots = rows.slots
         starts = columns.num_scheduled[slots]
-        room = columns.limit[slots] - 1 - starts  # [rows], tokens that each row may still add
+        room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
         waits = len(state.waiting) or len(slots) < len(state.running)
         counts = 1 + np.minimum(columns.drafts[slots], room - 1)
         rows = DecodeRows(slots, counts, rows.next_k).within(budget - (state.kv.block_size if waits else 0))
@@ -124,7 +124,7 @@ class Planner:
         slots = state.order()
         for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
             run = sequence.state
-            if not isinstance(run, Running):  # preempted in this step
+            if not isinstance(run, Running):  # preempted in the same step
                 continue
             if builder.budget < 1:
                 return
@@ -142,7 +142,7 @@ class Planner:
                 self._add_chunk(builder, sequence, run, end, next_k, ops)
 
     def _adopt_first(self) -> None:
-        """Give slots to the leading sequences of the queue with received KV. These sequences decode in this
+        """Give slots to the leading sequences of the queue with received KV. The sequences decode in the same
         step."""
         waiting = self._state.waiting
         while waiting and (tables := waiting.first().tables) is not None and self._has_slot():
@@ -151,7 +151,7 @@ class Planner:
     def _adopt_behind(self) -> None:
         """Give slots to all waiting sequences with received KV, because the first of the queue lacks blocks.
 
-        A sequence with received KV already owns its blocks and only releases the blocks by running.
+        A sequence with received KV already owns blocks, and releases the blocks only by running.
         """
         for sequence in list(self._state.waiting) if self._state.rooms.decodes else ():
             if sequence.tables is not None and self._has_slot():
@@ -197,7 +197,7 @@ class Planner:
             needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
             if sequence.tables is not None:
                 pass  # a sequence with received KV owns its blocks
-            # Prefills in progress will still take ``promised`` blocks, so admission must leave these blocks.
+            # Prefills in progress will still take ``promised`` blocks, so admission must leave enough blocks.
             elif not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 self.starved = True
                 self._adopt_behind()
@@ -227,7 +227,7 @@ class Planner:
     def _gone(self, sequence: Sequence, start: int) -> bool:
         """Return True and return the sequence to the router if an image at or after ``start`` is lost.
 
-        Only applies to a sequence with images that only another group can encode.
+        Applies only to a sequence with images from another group.
         """
         if sequence.relies and (gone := self._state.media.lost(sequence, start)):
             self._state.evict(sequence, "an image that another group encoded is there no more")
@@ -275,8 +275,8 @@ class Planner:
         known = len(sequence.tokens)
         room = sequence.limit - 2 - known
         if self.drafts is not None and sequence.sends and end == known:
-            # Without a draft to propose, the drafter would not write entries of its own cache, which is sent
-            # as well.
+            # Without a draft to propose, the drafter would leave out entries in the drafter's cache, which is
+            # sent as well.
             return int(known + 2 <= sequence.limit and self._state.caches.cut(start, end + 1) > end)
         if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
             return 0
@@ -300,9 +300,9 @@ class Planner:
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def promised(self) -> list[int]:
-        """Return the blocks of each KV cache group that prefills in progress will still take.
+        """Return
 
-        Admission must leave these blocks.
+        the blocks of each KV cache group still to be taken by prefills in progress.
         """
         state = self._state
         total = [0] * len(state.caches.kinds)

@@ -3,9 +3,9 @@
 A smaller priority number comes first. The priority decides about slots and about preemption. Starvation
 guard: after ``PASSES`` admissions from other priorities, a waiting priority gets the next slot.
 
-The queue position of a sequence is the number of earlier client requests plus the index within its own client
-request. If every client request has one sequence, the order is first come, first served. In a large client
-request, sequence j comes after the first sequence of each of the next j client requests.
+The queue position of a sequence is the number of earlier client requests plus the index within the sequence's
+own client request. If every client request has one sequence, the order is first come, first served. In a
+large client request, sequence j comes after the first sequence of each of the next j client requests.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ class FairQueue:
         self._put(share)
 
     def invite(self, sequence: Sequence) -> None:
-        """Put the waiting ``sequence`` first within its priority until it runs: a running sequence gives up a
-        slot."""
+        """Put the waiting ``sequence`` first within the priority until admission: a running sequence gives up
+        a slot."""
         share = self._lift(sequence)
         share.invited = sequence
         self._put(share)
 
     def first(self) -> Sequence:
-        # The level that waited longest comes first in the dict.
+        # The level with the longest wait comes first in the dict.
         share = self._order[0]
         priority, level = next(iter(self._levels.items()))
         if priority > share.priority and self._started - level.since >= PASSES:
@@ -174,7 +174,7 @@ class FairQueue:
 
     def _lift(self, sequence: Sequence) -> OwnerShare:
         """Remove the share of ``sequence`` from the order before a change. Return the share; ``_put`` inserts
-        it again."""
+        the share again."""
         share = self._share(sequence)
         if share.waiting:
             del self._order[bisect_left(self._order, share.place, key=_place)]

@@ -12,14 +12,14 @@ from weft.types.plan import Op
 
 
 class Reserver:
-    """Extends block tables to the lengths that the rows of the next plan need."""
+    """Extends block tables to the lengths needed by the rows of the next plan."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def grow(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> DecodeRows:
-        """Extend the tables of the decode rows ``short`` (bool [rows]) to the lengths needed. Return the rows
-        that can run.
+        """Extend the tables of the decode rows ``short`` (bool [rows]) to the lengths needed. Return the
+        runnable rows.
 
         Try three ways in order: all rows; all rows without drafts; row by row in scheduling order, with
         preemption. ``short`` is changed in place.
@@ -34,7 +34,7 @@ class Reserver:
             short &= columns.num_scheduled[rows.slots] + 1 > columns.reserved[rows.slots]
             if whole and self._grow_all(rows, short, builder):
                 return rows
-        # Row by row: a row may preempt sequences later in the order, whose rows then leave the plan.
+        # Row by row: a row may preempt later sequences, and the plan then loses their rows.
         out = np.zeros(len(columns.gen), bool)
         for slot in rows.slots[short].tolist():
             sequence = state.in_slot[slot]
@@ -64,7 +64,7 @@ class Reserver:
         no row."""
         if end <= run.reserved:
             return []
-        # Older sequences first: a younger sequence must not take blocks that an older sequence lacks.
+        # Older sequences first: a younger sequence must not take blocks from an older sequence without a row.
         if builder.lacking is not None and sequence.key > builder.lacking:
             builder.lack(sequence)
             return None
@@ -76,12 +76,12 @@ class Reserver:
         return self._state.caches.reserve(run.slot, end)
 
     def _make_room(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> bool:
-        """Preempt sequences until the blocks up to ``end`` are free. Return False if this plan cannot get the
+        """Preempt sequences until the blocks up to ``end`` are free. Return False if the plan cannot get the
         blocks.
 
         The victim is the last unprotected sequence by key, possibly ``sequence``. Not a victim: a sequence
         without a sealed plan, because the ranks do not know the slot yet. Without a victim, waiting sequences
-        with received KV are returned to the router, even if these are older in the order than ``sequence``.
+        with received KV are returned to the router, even if older in the order than ``sequence``.
         """
         caches = self._state.caches
         while True:
@@ -114,7 +114,7 @@ class Reserver:
         return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:
-        """Preempt ``victim`` and remove its row from ``builder``. Raises EngineDead if ``victim`` does not
+        """Preempt ``victim`` and remove the row from ``builder``. Raises EngineDead if ``victim`` does not
         run."""
         held = victim.state
         if not isinstance(held, Running):

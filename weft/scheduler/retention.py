@@ -13,7 +13,7 @@ from typing import NamedTuple
 from weft.kv.caches import Caches
 
 SHARE = 0.5
-"""Maximum share of the smallest pool for retained blocks, so that other prefixes stay cached too."""
+"""Maximum share of the smallest pool for retained blocks, to leave space for other prefixes."""
 
 
 class _Kept(NamedTuple):
@@ -65,7 +65,7 @@ class Retention:
             self._drop(self._sessions.popitem(last=False)[1])
 
     def expire(self, now: float) -> None:
-        """Release sessions that have paused for too long, and set ``now``."""
+        """Release sessions after too long a pause, and set ``now``."""
         self.now = now
         while self._sessions and next(iter(self._sessions.values())).until <= now:
             self._drop(self._sessions.popitem(last=False)[1])

@@ -5,7 +5,7 @@ sender the end may come long after the end of the sequence. A receiver's record 
 then the blocks belong to the sequence alone.
 
     sender      in a slot ──moved──> parting ──states are saved──> blocks pinned ──Landed, Freed──> gone
-                     ╰──other end, loss, or no states────────────────────^
+                     ╰──other end, loss, or no states────────────────^
     receiver    Awaiting ──blocks are reserved──> Fetching: blocks pinned ──Landed──> gone
                      ╰──ends──> gone                 ╰──ends──> blocks pinned ──Freed──> gone
 """
@@ -41,7 +41,7 @@ FENCE_S = 60.0
 
 @dataclass(slots=True, eq=False)
 class RoomRecord:
-    """A transfer, as the scheduler sees it."""
+    """A transfer, from the view of the scheduler."""
 
     key: RoomKey
     sequence: Sequence
@@ -60,21 +60,20 @@ class RoomRecord:
     exported: list[int] = field(default_factory=list)
     """Sender: for each KV cache group, the number of table entries already reported to ranks."""
     unsaid: OfferRoom | None = None
-    """Sender: an offer that waits until the prompt is computed; None otherwise."""
+    """Sender: an offer to make after the prompt is computed; None otherwise."""
     offer: Admitted | None = None
     """Receiver: the open offer; None once answered."""
     needed: list[int] = field(default_factory=list)
     """Postponed receiver: the needed blocks of each KV cache group."""
     hits: int = 0
-    """Receiver: number of positions found in its own cache."""
+    """Receiver: number of positions found in the receiver's cache."""
 
 
 def why_cancelled(finish: str, error: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error for the transfers of a sequence that ends with ``finish`` before the transfers are
-    done.
+    """Return the error for the open transfers of a sequence with the finish reason ``finish``.
 
-    Return None if the router gets the end from this engine (a stop, a limit, an error of the request). The
-    other group must then drop the sequence without returning it to the router.
+    Return None if the router gets the end from the same engine (a stop, a limit, an error of the request).
+    The other group must then drop the sequence and not return the sequence to the router.
     """
     if finish == "abort":
         return error or Cancelled("the client went away").info()
@@ -104,13 +103,13 @@ class RoomBook:
         self._holds = holds
         self._records: dict[RoomKey, RoomRecord] = {}
         self._fetches = 0
-        self._due = math.inf  # no receiver is late before this time
+        self._due = math.inf  # no receiver is late earlier
         self.requests: list[RoomRequest] = []
         """Requests to transfers, in order, since the last read."""
         self.events: list[TokenEvent] = []
         """Terminal events of sequences returned to the router, not reported yet."""
         self.parting: dict[RoomKey, int] = {}
-        """Senders after the handoff that keep the slot until the states are saved -> last plan that names the
+        """Senders after the handoff, with the slot kept until the states are saved -> last plan with the
         slot."""
         self.offers: dict[RoomKey, RoomRecord] = {}
         """Receivers with an open offer."""
@@ -155,7 +154,7 @@ class RoomBook:
             self.requests.append(offer)
 
     def export(self, sequence: Sequence, start: int, end: int) -> list[Op]:
-        """Return the slot update that exports a sender's row over ``start`` .. end - 1. The tables must reach
+        """Return the slot update to export a sender's row over ``start`` .. end - 1. The tables must reach
         ``end``."""
         record = self.of(sequence)
         if record is None:
@@ -185,10 +184,9 @@ class RoomBook:
         record.over = True
 
     def leaves(self, sequence: Sequence, last_step: int) -> bool:
-        """Pin the blocks of a sequence that leaves its slot. ``last_step``: the last plan that names the
-        slot.
+        """Pin the blocks of a sequence at the loss of the slot. ``last_step``: the last plan with the slot.
 
-        Return False if the slot must stay as it is until ``save``.
+        Return False if the slot must stay unchanged until ``save``.
         """
         record = self.of(sequence)
         if record is None:
@@ -233,7 +231,7 @@ class RoomBook:
         return events
 
     def untold(self, sequence: int) -> list[TokenEvent]:
-        """Remove and return the unreported events of the sequence with this id."""
+        """Remove and return the unreported events of the sequence with the given id."""
         found = [event for event in self.events if event.sequence == sequence]
         if found:
             self.events = [event for event in self.events if event.sequence != sequence]
@@ -249,7 +247,7 @@ class RoomBook:
     def save(self, step: int) -> tuple[list[Op], list[int]]:
         """Return (slot updates, slots): plan ``step`` saves the states of senders after the handoff.
 
-        The senders leave these slots with the plan.
+        The senders leave the slots with the plan.
         """
         ops = list[Op]()
         slots = list[int]()
@@ -268,8 +266,8 @@ class RoomBook:
         return ops, slots
 
     def part(self, key: RoomKey) -> tuple[int, int] | None:
-        """Return (slot, last plan) of a sender that leaves its slot without saving states; None without such
-        a slot."""
+        """Release a sender's slot without saving states. Return (slot, last plan); None without such a
+        slot."""
         last_step = self.parting.pop(key, None)
         if last_step is None:
             return None
@@ -290,8 +288,7 @@ class RoomBook:
     def reserve(
         self, record: RoomRecord, hashes: list[bytes], hits: int, reach: int, sent_blocks: list[int]
     ) -> tuple[FetchedTables, tuple[Blocks, ...]]:
-        """Reserve the blocks of a receiver up to position ``reach``. Blocks that the sender writes are
-        pinned."""
+        """Reserve the blocks of a receiver up to position ``reach``. The destination blocks are pinned."""
         self._fetches += 1
         number = -1 - self._fetches  # negative, and never -1: `NO_SLOT` of the planner
         blocks = self._caches.fetch(number, hashes, hits, record.length, reach, sent_blocks)
@@ -309,7 +306,7 @@ class RoomBook:
         self.offers[record.key] = record
 
     def answered(self, record: RoomRecord) -> None:
-        """Note that the offer of the transfer needs no further answer. Idempotent."""
+        """Close the offer of the transfer, if any. Idempotent."""
         record.offer = None
         self.offers.pop(record.key, None)
         self.later.pop(record.key, None)
@@ -322,7 +319,7 @@ class RoomBook:
         del self._records[record.key]
 
     def late(self, now: float) -> list[Sequence]:
-        """Return the receivers past their deadline. Cheap while there are none."""
+        """Return the receivers past the deadline. Cheap while there are none."""
         if now < self._due:
             return []
         waiting = [r for r in self._records.values() if r.sequence.fetches and not r.over]
@@ -341,7 +338,7 @@ class RoomBook:
         record.due = self.now + record.sequence.room.seconds
 
     def _keep(self, record: RoomRecord, snapshots: tuple[Blocks, ...]) -> None:
-        """Pin the blocks that the transfer reads, because the sender leaves its slot."""
+        """Pin the blocks of the transfer, because the sender leaves the slot."""
         tables = self._caches.table(record.slot, record.length)
         record.slot = -1
         if snapshots:

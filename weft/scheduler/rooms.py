@@ -1,6 +1,6 @@
 """KV transfers in the scheduler: answers to offers, and effects of transfer events on sequences.
 
-The receiver answers an offer at once. A parallel sample waits until the first sample has received its KV (or
+The receiver answers an offer at once. A parallel sample waits until the first sample has received the KV (or
 has ended): full blocks are then found in the cache, and only the rest is sent. If blocks are missing, the
 offer is postponed and answered as soon as blocks are free, without another offer.
 """
@@ -55,9 +55,9 @@ class SchedulerRooms:
         starved: Callable[[], bool],
         promised: Callable[[], list[int]],
     ) -> None:
-        """``starved``: returns True if a sequence of this group lacks blocks for admission.
+        """``starved``: returns True if a sequence of the group lacks blocks for admission.
 
-        ``promised``: returns the blocks of each KV cache group that prefills in progress will still take.
+        ``promised``: returns the blocks of each KV cache group still to be taken by prefills in progress.
         """
         self._state = state
         self._book = state.rooms
@@ -73,7 +73,7 @@ class SchedulerRooms:
         self._book.pulled = transfer.transfer_mode == "pull"
 
     def check(self, submit: Submit) -> None:
-        """Raises InvalidRequest if this group cannot take part with these transfer parameters."""
+        """Raise InvalidRequest if this group cannot take part with the transfer parameters."""
         ticket = submit.room
         if ticket is None:
             return
@@ -126,8 +126,8 @@ class SchedulerRooms:
     def lose(self) -> None:
         """Return running sequences to the router after ranks were lost, with the code "group_lost".
 
-        Applies to sequences with a transfer or with images that only another group can encode. Waiting
-        sequences are not affected.
+        Applies to sequences with a transfer or with images from another group. Waiting sequences are not
+        affected.
         """
         lost = RanksLost("processes of the group that computed the sequence were lost").info()
         for sequence in self._state.running.snapshot():
@@ -217,7 +217,7 @@ class SchedulerRooms:
         return PostponeRoom(key=record.key, seconds=POSTPONE_S)
 
     def _first(self) -> RoomRecord | None:
-        """Return the first postponed receiver by key that still waits; None without one."""
+        """Return the first postponed receiver by key; None without one."""
         later = self._book.later
         if self._next is None or later.get(self._next.key) is not self._next:
             self._next = min(later.values(), key=lambda record: record.sequence.key, default=None)
@@ -275,7 +275,7 @@ class SchedulerRooms:
     # ---- both
 
     def _failed(self, record: RoomRecord, error: ErrorInfo) -> None:
-        """Return the sequence of a failed transfer to the router, if still live. Its blocks stay pinned until
+        """Return the sequence of a failed transfer to the router, if still live. The blocks stay pinned until
         freed."""
         state = self._state
         sequence = record.sequence

@@ -7,7 +7,7 @@ another step is in flight.
 
 A sequence is blocked while external input (KV, grammar, images) is missing. A blocked sequence is no work and
 fails at a deadline. Every other waiting sequence must make progress. Only one reason excuses waiting
-sequences without a row in flight: blocks are short, and pins or image transfers before their deadlines hold
+sequences without a row in flight: blocks are short, and pins or image transfers before the deadline hold
 memory.
 
 A sequence with a transfer (``Submit.room``) is prefilled by one group and decoded by another group. Such a
@@ -52,8 +52,9 @@ _log = get_logger(__name__)
 class Scheduler:
     """The control core of one group.
 
-    Raises ConfigError that names the flags when the caches cannot hold one sequence of ``max_model_len``, or
-    when the decode rows of a step could leave less than one block of tokens for prefill.
+    Raises ConfigError, with the names of the flags, when the caches cannot hold one sequence of
+    ``max_model_len``, or when the decode rows of a step could leave less than one block of tokens for
+    prefill.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Scheduler:
         ``kv``: cache sizes and the maximum number of drafts. ``speculation``: adaptive or fixed draft counts.
         ``transfer``: the role of the group. ``remembered_bytes``: memory for earlier prompts, used to explain
         cache misses. ``retention``: seconds for which the blocks of a session are evicted after all others.
-        ``generates``: False for a model that only embeds, see ``check_submit``.
+        ``generates``: False for an embedding model, see ``check_submit``.
         """
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
@@ -89,7 +90,7 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._empty_plans = 0
-        self._built: PlanBuilder | None = None  # the builder that `seal` expects next
+        self._built: PlanBuilder | None = None  # the builder expected by `seal`
         self._blocked = False  # True: nothing can run until a pinned block is released
         self._awaited: dict[int, float] = {}  # blocked sequence -> deadline
         self._holds = self._state.holds
@@ -98,7 +99,7 @@ class Scheduler:
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
         self.embeddings: MediaRooms | None = None
-        """The receiver of embedding transfers; None where this group receives no embeddings."""
+        """The receiver of embedding transfers; None if the group receives no embeddings."""
         if kv.media is not None and kv.media.takes:
             self.embeddings = MediaRooms(self._state, self._unblock)
 
@@ -107,7 +108,7 @@ class Scheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Accept a sequence. Return its terminal event if the emitted ids are already complete, else [].
+        """Accept a sequence. Return the terminal event if the emitted ids are already complete, else [].
 
         ``awaits``: the sequence is blocked until ``arrived`` is called. The sequence fails at ``until``
         (default: ``now`` + ``AWAIT_S``). A sequence with a grammar is blocked in the same way until
@@ -179,7 +180,7 @@ class Scheduler:
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """End a sequence with ``error`` because the grammar is unusable. Return its event. Unknown ids are
+        """End a sequence with ``error`` because the grammar is unusable. Return the event. Unknown ids are
         ignored."""
         found = self._state.live.get(sequence)
         if found is None:
@@ -191,7 +192,7 @@ class Scheduler:
         return [TokenEvent(sequence=sequence, finish="error", error=error, position=found.position)]
 
     def expire(self, now: float) -> list[TokenEvent]:
-        """End sequences that stayed blocked past their deadline and return their events.
+        """End all sequences blocked past the deadline and return the events.
 
         Also expire session retention and transfers. Call ``expire`` often, also when there is no work.
         """
@@ -223,7 +224,7 @@ class Scheduler:
         return bool(awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Abort a sequence and return its terminal event. Unknown ids are ignored.
+        """Abort a sequence and return the terminal event. Unknown ids are ignored.
 
         For an ended sequence, return the terminal event only if no call has returned the event yet.
         """
@@ -242,17 +243,17 @@ class Scheduler:
 
         No step may run until ``requeue_all``.
 
-        Call ``lose`` before the transfers are notified, so that each sequence gets its own finish reason.
+        Call ``lose`` before the transfers are notified, for a separate finish reason per sequence.
         """
         self._rooms.lose()
 
     def requeue_all(self) -> list[TokenEvent]:
         """Requeue all running sequences after the group was lost; prompt and committed output are recomputed.
 
-        Call only when the ranks have empty slot tables. Steps in flight are forgotten: their results must not
+        Call only when the ranks have empty slot tables. Steps in flight are forgotten: the results must not
         be committed. The pools have only pinned blocks in use, and the prefix cache is empty. Step numbers
-        continue. Return the terminal events of sequences that were lost too often and of sequences returned
-        to the router.
+        continue. Return the terminal events of sequences lost too often and of sequences returned to the
+        router.
         """
         self._blocked = self.planner.lacked = False
         self._empty_plans = 0
@@ -286,7 +287,7 @@ class Scheduler:
         self._holds.hold(kind, block, until)
 
     def unhold(self, kind: int, block: int) -> None:
-        """Release one pin that ``hold`` made."""
+        """Release one pin of ``hold``."""
         self._holds.unhold(kind, block)
         self._blocked = False
 
@@ -307,9 +308,9 @@ class Scheduler:
         return self._rooms.requests()
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """Return the blocks that the transfer ``key`` sends, for each KV cache group, as far as allocated.
+        """Return the blocks to send in the transfer ``key``, for each KV cache group, as far as allocated.
 
-        For a recurrent state: the snapshot, once a plan that saves the state was sealed. Return () before the
+        For a recurrent state: the snapshot, once a plan with the snapshot was sealed. Return () before the
         sequence has a slot and for unknown transfers.
         """
         return self._state.rooms.tables(key)
@@ -322,7 +323,7 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Number of plans that wait for their commit."""
+        """Number of plans without a commit."""
         return len(self._state.in_flight)
 
     # ---- steps
@@ -370,13 +371,13 @@ class Scheduler:
     def seal(self, builder: PlanBuilder) -> StepPlan:
         """Freeze ``builder`` into a plan. The plan is in flight from now on.
 
-        Raises EngineDead if ``builder`` is not the builder that ``build`` or ``idle`` returned last.
+        Raises EngineDead if ``builder`` is not the last builder.
         """
         if builder is not self._built:
             raise EngineDead("a step is to be launched that is not the one that was built last")
         state = self._state
         step = builder.step
-        # Order matters: snapshots copy states before the rows of this plan write over the states.
+        # Order matters: snapshots copy states before rows of the plan overwrite the states.
         first = [*state.slots.announce(), *state.take_ops(step), *state.save(step), *state.snapshots(step)]
         plan = builder.seal(first)
         state.launched(plan)
@@ -385,8 +386,7 @@ class Scheduler:
         return plan
 
     def admitted(self, plan: StepPlan) -> list[int]:
-        """Return the ids of sequences that get their slots by ``plan``, which must be the plan sealed
-        last."""
+        """Return the ids of sequences with a new slot in ``plan``, which must be the plan sealed last."""
         column = self._state.columns.sequence
         return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
@@ -408,7 +408,8 @@ class Scheduler:
         return events + self._state.rooms.given_back() if self._state.rooms.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
-        """Learn from the device time of ``plan``: ``seconds`` from its start or the end of the step before.
+        """Learn from the device time of ``plan``: ``seconds`` from the start, or from the end of the step
+        before.
 
         ``uncaptured``: the step ran without capture and took longer than replayed steps will take. Such a
         time is not used to fit the cost model.
@@ -464,13 +465,13 @@ class Scheduler:
         self._blocked = False
 
     def _watch_progress(self, now: float) -> None:
-        """Count consecutive plans without rows that nothing explains. Raises EngineDead at
+        """Count consecutive plans without rows and without an excuse. Raises EngineDead at
         ``MAX_EMPTY_PLANS``.
 
         Rows in flight are progress. Missing blocks or image memory are an excuse while a pin or an image
         transfer is before its deadline.
         """
-        # Blocks lacked by admission, by rows, by senders that must save states, or memory lacked by images.
+        # Blocks lacked by admission, by rows, by senders with states to save, or memory lacked by images.
         state = self._state
         waits = state.waiting or len(state.running)
         lacking = self.planner.lacked or self.planner.starved or state.rooms.parting or state.media.short

@@ -31,9 +31,9 @@ PROTECT_AFTER = 2
 """Preemptions for lack of blocks after which a sequence is admitted only with guaranteed blocks and is never
 preempted again."""
 TURN = 32
-"""Output tokens that a sequence may generate before a newcomer may take the slot."""
+"""Number of output tokens after which a newcomer may take the slot of a sequence."""
 MOST_YIELDS = 4
-"""Maximum number of times that a sequence gives up a slot for other sequences."""
+"""Maximum number of preemptions of a sequence in favor of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Awaiting:
 
 @dataclass(frozen=True, slots=True)
 class FetchedTables:
-    """Block tables without a slot, for KV that is being received or was received from another group."""
+    """Block tables without a slot, for KV from another group, during or after the transfer."""
 
     number: int
-    """Negative number that stands for a slot in calls to the caches."""
+    """Negative number, in place of a slot in calls to the caches."""
     reach: int
-    """Number of positions that the tables cover at least."""
+    """Minimum number of positions covered by the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Running:
     slot: int
     gen: int
     known: int
-    """Number of ids that AllocSlot wrote; later ids reach the device before the scheduler. One less after a
+    """Number of ids written by AllocSlot; later ids reach the device before the scheduler. One less after a
     KV transfer: the last id is the first output token, which is computed by a decode row."""
     marks: Marks | None = None
     """Where snapshots of the recurrent state are wanted; None: nowhere."""
@@ -110,9 +110,9 @@ class Running:
     num_scheduled = _Entry()
     """Number of positions computed once all planned steps are done."""
     reserved = _Entry()
-    """Number of positions that the block tables cover."""
+    """Number of positions covered by the block tables."""
     last_step = _Entry()
-    """Number of the last plan that names the slot. Slot and blocks are free when the plan has committed."""
+    """Number of the last plan with the slot. Slot and blocks are free when the plan has committed."""
     exact = _Entry()
     snapshot = _Entry()
 
@@ -214,14 +214,14 @@ class Sequence:
         """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
         earlier attempt."""
         self.delivered = 0
-        """Number of these positions already sent."""
+        """Number of positions already sent."""
         self.chain: HashChain | None = None
         self.num_cached = -1
         """Number of prompt tokens found in the cache at the first admission; -1 before the first
         admission."""
         self.preemptions = 0
         self.yielded = 0
-        """Number of preemptions that made room for another sequence."""
+        """Number of preemptions in favor of another sequence."""
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
         """Why the prompt was not cached further; None once reported."""
@@ -234,7 +234,7 @@ class Sequence:
         self.awaits_images = False
         """True while images from an encode group are missing; the sequence cannot be admitted."""
         self.relies = False
-        """True if the prompt has images that this group cannot encode again."""
+        """True if this group cannot encode all images of the prompt again."""
         self.state: State = AwaitingLeader()
 
     def move(self, state: State) -> None:
@@ -247,7 +247,7 @@ class Sequence:
 
     @property
     def protected(self) -> bool:
-        """True if so many preemptions lacked blocks that the sequence is never preempted again."""
+        """True after ``PROTECT_AFTER`` preemptions for lack of blocks: never preempted again."""
         return self.preemptions - self.yielded >= PROTECT_AFTER
 
     @property
@@ -320,7 +320,7 @@ class Sequence:
         return None
 
     def alloc(self, run: Running, num_cached: int) -> AllocSlot:
-        """Return the slot update that assigns the slot of ``run``."""
+        """Return the slot update to assign the slot of ``run``."""
         return AllocSlot(
             slot=run.slot,
             gen=run.gen,
@@ -364,7 +364,7 @@ class OwnerShare:
     number: int
     """Number of shares that arrived earlier."""
     arrived: int = 0
-    """Total number of sequences that ever entered the share."""
+    """Total number of sequences ever added to the share."""
     live: int = 0
     running: int = 0
     waiting: list[Sequence] = field(default_factory=list)

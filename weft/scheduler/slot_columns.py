@@ -1,7 +1,7 @@
 """Per-slot facts about running sequences, as columns with one entry per slot.
 
-Most rows of a step only add one token. Planning and committing these rows is arithmetic on the columns. Only
-a sequence that needs blocks, ends or requests more output is handled as an object.
+Most rows of a step only add one token. Planning and committing such rows is arithmetic on the columns. A
+sequence is handled as an object only if the sequence needs blocks, ends or requests more output.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SlotColumns:
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
     def enter(self, sequence: Sequence, run: Running) -> None:
-        """Set the values that stay constant while ``sequence`` is in the slot of ``run``."""
+        """Set the values of ``sequence`` for the slot of ``run``; constant until the slot is released."""
         slot = run.slot
         self.gen[slot] = run.gen
         self.sequence[slot] = sequence.id
@@ -87,7 +87,7 @@ class SlotColumns:
         self.stops[slot] = (stops + [-1] * MAX_STOPS)[:MAX_STOPS]
 
     def prefilling(self, slots: np.ndarray) -> np.ndarray:
-        """Return bool [len(slots)]: True for slots with known ids that no plan computes yet."""
+        """Return bool [len(slots)]: True for slots with known ids after the last planned position."""
         prefilling: np.ndarray = self.num_scheduled[slots] < self.known[slots]
         return prefilling
 
@@ -101,7 +101,7 @@ class SlotColumns:
     def may_end(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return bool [len(slots)]: True if the next committed token, in ``tokens``, could end the sequence.
 
-        For decode rows before their commit. A slot then has ``num_computed + 1`` ids, and one more with the
+        For decode rows before the commit. A slot then has ``num_computed + 1`` ids, and one more with the
         token.
         """
         full = self.num_computed[slots] + 2 >= self.limit[slots]

@@ -60,7 +60,7 @@ class SchedulerState:
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.ops: list[Op] = []
-        """Slot updates that belong to no row. The next plan carries all of them."""
+        """Slot updates without a row. The next plan carries all of them."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
         """Plans without a commit, oldest first."""
@@ -72,7 +72,7 @@ class SchedulerState:
     def arrive(self, sequence: Sequence) -> None:
         """Add a new sequence: to the queue, or blocked, or waiting for the first sample of the prompt.
 
-        A sequence that another group prefills is always blocked until the KV arrives.
+        A sequence prefilled by another group is always blocked until the KV arrives.
         """
         self.live[sequence.id] = sequence
         self.media.arrive(sequence)
@@ -83,7 +83,8 @@ class SchedulerState:
         else:
             self._share(request)
         request.members[sequence.id] = sequence
-        # KV from another group does not depend on the first sample: such a sequence does not wait for it.
+        # KV from another group does not depend on the first sample: such a sequence does not wait for the
+        # first sample.
         if sequence.fetches:
             sequence.move(Awaiting())
         elif request.leader is sequence or request.prompt_computed:
@@ -133,7 +134,7 @@ class SchedulerState:
         self.rooms.evicted(sequence, error)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Preempt a running sequence: back to its place in the queue, recomputed later.
+        """Preempt a running sequence: back to the old place in the queue, recomputed later.
 
         A sequence with a transfer is returned to the router instead: another group owns or expects the
         blocks. ``yields``: the sequence makes room for a waiting sequence and does not lack blocks.
@@ -151,7 +152,7 @@ class SchedulerState:
         self.waiting.add(sequence)
 
     def requeue(self) -> list[Sequence]:
-        """Requeue all running sequences after ranks were lost and the group formed anew. Return these
+        """Requeue all running sequences after ranks were lost and the group formed anew. Return the requeued
         sequences.
 
         Plans in flight and all cached blocks are dropped. A pinned block stays out of use, because the owner
@@ -196,8 +197,8 @@ class SchedulerState:
     ) -> tuple[Running, list[Op]]:
         """Give ``sequence`` a slot, the blocks of the cache hit and new blocks up to position ``end``.
 
-        Return the running state and the slot updates. The caller must have checked that slot and blocks are
-        free.
+        Return the running state and the slot updates. The caller must have checked for a free slot and enough
+        free blocks.
         """
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
@@ -234,8 +235,7 @@ class SchedulerState:
         return run
 
     def guaranteed(self, sequence: Sequence) -> bool:
-        """Return True if ``sequence`` and all protected running sequences fit at their full lengths side by
-        side."""
+        """Return True if ``sequence`` and all protected running sequences fit at full length side by side."""
         lengths = [other.limit for other in self.running if other.protected]
         return self.caches.guaranteed([*lengths, sequence.limit])
 
@@ -300,9 +300,9 @@ class SchedulerState:
             self.slots.release(*left)
 
     def save(self, step: int) -> list[Op]:
-        """Return slot updates of plan ``step`` that save the states of senders after the handoff.
+        """Return slot updates of plan ``step`` to save the states of senders after the handoff.
 
-        These senders leave their slots with the plan, so the plan must be certain to run.
+        The senders leave the slots with the plan, so the plan must be certain to run.
         """
         if not self.rooms.parting:
             return []
@@ -315,13 +315,13 @@ class SchedulerState:
     # ---- snapshots
 
     def marks(self, sequence: Sequence, hashes: list[bytes], num_hit: int) -> Marks | None:
-        """Return the boundaries at which ``sequence``, admitted with this hit, saves snapshots; None for no
-        snapshots."""
+        """Return the boundaries at which ``sequence``, admitted with a hit of ``num_hit``, saves snapshots;
+        None for no snapshots."""
         return self.caches.marks(hashes, len(sequence.tokens), num_hit)
 
     def snapshots(self, step: int) -> list[Op]:
-        """Return slot updates of plan ``step`` that save all states now at a boundary. The plan must be sure
-        to run.
+        """Return slot updates of plan ``step`` to save all states now at a boundary. The plan must be sure to
+        run.
 
         The updates run before the rows of the plan. A slot is skipped while drafts are being verified,
         because the length is then unknown. A slot is also skipped if a later row has overwritten the wanted
@@ -364,7 +364,7 @@ class SchedulerState:
         return self._order
 
     def take_ops(self, step: int) -> list[Op]:
-        """Return and clear the slot updates without rows. Plan ``step`` is recorded as the last user of their
+        """Return and clear the slot updates without rows. Plan ``step`` is recorded as the last user of the
         slots."""
         ops, self.ops = self.ops, []
         for op in ops:
@@ -389,7 +389,7 @@ class SchedulerState:
         self.in_flight.append(plan)
 
     def committed(self, step: int) -> None:
-        """Remove the oldest plan from flight and free everything that waited for the commit of ``step``."""
+        """Remove the oldest plan from flight and free everything pending until the commit of ``step``."""
         self.in_flight.popleft()
         self.last_commit = step
         self.caches.committed(step)
@@ -404,8 +404,8 @@ class SchedulerState:
             self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Enqueue a sequence that waits for no first sample, or mark the sequence as blocked if input is
-        missing."""
+        """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
+        that no first sample is awaited."""
         if sequence.awaits or sequence.awaits_images:
             sequence.move(Awaiting())
         else:
@@ -418,9 +418,9 @@ class SchedulerState:
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
-        """Return the slot updates that save the state of ``slot`` as of ``back`` positions ago.
+        """Return the slot updates to save the state of ``slot`` as of ``back`` positions ago.
 
-        Return [] if no snapshot is wanted at this boundary or no block is free.
+        Return [] if no snapshot is wanted at the boundary or no block is free.
         """
         sequence = self.in_slot[slot]
         run = sequence.state

@@ -9,8 +9,8 @@ knots: reading weights limits a step of few tokens, arithmetic limits a step of 
             + decode_row * rows + decode_pair * (query, key) pairs
             + verify, if any row verifies drafts + draft_pass * drafter's passes + draft * drafts proposed
 
-For a row with one new position, pairs and positions read are the same number: a decode row's cache reads are
-its pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
+For a row with one new position, pairs and positions read are the same number: a decode row's cache reads
+equal the pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NAMES = (
 """Features in order; a coefficient is the seconds of one unit."""
 
 SPECULATION = ("verify", "draft_pass", "draft")
-"""Features of steps with drafts only. A file may omit these features; the cost is then 0."""
+"""Features of steps with drafts only. A file may omit the features; the cost is then 0."""
 
 FIRST_SLOPE, NUM_SLOPES = 1, len(KNOTS) + 1
 """Index of the first slope in ``NAMES``, and number of slopes."""
@@ -68,7 +68,7 @@ class StepShape(NamedTuple):
     verify: int = 0
     """1 if a row verifies drafts, which may leave the fastest code path; else 0."""
     draft_passes: int = 0
-    """Maximum drafts that a row proposes after the step: a drafter may propose them one after another."""
+    """Maximum drafts proposed in a row after the step: a drafter may need one pass per draft."""
     drafts: int = 0
     """Number of drafts proposed after the step, over all rows."""
 
@@ -92,7 +92,7 @@ def pairs(start: int, count: int) -> int:
 
 
 def shape_of(plan: PlannedRows) -> StepShape:
-    """Return the shape of a plan. For rows that verify drafts, positions are upper bounds."""
+    """Return the shape of a plan. With drafts to verify, positions are upper bounds."""
     prefill = plan.prefill
     decode = plan.decode
     passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))
@@ -169,7 +169,7 @@ class CostModel:
         return sum(c * x for c, x in zip(self.coefficients, features(shape), strict=True))
 
     def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds that merged tokens add, for each number in ``tokens``: float64, same shape."""
+        """Return the seconds added by merged tokens, for each number in ``tokens``: float64, same shape."""
         total = np.zeros(tokens.shape)
         low = 0.0
         for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
@@ -182,7 +182,7 @@ class CostModel:
         return self.coefficients[NAMES.index(name)]
 
     def scaled(self, factor: float) -> CostModel:
-        """Return the model of a machine that is ``factor`` times as slow."""
+        """Return the model of a machine ``factor`` times as slow."""
         return CostModel(tuple(c * factor for c in self.coefficients), self.about)
 
     def to_json(self) -> bytes:
@@ -207,8 +207,8 @@ class CostModel:
     def of(cls, seconds: Mapping[str, float], about: str = "", name: str = "the cost model") -> CostModel:
         """Return the model with the given coefficients by feature. Features in ``SPECULATION`` default to 0.
 
-        Raises ConfigError for missing or unknown features, for values that are not finite or negative, and if
-        all coefficients are 0.
+        Raises ConfigError for missing or unknown features, for infinite, NaN or negative values, and if all
+        coefficients are 0.
         """
         seconds = {**dict.fromkeys(SPECULATION, 0.0), **seconds}
         wrong = sorted(set(seconds) ^ set(NAMES))

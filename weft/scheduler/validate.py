@@ -31,7 +31,7 @@ def check_submit(
 
     ``limits``: limits of images; None if the model takes no images. ``generates``: False for a model without
     an output head. Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name
-    of the parameter for every other request that the model cannot serve.
+    of the parameter for every other unsupported request.
     """
     tokens = _ids("prompt", submit.prompt_ids)
     num_prompt = len(tokens)
@@ -58,7 +58,7 @@ def check_submit(
             f"the prompt has {num_prompt} tokens, the output {len(emitted)}; the context is {max_model_len}",
             param="emitted_ids",
         )
-    # Range checks last: they read all ids.
+    # Range checks last: each reads all ids.
     _within("prompt", tokens, vocab_size)
     _within("emitted_ids", emitted, vocab_size)
     _integer("sequence", submit.sequence, 0, SEED_MASK)

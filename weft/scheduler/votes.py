@@ -1,8 +1,7 @@
-"""The agreement of expert-parallel replicas before every step. Pure: equal votes give equal decisions
-everywhere.
+"""The agreement of expert-parallel replicas before every step. Pure: equal votes, equal decisions.
 
-A replica votes about its next step. If any replica has a step, all replicas step: the others run a plan
-without rows, so that collectives match. If no replica has a step or unfinished work, the group sleeps. The
+A replica votes about the replica's next step. If any replica has a step, all replicas step: the others run a
+plan without rows, to match collectives. If no replica has a step or unfinished work, the group sleeps. The
 next request begins a new wave: the replica with the request wakes the others, which may not have read the
 last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored and no wake-up is lost.
 
@@ -30,7 +29,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
     epoch: int = 0
     step: int = 0
-    """Number of steps launched in this epoch."""
+    """Number of steps launched in the epoch."""
     wave: int = 0
     unfinished: bool = False
     """True if the replica has live sequences or steps in flight."""
@@ -58,7 +57,7 @@ def to_row(vote: Vote) -> np.ndarray:
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision that follows from all votes."""
+    """The decision from all votes."""
 
     launch: bool
     """True if every replica launches a step."""
@@ -97,14 +96,14 @@ def decide(table: np.ndarray) -> Decision:
 
 
 def most_drafts(plan: PlannedRows) -> int:
-    """Return the largest number of drafts that a row proposes after the plan."""
+    """Return the maximum number of drafts proposed in a row after the plan."""
     return max(int(segment.next_k.max(initial=0)) for segment in (plan.prefill, plan.decode))
 
 
 class Waves:
     """The sleep state of one replica. Pure.
 
-    Wave n + 1 can be called only by a replica that knows the end of wave n.
+    A replica can call wave n + 1 only after the end of wave n is known.
     """
 
     def __init__(self) -> None:
@@ -132,7 +131,7 @@ class Waves:
             self.awake = True
 
     def sleep(self) -> None:
-        """End the present wave. Begin the next wave if its wake-up has arrived already."""
+        """End the present wave. Begin the next wave if the wake-up has arrived already."""
         self.awake = False
         if self._called > self.wave:
             self.wave = self._called

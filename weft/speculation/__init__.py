@@ -1,1 +1,1 @@
-"""Drafters propose tokens that a step verifies beside its own token. Outputs do not depend on drafters."""
+"""Drafters propose tokens for verification by the next step. Outputs do not depend on drafters."""

@@ -38,7 +38,7 @@ class Sampled:
     hidden: Tensor | None
     """[T, hidden] of the merged tokens, for a drafter with ``reads_hidden``; else None."""
     each: int = 0
-    """Number of tokens per row in ``hidden``, padding included; 0: rows are packed with their own lengths."""
+    """Number of tokens of every row in ``hidden``; 0: rows have different lengths."""
     kept: bool = False
     """True if ``Drafter.hidden_sink`` has already received the hidden states."""
 
@@ -49,12 +49,12 @@ class Sampled:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int64 [rows]: ``num_computed`` of each row. For a row that sampled: the position of the newest
+        """int64 [rows]: ``num_computed`` of each row. For a sampling row: the position of the newest
         token."""
         return self.num_computed[self.slots]
 
     def wanted(self) -> np.ndarray:
-        """Return the indices of rows that want drafts, int64."""
+        """Return the indices of rows with wanted drafts, int64."""
         return np.flatnonzero(self.next_k)
 
     def begins(self) -> np.ndarray:
@@ -73,13 +73,13 @@ class Sampled:
 
 
 class Drafter(ABC):
-    """Proposes tokens. The runner owns the drafter and calls it from one thread only."""
+    """Proposes tokens. The runner owns the drafter and calls the drafter from one thread only."""
 
     #: True if ``Sampled.hidden`` is required.
     reads_hidden: bool = False
     #: True if a step without wanted drafts needs no call.
     rests: bool = False
-    #: True if the last drafts took longer than later equal ones will, because these will be replayed.
+    #: True if the last drafts took longer than later equal drafts, which will be replayed.
     uncaptured: bool = False
 
     def enter(self, slot: int) -> None:
@@ -91,7 +91,7 @@ class Drafter(ABC):
         return
 
     def hidden_sink(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """Return the function that stores the hidden states of a replayed step, or None if not needed.
+        """Return a function to store the hidden states of a replayed step, or None if not needed.
 
         The function gets slots and positions (int64 [rows]) and hidden [rows, hidden], one token per row. The
         function may be captured with the step.
@@ -99,12 +99,12 @@ class Drafter(ABC):
         return None
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        """Handle the slot updates ``ops`` of a step before they apply: sequences leave, and others find their
-        blocks."""
+        """Handle the slot updates ``ops`` of a step before the updates apply: sequences leave, and other
+        sequences find the blocks."""
         return
 
     def is_idle(self, plan: StepPlan) -> bool:
-        """Return True if nothing remains to do after a step that ``hidden_sink`` handled. Else ``propose`` is
+        """Return True if nothing remains to do after a step handled by ``hidden_sink``. Else ``propose`` is
         called."""
         return False
 
@@ -112,6 +112,6 @@ class Drafter(ABC):
     def propose(self, step: Sampled) -> Tensor | None:
         """Return the drafts, int64 [wanted rows, most ``next_k``]; None if no row wants drafts.
 
-        In a row that wants fewer drafts, the last drafts are arbitrary. Call once for every step, in order.
+        In a row with fewer wanted drafts, the last drafts are arbitrary. Call once for every step, in order.
         Launches work on the device and does not wait.
         """

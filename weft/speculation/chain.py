@@ -76,12 +76,12 @@ class Chain:
         return self._model.spec.hidden, self._model.dtype, self._model.device
 
     def ahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Run ``Model.ahead`` to its end and count the pass."""
+        """Run ``Model.ahead`` to the end and count the pass."""
         self.passes += 1
         return drive(self._model.ahead(step, hidden, self._cache, self._backends, rows))
 
     def run_empty(self) -> None:
-        """Run a pass without rows, so that the collectives of the module match those of other ranks."""
+        """Run a pass without rows, to match the collectives of other ranks."""
         hidden, dtype, device = self.sizes
         none = torch.zeros(0, dtype=torch.int64, device=device)
         step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
@@ -91,12 +91,12 @@ class Chain:
         """Return the drafts after the newest tokens at ``ends`` (int64 [rows]), int64 [rows, count].
 
         hidden: output of the module [rows, hidden] at the positions before. ``bounds``: upper bounds of
-        ``ends``, on the host. Rows that want fewer drafts run along; the caller drops their further drafts
-        and cache entries. Writes the drafts into ``history``.
+        ``ends``, on the host. Rows with fewer wanted drafts run along; their further drafts and cache entries
+        are dropped. Writes the drafts into ``history``.
         """
         most = self.history.shape[1] - 1
         drafts = [self._best(hidden)]
-        # Each pass verifies nothing: the pass embeds the last draft and predicts the next one.
+        # Each pass embeds the last draft and predicts the next one.
         for place in range(1, count):
             ahead = (ends + place).clamp_(max=most)
             self.history[slots, ahead] = drafts[-1].to(self.history.dtype)
@@ -119,7 +119,7 @@ class Chain:
 
 
 def _rows(starts: np.ndarray, each: int) -> Segment:
-    """Return rows of ``each`` tokens as a segment with only the fields that determine shapes."""
+    """Return rows of ``each`` tokens as a segment with only the fields needed for shapes."""
     one = column(np.ones(len(starts)))
     return Segment(slot=one, start=column(starts), count=column(np.full(len(starts), each)))
 
@@ -129,8 +129,8 @@ class CaptureOptions:
     """Settings for capturing and replaying drafts after steps with decode rows only."""
 
     capture: Callable[[Callable[[], None]], Callable[[], None]]
-    """Runs a function of fixed tensors once and returns a function that repeats the run. Raises
-    CannotCapture, after the run, if a repetition is impossible."""
+    """Runs a function of fixed tensors once and returns a function to repeat the run. Raises CannotCapture,
+    after the run, if a repetition is impossible."""
     contexts: Sequence[int]
     """Bounds of a row's positions, one capture each, in ascending order. Longer rows are not captured."""
     most_rows: int
@@ -147,8 +147,8 @@ class CapturedChains:
 
         slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    All four are copied into fixed buffers that the capture reads. As with steps (weft/runner/graphs.py), the
-    result follows from plans alone; each rank decides on its own about replaying.
+    All four are copied into fixed buffers, read by the capture. As with steps (weft/runner/graphs.py), the
+    result follows from plans alone; each rank decides alone about replaying.
     """
 
     def __init__(self, chain: Chain, capturing: CaptureOptions) -> None:

@@ -1,23 +1,23 @@
 """Drafts from the model's own multi-token prediction (MTP) module.
 
-The module is one more layer with a cache of its own. The cache entry at position p is made from the model's
-hidden state at p and from the token at p + 1, so the entry can be made once that token is sampled:
+The module is one more layer with a separate cache. The cache entry at position p is made from the model's
+hidden state at p and from the token at p + 1, so the entry can be made once the token at p + 1 is sampled:
 
     position        p - 1          p            p + 1        p + 2
     token                          t            sampled      draft 1      draft 2
     entry of     hidden, t    hidden, sampled    | own output, draft 1 ...
                              └─ draft 1         └─ draft 2
 
-The entry of the last accepted position gives the first draft. For each further draft the module runs on its
-own output and the last draft. Such entries are guesses and are made again when their positions have been
-computed.
+The entry of the last accepted position gives the first draft. For each further draft the module runs on the
+module's own output and the last draft. Such entries are guesses and are made again when the positions have
+been computed.
 
-A row without wanted drafts needs no entries yet. Its hidden states stay pending until drafts are wanted, or
-until other sequences may share its block. If other ranks take part in a pass, that is when the block is full.
-Else that is when a sequence with a prefix hit is admitted and when the sequence ends; the states of short
-prompts stay pending too. So the module costs little while nothing is drafted. Two kinds of entries are made
-at once: entries of exported rows (``Export``), because the sequence takes all its entries to another group,
-and entries of a chunk with an image or a part of one.
+A row without wanted drafts needs no entries yet. The hidden states stay pending until drafts are wanted, or
+until other sequences may share the block. If other ranks take part in a pass, other sequences may share a
+full block at once. Else the states stay pending until a sequence with a prefix hit is admitted or the
+sequence ends; prompt states stay pending too, while few. So the module costs little while nothing is drafted.
+Two kinds of entries are made at once: entries of exported rows (``Export``), because the sequence takes all
+entries to another group, and entries of a chunk with an image or a part of one.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ Tensor = torch.Tensor
 
 PASS_TOKENS = 2048
 """Maximum tokens of a pass over pending entries, because the pass delays a step. Also the maximum of pending
-states of all slots, because a step that starts to draft makes the entries of all its rows."""
+states of all slots, because the first step with drafts makes the entries of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a step whose entries are made now, in the order of the drafter's step: chunks first."""
+    """Rows of a step with entries to make now, in the order of the drafter's step: chunks first."""
 
     rows: np.ndarray
     """int64 [n]: row numbers in the plan."""
@@ -64,7 +64,7 @@ class _Rows:
     counts: np.ndarray
     """int64 [n]: tokens, pending states included."""
     chunks: int
-    """Number of leading rows that are chunks."""
+    """Number of leading chunks among the rows."""
 
     def begins(self) -> np.ndarray:
         """Return the index of each row's first token in the drafter's step."""
@@ -94,7 +94,7 @@ class MtpDrafter(Drafter):
         block: with prefix caching any sequence, without it the sequences of the same prompt.
 
         ``defers``: entries of full blocks may stay pending until ``prepare``. Must be False if other ranks
-        take part in a pass, or if blocks are released while their sequence continues.
+        take part in a pass, or if blocks are released before the end of a sequence.
         """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
@@ -123,7 +123,7 @@ class MtpDrafter(Drafter):
         return self.waiting.keep
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        # A hit may read any full block, so all overdue entries are made. Without a hit, only those of freed
+        # A hit may read any full block, so all overdue entries are made. Without a hit, only entries of freed
         # slots.
         freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
         shown = any(isinstance(op, AllocSlot) and op.num_cached for op in ops)
@@ -234,8 +234,8 @@ class MtpDrafter(Drafter):
         return bool(((decode.start + 1) % self._block == 0).any())
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
-        """Return the rows whose entries are made now: all rows if any row drafts. Store the states of the
-        other rows."""
+        """Return the rows with entries to make now: all rows if any row drafts. Store the states of the other
+        rows."""
         prefill = step.plan.prefill
         decode = step.plan.decode
         both = (prefill, decode)
@@ -246,7 +246,7 @@ class MtpDrafter(Drafter):
         waiting = self.waiting.counts[slots]
         keep = ~self._verified[slots] & (not drafting)
         if first:
-            # Images of rows are only available in the plans that bind the images.
+            # Images of rows are only available in plans with a ``BindMedia`` of the image.
             now = [op.slot for op in step.plan.ops if isinstance(op, Export | BindMedia)]
             keep &= ~np.isin(slots, now)
         keep[first:] &= decode.count == 1
@@ -256,14 +256,14 @@ class MtpDrafter(Drafter):
         self.waiting.set(slots, np.where(keep, waiting + counts, 0), ends)
         if keep.any():
             self._keep(step, np.flatnonzero(keep), counts)
-        # A row with pending states has several tokens, so it counts as a chunk.
+        # A row with pending states has several tokens, so the row counts as a chunk.
         chunk = ~keep & (waiting > 0)
         chunk[:first] = ~keep[:first]
         rows = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
         return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
-        """Return bool [rows]: True for rows whose entries may stay pending. The first ``chunks`` rows are
+        """Return bool [rows]: True for rows with entries to leave pending. The first ``chunks`` rows are
         prompts.
 
         waiting: pending states; counts: tokens of the step; ends: positions after the rows.
@@ -312,7 +312,7 @@ class MtpDrafter(Drafter):
 
     def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
         """Return the hidden states of ``made``, [tokens of ``made``, hidden]: pending states and states of
-        this step.
+        the step.
 
         ``own``: the drafter's step.
         """

@@ -1,4 +1,4 @@
-"""Drafts from the sequence itself: the tokens that followed the last occurrence of the same n-gram.
+"""Drafts from the sequence itself: the tokens after the last occurrence of the same n-gram.
 
 Source: prompt look-up decoding, Saxena 2023; Yang et al. 2023, arXiv 2304.04487.
 """
@@ -46,10 +46,10 @@ class NgramDrafter(Drafter):
 def follow(ids: Tensor, ends: Tensor, count: int, least: int, most: int) -> Tensor:
     """Return the likely next tokens of each row of ids [rows, n], int64 [rows, count].
 
-    ``ends``: int64 [rows], position of each row's last token; ids after it are arbitrary.
+    ``ends``: int64 [rows], position of each row's last token; later ids are arbitrary.
     """
     places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
-    # [rows, n], length of the match that ends at each position
+    # [rows, n], length of the match with its end at each position
     matched = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     going = places < ends.unsqueeze(1)
     for back in range(most):

@@ -38,7 +38,7 @@ class PendingHidden:
         """Upper bound of the states of any slot."""
 
     def make(self) -> Tensor:
-        """Allocate the memory on the first call and return it. Lazy, because the memory may be large."""
+        """Return the memory, allocated on the first call. Lazy, because the memory may be large."""
         if self._states is None:
             self._states = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         return self._states
@@ -66,7 +66,7 @@ class PendingHidden:
 
     def full(self, slots: np.ndarray) -> bool:
         """Return True if one of ``slots`` has no room for another state. Call once per step."""
-        # A bound that grows by one per step avoids a scan of all slots in most steps.
+        # An upper bound, increased by one per step, avoids a scan of all slots in most steps.
         self._bound += 1
         if self._bound < self.most:
             return False
