@@ -158,7 +158,7 @@ class EncodeScheduler:
             self._offer(sequence)
         return self._given_back()
 
-    # ---- rooms
+    # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
         """Handle a transfer event and return events. Events of unknown transfers are ignored."""

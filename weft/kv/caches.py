@@ -206,10 +206,10 @@ class Caches:
         return tuple(kind.available() for kind in self.kinds)
 
     def usage(self) -> float:
-        """Return the used share of the fullest pool, 0 .. 1."""
+        """Return the used share of the fullest pool with block tables, 0 .. 1."""
         return max((1 - kind.available() / kind.num_blocks for kind in self._tabled), default=0.0)
 
-    # ---- what comes from other groups, and goes there
+    # ---- transfers from and to other groups
 
     def fetch_hit(self, hashes: Sequence[bytes], position: int) -> int:
         """Return the longest prefix not to be sent to a sequence with the next position ``position``.

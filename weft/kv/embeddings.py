@@ -111,7 +111,7 @@ class EmbeddingCache:
         """Iterate over the embeddings, least recently used first."""
         return iter(self._held.values())
 
-    # ---- what is there
+    # ---- queries
 
     def find(self, key: bytes) -> Embedded | None:
         """Return the embedding of the image ``key``, or None. Changes nothing."""

@@ -91,7 +91,7 @@ class CacheKind(Protocol):
         """Drop the table. The blocks are free when ``after_step`` has committed."""
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the keys of the blocks needed to continue from a prefix, cached or not."""
+        """Return the keys of the blocks needed to continue from a prefix. Some may not be cached."""
 
     def committed(self, step: int) -> None:
         """Note the commit of ``step`` and all earlier steps."""

@@ -91,6 +91,7 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         elif self._cached or self._kept:
+            # Retained blocks go only when no other cached block is left.
             block, _ = (self._cached or self._kept).popitem(last=False)
             self._forget(block)
         else:

@@ -34,11 +34,10 @@ class Marks:
     Boundaries are multiples of ``unit``. Below ``known``, the number of ids at admission, chunks end
 
     * at each of ``ends``: the last boundary before the last known id, for requests with the same or a longer
-      prompt; and the *branch*, where the cached entries of other sequences end, for
-      requests with the same prefix (after Marconi, arXiv 2411.19379);
+      prompt; and the *branch*, where the cached entries of other sequences end, for requests with the same
+      prefix (after Marconi, arXiv 2411.19379);
     * where a snapshot is due, ``stride`` after the last snapshot, at the last boundary inside the chunk. Such
-      a
-      snapshot costs no extra step.
+      a snapshot costs no extra step.
 
     From ``known`` on, a snapshot every ``decode_stride`` serves the next turn of a chat; only the newest is
     kept.
@@ -114,7 +113,7 @@ class StateKind:
         self._newest: dict[int, bytes] = {}  # slot -> key of the snapshot to be replaced by the next
         self._owner: dict[bytes, int] = {}  # inverse of _newest
 
-    # ---- of every kind
+    # ---- interface of all KV cache groups
 
     def available(self) -> int:
         return self.pool.available()

@@ -63,7 +63,7 @@ class ChunkPolicy:
         self._spent = self._spent or self._cut
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Fit the cost model to the measured time of ``plan``."""
+        """Record the measured ``seconds`` of ``plan`` in the cost model."""
         self._fitter.observe(shape_of(plan), seconds)
 
     def _largest(self, start: int, low: int, high: int) -> int:

@@ -1,4 +1,5 @@
-"""Apply the result of a step to the sequences. Rows are dropped if the sequence left the slot after planning.
+"""Apply the result of a step to the sequences. Rows are dropped if the sequence has left the slot since
+planning.
 
 Most rows are quiet: a decode row with one token, without an end of the sequence and without further fields in
 the event. Quiet rows commit together, as columns. Every other row commits alone.

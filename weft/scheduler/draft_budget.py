@@ -4,9 +4,9 @@ Every step with drafts and without prompts is compared with plain steps. The tok
 a measured plain step with as many rows. Time beyond the price is loss, including capture or slow operators;
 time below the price reduces the loss. Drafts are allowed while the loss so far plus the expected loss of
 another try stays within a share of the total step time. The limit holds for all steps together and per batch
-size. The first batch size may lose some plain steps in any case (the grant), because steps of few rows should
-try at once. So drafts slow an engine by no more than the share, except for the grant and a try worse than
-expected, whatever the cost model predicts.
+size. The first batch size may lose some plain steps in any case: the grant. With the grant, an engine with
+few rows can try drafts at once. So drafts slow an engine by no more than the share, except for the grant and
+a try worse than expected, whatever the cost model predicts.
 
 The allowed loss depends on recent acceptance: half the share and a small grant without accepted drafts, the
 full amounts from one accepted draft per row on.

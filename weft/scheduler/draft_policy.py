@@ -100,7 +100,7 @@ class DraftPolicy:
         self._columns.wanted[slot] = self._wants()
 
     def idle(self) -> bool:
-        """Return True if the next plan has no drafts and needs no choice. Call exactly once per plan."""
+        """Return True if the next plan has no drafts and needs no choice. Call at most once per plan."""
         if not self._idle_left:
             return False
         self._idle_left -= 1

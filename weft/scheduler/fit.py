@@ -69,6 +69,7 @@ class CostFitter:
         self._since += 1
         if self._due:
             return
+        # While new fits do not remove the surprise, fit less and less often.
         new = bool(self._filled[kind] == 1)
         surprised = abs(self._model.predict(shape) / seconds - 1.0) > _SURPRISE
         self._due = new or self._since >= (self._soon if surprised else _AT_LEAST)

@@ -113,7 +113,7 @@ class ImageRooms:
     def get(self, key: RoomKey) -> ImageRoom | None:
         return self._rooms.get(key)
 
-    # ---- what becomes of sequences
+    # ---- events of sequences
 
     def open(self, sequence: Sequence, now: float) -> None:
         """Register a new sequence. Nothing happens unless an image comes by transfer."""
@@ -147,15 +147,15 @@ class ImageRooms:
             self._leave(key)
 
     def clear(self) -> None:
-        """Forget everything after the ranks lost all embeddings. Blocks of open transfers stay pinned until
-        freed."""
+        """Forget everything after the ranks lost all embeddings, and report sequences with reserved blocks as
+        lost. Blocks of open transfers stay pinned until freed."""
         coming, self._coming = self._coming, {}
         for one in coming.values():
             if one.room is None:
                 self._cache.unpin(one.held)
         self.lost += [images.sequence for images in self._images.values() if images.reserved]
 
-    # ---- what becomes of rooms
+    # ---- events of transfers
 
     def wanted(self, room: ImageRoom, offer: Admitted) -> None:
         """Store the offer until the answer."""
@@ -278,7 +278,8 @@ class ImageRooms:
         return True
 
     def _reply(self, room: ImageRoom) -> None:
-        """Answer the offer of a sequence with blocks; postpone if another transfer brings the same image."""
+        """Answer the offer of a sequence with blocks. Leave the offer open while another transfer brings the
+        same image."""
         key = room.item.key
         coming = self._coming.get(key)
         if coming is not None and coming.room is not None:

@@ -59,7 +59,7 @@ class MediaRooms:
                 raise InvalidRequest("the room of an image is known: each has one of its own", param="media")
             seen.add(ticket.key)
 
-    # ---- what its head calls
+    # ---- called by the engine
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
         """Handle a transfer event and return terminal events. Events of unknown transfers are ignored or
@@ -105,7 +105,7 @@ class MediaRooms:
         """Return (): only senders have blocks to read."""
         return ()
 
-    # ---- what the scheduler calls
+    # ---- called by the scheduler
 
     def expire(self, now: float) -> None:
         """Return sequences with late images to the router."""

@@ -82,8 +82,8 @@ class Planner:
             self._admit(builder)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """Add one row for every sequence past the known ids. A sequence gets no row if possibly at the
-        limit."""
+        """Add one row for every sequence past the known ids. A sequence that may be at the limit gets
+        no row."""
         state = self._state
         columns = self._state.columns
         slots = state.order()
@@ -168,8 +168,8 @@ class Planner:
     def _admit(self, builder: PlanBuilder) -> None:
         """Admit waiting sequences in order, while slot, budget and blocks for all known ids are free.
 
-        If only a slot is missing, a sequence of a larger share gives up a slot. No further share gives up a
-        slot while steps in flight still name the released slot.
+        If only a slot is missing, a running sequence may give up a slot, see ``crowding``. No further
+        sequence gives up a slot while steps in flight still name the released slot.
         """
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
@@ -300,10 +300,7 @@ class Planner:
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def promised(self) -> list[int]:
-        """Return
-
-        the blocks of each KV cache group still to be taken by prefills in progress.
-        """
+        """Return the blocks of each KV cache group still to be taken by prefills in progress."""
         state = self._state
         total = [0] * len(state.caches.kinds)
         slots = state.order()

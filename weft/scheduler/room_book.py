@@ -127,7 +127,7 @@ class RoomBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    # ---- what becomes of sequences
+    # ---- events of sequences
 
     def open(self, sequence: Sequence) -> None:
         """Create the record of a new sequence with a transfer."""
@@ -276,7 +276,7 @@ class RoomBook:
         self._keep(record, ())
         return slot, last_step
 
-    # ---- what becomes of rooms
+    # ---- events of transfers
 
     def tables(self, key: RoomKey) -> tuple[Blocks, ...]:
         """Return the allocated blocks of a sender; () for an unknown transfer or before admission."""

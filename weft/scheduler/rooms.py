@@ -272,7 +272,7 @@ class SchedulerRooms:
             )
         )
 
-    # ---- both
+    # ---- sender and receiver
 
     def _failed(self, record: RoomRecord, error: ErrorInfo) -> None:
         """Return the sequence of a failed transfer to the router, if still live. The blocks stay pinned until

@@ -291,7 +291,7 @@ class Scheduler:
         self._holds.unhold(kind, block)
         self._blocked = False
 
-    # ---- rooms
+    # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
         """Apply a transfer event and return the terminal events of sequences returned to the router."""

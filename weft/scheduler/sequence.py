@@ -293,8 +293,8 @@ class Sequence:
     def may_skip(self) -> int:
         """Return how many leading positions need no computing if cached.
 
-        The last known id is always computed. Mean pooling and undelivered prompt logprobs need further
-        positions.
+        The last known id is always computed. Mean pooling needs all positions. Prompt logprobs need all
+        positions not delivered yet.
         """
         most = 0 if self.pooling == "mean" else len(self.tokens) - 1
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most

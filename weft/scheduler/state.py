@@ -275,7 +275,7 @@ class SchedulerState:
             if isinstance(member.state, AwaitingLeader):
                 self._enqueue(member)
 
-    # ---- rooms
+    # ---- transfers
 
     def landed(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
         """Enqueue a sequence after the transfer: ``tables`` has the whole KV, ``token`` is the first output

@@ -13,11 +13,11 @@ module's own output and the last draft. Such entries are guesses and are made ag
 been computed.
 
 A row without wanted drafts needs no entries yet. The hidden states stay pending until drafts are wanted, or
-until other sequences may share the block. If other ranks take part in a pass, other sequences may share a
-full block at once. Else the states stay pending until a sequence with a prefix hit is admitted or the
-sequence ends; prompt states stay pending too, while few. So the module costs little while nothing is drafted.
-Two kinds of entries are made at once: entries of exported rows (``Export``), because the sequence takes all
-entries to another group, and entries of a chunk with an image or a part of one.
+until other sequences may share the block. If other ranks take part in a pass, the entries of a block are made
+once the block is full. Else the states stay pending until a sequence with a prefix hit is admitted or the
+sequence ends. Prompt states then stay pending too, while few. So the module costs little while nothing is
+drafted. Two kinds of entries are made at once: entries of exported rows (``Export``), because the sequence
+takes all entries to another group, and entries of a chunk with an image or a part of one.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class MtpDrafter(Drafter):
         return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
-        """Return bool [rows]: True for rows with entries to leave pending. The first ``chunks`` rows are
+        """Return bool [rows]: True for rows whose entries may stay pending. The first ``chunks`` rows are
         prompts.
 
         waiting: pending states; counts: tokens of the step; ends: positions after the rows.
