@@ -12,8 +12,8 @@ is by sequence, then by image within the sequence. No transfer is passed: the fi
 the batch, and a full pool ends the batch until some embedding has left.
 
 Only embeddings promised to a receiver with memory are pinned. So the first such transfer always gets memory
-once embeddings in transit have landed: all others can be evicted, and no two groups wait for each other's
-memory. Encoding ahead of the receiver takes no memory from a bound transfer.
+once embeddings in transit have been received: all others can be evicted, and no two groups wait for each
+other's memory. Encoding ahead of the receiver takes no memory from a bound transfer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ class Batch:
         if starved is not None and (starved.sent or starved.over):
             starved = None
         self._send_what_is_there([r for r in bound if starved is None or r.order <= starved.order])
+        # Transfers are still waiting for the tower, so the ready embeddings leave alone.
         self.hurried = hurry and 0 < len(self.sent) < len(self._waiting)
         if self.hurried:
             return None if starved is None or starved.sent else starved
+        # Encoding ahead of a receiver comes last, and only while no bound transfer lacks memory.
         full = self._encode([room for room in bound if not room.sent], bound=True)
         if full is None and not self._ended:
             self._encode([room for room in self._waiting if not room.bound], bound=False)
@@ -85,6 +87,7 @@ class Batch:
                 if not self._has_place(patches_of(item), len(item.pixels)):
                     self._ended = True
                     return None
+                # A bound transfer may evict embeddings of unbound transfers; an unbound transfer may not.
                 held = self._cache.add(item.key, item.count, self._victims(bound))
                 if held is None:
                     return room
@@ -101,6 +104,7 @@ class Batch:
         return None
 
     def _has_place(self, patches: int, pixels: int) -> bool:
+        # The first image of a batch always fits, whatever its size.
         if not self.encoded:
             return True
         limits = self._limits

@@ -54,7 +54,7 @@ class ItemSequence:
     id: int
     rooms: list[ItemRoom] = field(default_factory=list)
     left: int = 0
-    """Number of transfers not landed yet."""
+    """Number of transfers not received yet."""
     admitted: bool = False
     """True if a plan has work of the sequence."""
 
@@ -111,6 +111,7 @@ class ItemBook:
             order = (submit.priority, self._arrivals, number)
             room = self._rooms[item.room.key] = ItemRoom(item.room.key, sequence, item, order)
             sequence.rooms.append(room)
+            # A later sequence of a higher priority goes before earlier ones, so insert by order.
             insort(self._queue, (order, room), key=lambda entry: entry[0])
             self.pixels += len(item.pixels)
         sequence.left = len(sequence.rooms)

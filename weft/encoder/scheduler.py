@@ -107,6 +107,7 @@ class EncodeScheduler:
         """Abort a sequence, like ``Scheduler.finish``."""
         found = self._book.live.get(sequence)
         if found is None:
+            # Remove the event: a late event would end a later attempt with the same id.
             told = [event for event in self._events if event.sequence == sequence]
             self._events = [event for event in self._events if event.sequence != sequence]
             return told
@@ -275,6 +276,7 @@ class EncodeScheduler:
             raise EngineDead(f"step {result.step} is committed out of turn")
         _, sent = self._in_flight.popleft()
         self.cache.committed(plan.step)
+        # The step has run, so the embeddings are on the ranks and the transfers can finish.
         self._requests += [FinishRoom(key=room.key) for room in sent if not room.over]
         self._steps += 1
         self._blocked = False
@@ -319,6 +321,7 @@ class EncodeScheduler:
         """Mark the transfer as bound: the receiver has memory for the embedding. If the receiver has all
         rows, nothing is sent."""
         room.bound = True
+        # `start` counts the rows that the receiver already has.
         if start >= room.item.count and not (room.over or room.sent):
             self._book.send(room)
             self._requests.append(FinishRoom(key=room.key))
@@ -345,6 +348,7 @@ class EncodeScheduler:
         if room.held is None:
             self._book.close(room)
         if self._book.live.get(room.sequence.id) is room.sequence:
+            # Only the transfer that caused the encoding reports the error; others are retried by the router.
             self._end(room.sequence, "error" if cannot and room.owner else "evicted", error, error)
 
     def _let_go(self, room: ItemRoom) -> None:

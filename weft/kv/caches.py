@@ -72,6 +72,7 @@ class Caches:
     def fits(self, needed: Sequence[int], spare: float = 0.0) -> bool:
         """Return True if every group has ``needed`` free blocks, plus a share ``spare`` of each pool with
         tables."""
+        # The spare share applies only to pools with block tables.
         if spare and any(n + spare * k.num_blocks > k.available() for n, k in self._of_tables(needed)):
             return False
         return all(n <= kind.available() for n, kind in zip(needed, self.kinds, strict=True))

@@ -196,6 +196,7 @@ class FullKind:
         table = self._tables.get(slot)
         if table is not None:
             return max(0, self._blocks(upto) - len(table.blocks))
+        # Hits without references leave `available` too, so only hits in use cost nothing.
         return self._blocks(upto) - self._first_read(num_hit) - self._held(hashes, num_hit)
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
@@ -379,6 +380,7 @@ class WindowKind(FullKind):
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         table = self._tables[slot]
+        # Entries of released blocks become null, so the indices of later entries stay valid.
         first = min(self._first_read(committed), len(table.blocks))
         for entry in range(table.live, first):
             self.pool.release(table.blocks[entry], after_step)

@@ -123,6 +123,7 @@ class StateKind:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         unit = self.block_size
+        # Longest first: any one snapshot is enough to continue.
         for boundary in range(min(limit, len(hashes) * self._base) // unit * unit, 0, -unit):
             if self.pool.find(hashes[boundary // self._base - 1]) != NULL_BLOCK:
                 return boundary
@@ -175,6 +176,7 @@ class StateKind:
             del self._owner[key]
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        # Snapshots of steps in flight are not in the index yet.
         made = {one.key for savings in self._saving.values() for one in savings if one.sound}
         return next(([key] for key in reversed(hashes) if key in made or self.has(key)), [])
 
@@ -253,6 +255,7 @@ class StateKind:
             return None
         block = self.pool.take()
         self._saving.setdefault(step, []).append(_Saving(slot, block, key))
+        # Another slot may already own the snapshot of the same prefix.
         if not keep and key not in self._owner:
             self._newest[slot] = key
             self._owner[key] = slot
@@ -275,6 +278,7 @@ class StateKind:
         """Mark ``key`` as most recently used."""
         block = self.pool.find(key)
         self.pool.share(block)
+        # A share followed by a release moves the block to the end of the LRU list.
         self.pool.release(block, -1)
         if keep:
             self._keep(key)

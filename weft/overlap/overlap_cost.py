@@ -49,6 +49,7 @@ class LinkFit:
             x, y = np.array(self._seen).T
             # [n, 2], features (1, tokens) divided by the measured seconds
             share = np.stack([1.0 / y, x / y], axis=1)
+            # Scale both features to 1, so that one small ridge term suits both.
             size = np.maximum(share.max(axis=0), 1e-300)
             share = share / size
             found = solve_non_negative(share.T @ share + 1e-6 * np.eye(2), share.sum(axis=0)) / size

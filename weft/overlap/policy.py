@@ -85,6 +85,7 @@ class OverlapPolicy:
         others."""
         if self.mode == "off":
             return False
+        # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
         if self.mode == "prefill":
@@ -109,6 +110,7 @@ class OverlapPolicy:
         overlapped = times.micro_batches > 1
         ratios = kind.overlapped if overlapped else kind.whole
         kind.observed += 1
+        # Enough measurements of the form in use; the other form is always worth a measurement.
         known = len(ratios.seen) >= LATEST and overlapped == kind.pays
         if known and kind.observed % NOW_AND_THEN:
             return
@@ -157,6 +159,7 @@ class OverlapPolicy:
         if not kind.pays:
             return self._may_enter(kind, plan)
         tried = len(kind.overlapped.seen)
+        # During a trial: measure before judging.
         if tried < FEW:
             return True
         if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:

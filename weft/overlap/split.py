@@ -83,6 +83,7 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
         return
     yield rows + 1, 0, int(ends[rows])
     count = int(prefill.count[rows])
+    # Both parts of a cut prompt must have at least LEAST tokens.
     if count >= 2 * LEAST:
         cut = min(max(want - before, LEAST), count - LEAST)
         yield rows, cut, before + cut
@@ -95,6 +96,7 @@ def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Micr
     second = _rows(prefill, rows, prefill.rows)
     # The cut row appears in both: only the second part samples, and trailing logits are divided.
     if cut:
+        # Trailing logits belong to the last positions: the second part gets as many as fit.
         rest = int(prefill.count[rows]) - cut
         trailing = int(prefill.logits[rows])
         first = _with(first, -1, count=cut, logits=max(trailing - rest, 0), sample=0, next_k=0)

@@ -56,6 +56,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of ``spans``."""
     total = 0.0
     reached = float("-inf")
+    # Overlapping spans count once: add only the time after `reached`.
     for began, ended in sorted(spans):
         total += max(ended - max(began, reached), 0.0)
         reached = max(reached, ended)

@@ -173,6 +173,7 @@ class ImageRooms:
             self._arrive(room, held)
         images = room.images
         del images.rooms[room.key]
+        # The sequence may have ended, and another one with the same id may have come.
         if not images.rooms and self._images.get(images.sequence.id) is images:
             del self._images[images.sequence.id]
             self.landed.append(images.sequence)
@@ -258,7 +259,8 @@ class ImageRooms:
         far = [held for held in found if held.on_host]
         blocks = sum(cache.blocks_of(images.counts[key]) for key in lacking)
         blocks += sum(cache.blocks_of(held.count) for held in far)
-        for held in found:  # The held images must not be evicted to make room, not from host blocks either.
+        # Stored images must not be evicted for the missing images, neither from the device nor from the host.
+        for held in found:
             cache.pin(held)
         there = not blocks or cache.make_room(blocks, book.unused(images.counts))
         for held in found:
@@ -288,6 +290,7 @@ class ImageRooms:
         del self._offers[room.key]
         if coming is not None:
             coming.room, room.held = room, coming.held
+            # The first transfer with an offer takes over the reserved blocks and the pin.
             blocks = Blocks(first=0, ids=coming.held.ids)
             self.requests.append(ReserveRoom(key=room.key, start=0, blocks=(blocks,)))
         elif self._cache.find(key) is not None:

@@ -272,6 +272,7 @@ class MediaBook:
                 self.short = True
                 return max(start, item.start)
             if held is None:
+                # Nobody encodes the image here: `lost` decides about the sequence in the next plan.
                 if sequence.relies and not item.pixels:
                     return max(start, item.start)
                 patches += patches_of(item)
@@ -377,6 +378,7 @@ class MediaBook:
     def _bind(
         self, item: MediaItem, sequence: Sequence, slot: int, end: int, wanted: set[bytes]
     ) -> BindMedia:
+        # Encoding, lifting and gathering come in this order, all before the rows of the plan.
         held = self._have(item, sequence, wanted)
         if not held.whole:
             self.cache.op(GatherMedia(blocks=held.ids, count=held.count))

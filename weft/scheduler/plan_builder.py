@@ -164,7 +164,7 @@ class PlanBuilder:
         self._growth = [kept for op in self._growth if (kept := _without(op, run.slot)) is not None]
 
     def lack(self, sequence: Sequence) -> None:
-        """Note that ``sequence`` has no row for lack of blocks. The oldest such sequence is kept."""
+        """Note that ``sequence`` has no row for lack of blocks. Only the oldest such sequence is recorded."""
         self.lacking = sequence.key if self.lacking is None else min(self.lacking, sequence.key)
 
     def close(self) -> PlanBuilder:

@@ -342,6 +342,7 @@ class RoomBook:
         tables = self._caches.table(record.slot, record.length)
         record.slot = -1
         if snapshots:
+            # Groups with states have a snapshot block instead of a table.
             tables = tuple(s if s.ids else t for s, t in zip(snapshots, tables, strict=True))
         record.blocks = tables
         self._hold(record, tables)

@@ -38,7 +38,7 @@ from weft.types.rooms import (
 )
 
 POSTPONE_S = 1.0
-"""Seconds after which a postponed sender asks again; covers a lost answer."""
+"""Seconds after which a postponed sender offers again, in case an answer was lost."""
 
 _log = get_logger(__name__)
 _logprobs: msgspec.msgpack.Decoder[LogprobColumns] = msgspec.msgpack.Decoder(LogprobColumns)
@@ -236,6 +236,7 @@ class SchedulerRooms:
         state = self._state
         if self._starved() and state.waiting:
             return False
+        # Without other sequences, a watermark would only block the transfer.
         alone = not state.running and not any(s.tables for s in state.live.values())
         needed = [n + p for n, p in zip(needed, self._promised(), strict=True)]
         return state.caches.fits(needed, spare=0.0 if alone else self._watermark)
@@ -253,6 +254,7 @@ class SchedulerRooms:
             _log.warning("a room brought no first token of its sequence")
             state.evict(sequence, "the first token of a sequence was lost on its way")
             return
+        # Hits at the receiver, not at the sender.
         sequence.num_cached = min(record.hits, sequence.num_prompt)
         state.landed(sequence, tables, found.token)
         finish, stop_id = sequence.ending() or (None, None)

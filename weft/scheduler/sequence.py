@@ -311,6 +311,7 @@ class Sequence:
         constraint = self.constraint
         if constraint is not None and constraint.failure is not None:
             return "error", None
+        # A stop id counts only after at least min_tokens tokens before it.
         if output > self.params.min_tokens and self.tokens[-1] in self.stop_ids:
             return "stop", self.tokens[-1]
         if constraint is not None and constraint.finished:

@@ -44,7 +44,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     """Number of tokens of the larger micro-batch."""
     drafts: int = 0
     rebalance: bool = False
-    """True if the replica's schedule asks to move experts now."""
+    """True if the replica's schedule requests a move of experts now."""
 
 
 FIELDS = tuple(Vote.__struct_fields__)

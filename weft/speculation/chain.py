@@ -99,6 +99,7 @@ class Chain:
         # Each pass embeds the last draft and predicts the next one.
         for place in range(1, count):
             ahead = (ends + place).clamp_(max=most)
+            # The module reads the last draft from the history, like any other token.
             self.history[slots, ahead] = drafts[-1].to(self.history.dtype)
             bound = _rows(np.minimum(bounds + place, most) - 1, 1)
             one = self.steps.decode(slots, bound, ahead - 1, 1)
@@ -222,6 +223,7 @@ class CapturedChains:
         self._hidden[: len(hidden)].copy_(hidden)
         if starts is not None:
             self._starts[:rows].copy_(starts)
+        # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
         key = (rows, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
         works = self._works and self._chain.direct
@@ -262,6 +264,7 @@ class CapturedChains:
                 drafts.copy_(chain.go_on(hidden, slots, ends, bounds, count))
                 return
             step = chain.steps.decode(slots, first, starts, 1)
+            # [rows], index of each row's last accepted token in `hidden`
             keep = order * each + (ends - starts - 1)
             own = chain.ahead(step, hidden, keep)
             drafts.copy_(chain.go_on(own, slots, ends, bounds, count))

@@ -16,7 +16,7 @@ A row without wanted drafts needs no entries yet. The hidden states stay pending
 until other sequences may share the block. If other ranks take part in a pass, the entries of a block are made
 once the block is full. Else the states stay pending until a sequence with a prefix hit is admitted or the
 sequence ends. Prompt states then stay pending too, while few. So the module costs little while nothing is
-drafted. Two kinds of entries are made at once: entries of exported rows (``Export``), because the sequence
+drafted. Two types of entries are made at once: entries of exported rows (``Export``), because the sequence
 takes all entries to another group, and entries of a chunk with an image or a part of one.
 """
 
@@ -183,9 +183,11 @@ class MtpDrafter(Drafter):
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
         wanted = step.wanted()
+        # `_due` also updates `waiting` to the state after the step.
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
+        # With an agreement, passes are counted and matched by the other replicas: no replay.
         captured = self.captured if step.plan.agreed is None else None
         if len(wanted) and captured is not None and not step.plan.prefill.rows and not made.chunks:
             drafts = captured.propose(step)
@@ -249,6 +251,7 @@ class MtpDrafter(Drafter):
             # Images of rows are only available in plans with a ``BindMedia`` of the image.
             now = [op.slot for op in step.plan.ops if isinstance(op, Export | BindMedia)]
             keep &= ~np.isin(slots, now)
+        # After verified drafts the host does not know how many positions were accepted.
         keep[first:] &= decode.count == 1
         keep &= self._can_wait(waiting, counts, ends, first)
         self._verified[decode.slot] = decode.count != 1
@@ -317,6 +320,7 @@ class MtpDrafter(Drafter):
         ``own``: the drafter's step.
         """
         assert step.hidden is not None
+        # All rows in plan order and nothing pending: no copy.
         whole = len(made.rows) == step.plan.rows and not made.waiting.any()
         if whole and len(step.hidden) == int(made.counts.sum()):
             return step.hidden
@@ -329,6 +333,7 @@ class MtpDrafter(Drafter):
         owner = np.repeat(slot.astype(np.int64), made.waiting)
         token, slots = upload(np.stack([kept, owner]), step.hidden.device)
         from_, into = upload(np.stack([source, to]), step.hidden.device)
+        # [pending + new tokens, hidden], in the order of the drafter's rows
         hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
         hidden[into] = step.hidden[from_]
         hidden[token] = self.waiting.take(slots, own.positions[token])

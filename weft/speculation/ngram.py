@@ -53,6 +53,7 @@ def follow(ids: Tensor, ends: Tensor, count: int, least: int, most: int) -> Tens
     matched = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     going = places < ends.unsqueeze(1)
     for back in range(most):
+        # [rows, 1], the token `back` positions before the end
         wanted = ids.gather(1, (ends - back).clamp(min=0).unsqueeze(1))
         same = ids == wanted
         if back:  # the token ``back`` positions before each position; none before the first
@@ -63,6 +64,7 @@ def follow(ids: Tensor, ends: Tensor, count: int, least: int, most: int) -> Tens
     score = torch.where(matched >= least, matched * ids.shape[1] + places, -1)
     best, place = score.max(dim=1)
     place = torch.where(best < 0, ends - 1, place)
+    # Past the end of the sequence, repeat the tokens between the match and the end.
     period = ends - place
     ahead = torch.arange(count, device=ids.device) % period.unsqueeze(1)
     source = (place.unsqueeze(1) + 1 + ahead).clamp(min=0)

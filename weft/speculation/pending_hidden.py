@@ -88,6 +88,7 @@ class PendingHidden:
 
     def overdue(self, block: int) -> np.ndarray:
         """Return the slots with pending states of a full block of ``block`` positions, int64."""
+        # A block boundary inside the pending positions: a full block waits for entries.
         begins = self.ends - self.counts
         result: np.ndarray = np.flatnonzero((self.counts > 0) & (self.ends // block > begins // block))
         return result
