@@ -254,7 +254,7 @@ class EmbeddingCache:
             return None
         if settled:
             return self._pop(number) if number <= len(self._free) else None
-        # Plans run in order, so blocks in use by earlier plans serve first and settled blocks stay free for transfers.
+        # Plans run in order, so blocks of earlier plans serve first. Settled blocks stay free for transfers.
         blocks = [self._leaving.popitem(last=False)[0] for _ in range(min(number, len(self._leaving)))]
         return blocks + self._pop(number - len(blocks))
 

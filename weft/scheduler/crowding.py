@@ -41,9 +41,9 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
     """Return the last sequence, in scheduling order, with at least ``TURN`` tokens since admission, or None.
 
     Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of
-    a lower priority, or of the same priority from a share with more running sequences. A parallel sample of
-    the newcomer is no such sequence, so the slot cannot come back at once. For a sequence preempted for
-    others before: also later in scheduling order. A long newcomer thus returns the slot, and the order is
+    a lower priority, or of the same priority from a share with more running sequences. Parallel samples
+    belong to the same share and are no victims, so a slot is not taken back at once. For a sequence preempted
+    for others before: also later in scheduling order. A long newcomer thus returns the slot, and the order is
     first come, first served again.
 
     None without prefix caching, because the victim would recompute everything. A sequence with KV from a

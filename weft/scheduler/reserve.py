@@ -88,7 +88,7 @@ class Reserver:
             needed = caches.needed(run.slot, end)
             if caches.fits(needed):
                 return True
-            # Blocks of finished steps in flight will do: wait instead of preempting.
+            # Steps in flight will release enough blocks: wait instead of preempting.
             if caches.will_fit(needed):
                 return False
             victim = next((s for s in reversed(self._state.running) if _can_go(s)), None)

@@ -241,9 +241,8 @@ class Scheduler:
     def lose(self) -> None:
         """Return running sequences with KV or images from transfers to the router, after ranks were lost.
 
-        No step may run until ``requeue_all``.
-
-        Call ``lose`` before the transfers are notified, for a separate finish reason per sequence.
+        No step may run until ``requeue_all``. Call ``lose`` before the transfers are notified: the reported
+        error is then the loss, not a failed transfer.
         """
         self._rooms.lose()
 
@@ -251,9 +250,9 @@ class Scheduler:
         """Requeue all running sequences after the group was lost; prompt and committed output are recomputed.
 
         Call only when the ranks have empty slot tables. Steps in flight are forgotten: the results must not
-        be committed. The pools have only pinned blocks in use, and the prefix cache is empty. Step numbers
-        continue. Return the terminal events of sequences lost too often and of sequences returned to the
-        router.
+        be committed. Afterwards the prefix cache is empty, and the pools have only pinned blocks in use. Step
+        numbers continue. Return the terminal events of sequences lost too often and of sequences returned to
+        the router.
         """
         self._blocked = self.planner.lacked = False
         self._empty_plans = 0
@@ -329,8 +328,8 @@ class Scheduler:
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """Return ``build`` and ``seal`` in one call, for callers without further fields to set on the
-        plan."""
+        """Run ``build`` and ``seal`` and return the plan, or None. For callers without further fields
+        to set."""
         builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
@@ -360,8 +359,7 @@ class Scheduler:
         return builder
 
     def idle(self) -> PlanBuilder:
-        """Return a step without rows: nothing can run here, but other replicas of the expert-parallel group
-        step.
+        """Return a step without rows, for a step of other replicas of the expert-parallel group.
 
         Raises EngineDead like ``build``.
         """
