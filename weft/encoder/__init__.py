@@ -1,1 +1,1 @@
-"""Groups that only encode images: which of them a step encodes, and which embeddings leave. Pure."""
+"""Groups that only encode images: images of each step, and embeddings to send. Pure."""

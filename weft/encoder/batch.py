@@ -1,20 +1,19 @@
-"""What the next step of a group that encodes does: which embeddings may leave, which images are encoded.
+"""The next step of an encode group: which embeddings are sent, and which images are encoded.
 
-    1  rooms that are bound, and whose embedding is there, in order      SendMedia (from the host's tier: up)
-    2  images of rooms that are bound, in order, while they fit          Encode, then SendMedia for each room
-    3  images of rooms that are not bound yet, likewise                  Encode
+    1  bound transfers with a stored embedding, in order                 SendMedia (host tier: lift first)
+    2  images of bound transfers, in order, while the images fit         Encode, then SendMedia per transfer
+    3  images of transfers that are not bound yet, likewise              Encode
 
-What 1 sends leaves in a step of its own, but never twice running while images wait for the tower: a room
-ends when its step has.
+Embeddings of 1 are sent in a separate step, because a transfer ends only after its step. But two such steps
+never follow each other while images wait for the tower.
 
 A batch has at most ``encode_patches`` and ``encode_items``; an image with more patches goes alone. The order
-is that of sequences and of images within them, and nobody is passed by: the first that does not fit ends the
-batch, and a full pool ends it until something has left.
+is by sequence, then by image within the sequence. No transfer is passed: the first image without space ends
+the batch, and a full pool ends the batch until some embedding has left.
 
-Only what has been promised to a receiver that has memory for it is pinned. So the first in order of those
-can always have what it needs, once embeddings that are on their way have landed: all others may be evicted,
-and no two groups wait for one another's memory. What is encoded ahead of its receiver takes no memory from
-anything that somebody waits for.
+Only embeddings promised to a receiver with memory are pinned. So the first such transfer always gets memory
+once embeddings in transit have been received: all others can be evicted, and no two groups wait for each
+other's memory. Encoding ahead of the receiver takes no memory from a bound transfer.
 """
 
 from __future__ import annotations
@@ -27,33 +26,38 @@ from weft.types.plan import SendMedia
 
 
 class Batch:
-    """One step of a group that encodes, in the making. Its ops are in ``cache``."""
+    """One step of an encode group in the making. The updates are collected in ``cache``."""
 
     def __init__(self, book: ItemBook, cache: EmbeddingCache, limits: MediaLimits, step: int) -> None:
         self._book, self._cache, self._limits, self._step = book, cache, limits, step
         self.sent: list[ItemRoom] = []
-        """Whose embeddings may leave with it."""
+        """Transfers sent with the step."""
         self.encoded: list[ItemRoom] = []
-        """One for each image that it encodes."""
+        """Transfers of the images to encode, one per image."""
         self.hurried = False
-        """Whether it only sends, though images wait for the tower."""
+        """True if the step only sends although images wait for the tower."""
         self._patches = self._pixels = 0
         self._ended = False
         self._waiting = book.waiting()
         self._wanted = {room.item.key for room in self._waiting}
 
     def fill(self, starved: ItemRoom | None, hurry: bool = False) -> ItemRoom | None:
-        """Decides. The cache is as after the step then. ``starved``: what the step before returned, the first
-        bound room for which the pool was full: nothing behind it gets a pin before it does. ``hurry``:
-        whether embeddings that are there leave in a step of their own, instead of waiting for the tower.
+        """Choose the work of the step. Return the first bound transfer for which the pool was full, or None.
+
+        Afterwards the cache is in the state after the step. ``starved``: the result of the previous step; no
+        later transfer gets a pin earlier. ``hurry``: True if stored embeddings may be sent in a separate step
+        instead of waiting for the tower.
         """
+        # A starved transfer blocks all later transfers, until sent or over.
         bound = [room for room in self._waiting if room.bound]
         if starved is not None and (starved.sent or starved.over):
             starved = None
         self._send_what_is_there([r for r in bound if starved is None or r.order <= starved.order])
+        # Transfers are still waiting for the tower, so the ready embeddings leave alone.
         self.hurried = hurry and 0 < len(self.sent) < len(self._waiting)
         if self.hurried:
             return None if starved is None or starved.sent else starved
+        # Encoding ahead of a receiver comes last, and only while no bound transfer lacks memory.
         full = self._encode([room for room in bound if not room.sent], bound=True)
         if full is None and not self._ended:
             self._encode([room for room in self._waiting if not room.bound], bound=False)
@@ -71,7 +75,11 @@ class Batch:
             self._send(room, held)
 
     def _encode(self, rooms: list[ItemRoom], *, bound: bool) -> ItemRoom | None:
-        """Returns the first for which the pool is full: then, and where the batch is, it ends there."""
+        """Encode the images of ``rooms`` in order. Return the first transfer for which the pool is full, or
+        None.
+
+        Ends at a full pool or a full batch. With ``bound``, embeddings are also sent.
+        """
         for room in rooms:
             item = room.item
             held = self._cache.find(item.key)
@@ -79,6 +87,7 @@ class Batch:
                 if not self._has_place(patches_of(item), len(item.pixels)):
                     self._ended = True
                     return None
+                # A bound transfer may evict embeddings of unbound transfers; an unbound transfer may not.
                 held = self._cache.add(item.key, item.count, self._victims(bound))
                 if held is None:
                     return room
@@ -95,6 +104,7 @@ class Batch:
         return None
 
     def _has_place(self, patches: int, pixels: int) -> bool:
+        # The first image of a batch always fits, whatever its size.
         if not self.encoded:
             return True
         limits = self._limits
@@ -105,12 +115,15 @@ class Batch:
         )
 
     def _victims(self, unbound: bool) -> list[Embedded]:
-        """What may be evicted, first ones first: what nobody waits for; with ``unbound``, then what is there
-        for rooms that are not bound, the last in order first."""
+        """Return the evictable embeddings in order: first embeddings without a waiting transfer.
+
+        With ``unbound``, then embeddings of unbound transfers, last in order first.
+        """
         may_go = self._cache.victims()
         free = [held for held in may_go if held.key not in self._wanted]
         if not unbound:
             return free
+        # If several transfers wait for an image, the first in order counts (reversed: the last write wins).
         place = {room.item.key: number for number, room in reversed(list(enumerate(self._waiting)))}
         needed = [held for held in may_go if held.key in self._wanted]
         return free + sorted(needed, key=lambda held: -place[held.key])

@@ -1,11 +1,11 @@
-"""Images that other groups wait for: whose they are, in which order they are encoded, how their rooms stand.
+"""Images for other groups: sequences, encoding order, and the state of each transfer.
 
     add ──► offered ──RoomBound──► bound ──plan with SendMedia──► sent ──commit──► finished ──Landed──► gone
                 │                    │                              │
                 ╰────────────────────┴── ends otherwise ────────────┴──► over ──Freed──► gone
 
-A room keeps its embedding where it is (a pin) from the plan that says ``SendMedia`` until nobody reads it any
-more, whatever became of its sequence.
+A transfer pins the embedding from the plan with ``SendMedia`` until nobody reads the embedding any more, even
+if the sequence has ended.
 """
 
 from __future__ import annotations
@@ -27,64 +27,66 @@ from weft.types.rooms import MOST_SECONDS, RoomKey
 
 @dataclass(slots=True, eq=False)
 class ItemRoom:
-    """One image on its way to another group."""
+    """The transfer of one image to another group."""
 
     key: RoomKey
     sequence: ItemSequence
     item: MediaItem
-    """With its pixels while its sequence lives: it may have to be encoded again."""
+    """The image. Has pixels while the sequence lives, because the image may have to be encoded again."""
     order: tuple[int, int, int]
-    """Priority, arrival, number in its sequence: in this order images are encoded and leave."""
+    """(priority, arrival, index in the sequence): the order of encoding and sending."""
     bound: bool = False
-    """Whether the receiver has memory for it."""
+    """True if the receiver has memory for the embedding."""
     owner: bool = False
-    """Whether its image was encoded for it."""
+    """True if the transfer caused the encoding of the image."""
     held: Embedded | None = None
-    """What it has a pin on."""
+    """The pinned embedding; None without a pin."""
     sent: bool = False
-    """Whether a plan says that it may leave, or nothing of it has to."""
+    """True if a plan sends the embedding, or if nothing has to be sent."""
     over: bool = False
-    """Whether it failed, or was cancelled."""
+    """True if the transfer failed or was cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class ItemSequence:
-    """The images of one sequence that this group encodes."""
+    """The images of one sequence, to be encoded in this group."""
 
     id: int
     rooms: list[ItemRoom] = field(default_factory=list)
     left: int = 0
-    """Rooms that have not landed."""
+    """Number of transfers not received yet."""
     admitted: bool = False
-    """Whether a plan has something of it."""
+    """True if a plan has work of the sequence."""
 
 
 class ItemBook:
-    """The sequences and rooms of one group."""
+    """The sequences and transfers of one group."""
 
     def __init__(self, limits: MediaLimits) -> None:
         self._limits = limits
         self.live: dict[int, ItemSequence] = {}
         self._rooms: dict[RoomKey, ItemRoom] = {}
-        """Those that have not ended, of sequences that may have."""
+        """Transfers without an end, also of ended sequences."""
         self._queue: list[tuple[tuple[int, int, int], ItemRoom]] = []
-        """Those that have not been sent, in order; with some that have, or are over, if so ``_stale``."""
+        """Unsent transfers in order. If ``_stale``, the list may contain sent and ended transfers too."""
         self._stale = False
         self._arrivals = 0
         self.pixels = 0
-        """Bytes of all live sequences."""
+        """Bytes of pixels of all live sequences."""
 
     def get(self, key: RoomKey) -> ItemRoom | None:
         return self._rooms.get(key)
 
     def check(self, submit: Submit) -> int:
-        """Bytes of its pixels. Raises InvalidRequest for what this group can have no part in."""
+        """Check a Submit. Return the bytes of all pixels. Raises InvalidRequest if this group cannot do the
+        work."""
         if submit.room is not None or submit.grammar is not None or submit.pooling:
             raise InvalidRequest(
                 "a group that encodes images makes no tokens, and moves no caches", param="room"
             )
         if not submit.media:
             raise InvalidRequest("a group that encodes images needs some", param="media")
+        # Check the images like images of a prompt in this group.
         here = tuple(msgspec.structs.replace(item, room=None) for item in submit.media)
         check_media(here, max(item.start + item.count for item in here), self._limits, True)
         keys = set()
@@ -102,13 +104,14 @@ class ItemBook:
         return sum(len(item.pixels) for item in submit.media)
 
     def add(self, submit: Submit) -> ItemSequence:
-        """Takes in what ``check`` let pass."""
+        """Add the sequence of a Submit after ``check``."""
         sequence = self.live[submit.sequence] = ItemSequence(submit.sequence)
         for number, item in enumerate(submit.media):
             assert item.room is not None
             order = (submit.priority, self._arrivals, number)
             room = self._rooms[item.room.key] = ItemRoom(item.room.key, sequence, item, order)
             sequence.rooms.append(room)
+            # A later sequence of a higher priority goes before earlier ones, so insert by order.
             insort(self._queue, (order, room), key=lambda entry: entry[0])
             self.pixels += len(item.pixels)
         sequence.left = len(sequence.rooms)
@@ -116,21 +119,21 @@ class ItemBook:
         return sequence
 
     def send(self, room: ItemRoom) -> None:
-        """Notes that a plan says the embedding may leave, or that nothing of it has to."""
+        """Mark the transfer as sent, by a plan or because nothing has to be sent."""
         room.sent = self._stale = True
 
     def fail(self, room: ItemRoom) -> None:
-        """Notes that the room failed, or was cancelled."""
+        """Mark the transfer as over, after a failure or a cancellation."""
         room.over = self._stale = True
 
     @property
     def waits(self) -> bool:
-        """Whether a room has not been sent."""
+        """True if a transfer has not been sent."""
         self._clean()
         return bool(self._queue)
 
     def waiting(self) -> list[ItemRoom]:
-        """Rooms that have not been sent, in order."""
+        """Return the unsent transfers in order."""
         self._clean()
         return [room for _, room in self._queue]
 
@@ -140,10 +143,14 @@ class ItemBook:
             self._queue = [(order, room) for order, room in self._queue if not (room.sent or room.over)]
 
     def end(self, sequence: ItemSequence) -> list[ItemRoom]:
-        """A sequence is none any more. Its rooms that have not ended, which are over."""
+        """End a sequence and drop the pixels. Return the open transfers, now marked as over.
+
+        Transfers with a pin stay registered until ``close``.
+        """
         del self.live[sequence.id]
         self.pixels -= sum(len(room.item.pixels) for room in sequence.rooms)
-        for room in sequence.rooms:  # some are read for a while yet, and none is encoded
+        # a transfer may still be read for a while, but no image is encoded any more
+        for room in sequence.rooms:
             (room.item,) = without_pixels((room.item,))
         ended = [room for room in sequence.rooms if room.key in self._rooms and not room.over]
         for room in ended:
@@ -153,10 +160,10 @@ class ItemBook:
         return ended
 
     def close(self, room: ItemRoom) -> None:
-        """Nobody outside touches the embedding for it any more."""
+        """Remove the transfer: nobody outside touches the embedding for the transfer any more."""
         self._rooms.pop(room.key, None)
 
     @property
     def unsent(self) -> int:
-        """Sequences with an image that has not been sent."""
+        """Number of sequences with an unsent image."""
         return len({room.sequence.id for room in self.waiting()})

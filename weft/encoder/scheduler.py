@@ -1,14 +1,14 @@
-"""The scheduler of a group that only encodes images: in place of ``weft.scheduler.Scheduler``, and as pure.
+"""The scheduler of an encode group. Replaces ``weft.scheduler.Scheduler``, and is as pure.
 
-A Submit has images with pixels, each with the room in which its embedding is to be sent, and no prompt. Its
-rooms are offered at once. Plans have ops and no rows. A sequence ends
+A Submit has images with pixels and no prompt. Each image has a transfer for the embedding. The transfers are
+offered at once. Plans have slot updates and no rows. A sequence ends with
 
-    moved     all of its embeddings are where they were to go
-    evicted   a room failed, with the room's error, or the group lost ranks: its front sends it again
-    error     an image of it cannot be encoded
-    abort     its front says so
+    moved     all embeddings have been received
+    evicted   a transfer failed, with the error of the transfer, or the group lost ranks: the router retries
+    error     an image of the sequence cannot be encoded
+    abort     the API server has cancelled the sequence
 
-See ``weft.encoder.book`` for the life of a room, and ``weft.encoder.batch`` for what a step does.
+See ``weft.encoder.book`` for the states of a transfer, and ``weft.encoder.batch`` for the work of a step.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ MAX_IN_FLIGHT = 2
 
 
 class EncodeScheduler:
-    """The control core of one group. Its methods are those of ``Scheduler`` that an engine calls."""
+    """The control core of one encode group. Has the methods of ``Scheduler`` called by an engine."""
 
     def __init__(self, limits: MediaLimits, section: SchedulerSection, most_pixels: int) -> None:
-        """``most_pixels``: bytes of pixels of all sequences; one alone may have more."""
+        """``most_pixels``: maximum bytes of pixels of all sequences; a single sequence may have more."""
         self._limits, self._section, self._most_pixels = limits, section, most_pixels
         self.cache = EmbeddingCache(
             limits.blocks, limits.host_blocks, row_bytes=limits.row_bytes, block_rows=limits.block_rows
@@ -65,25 +65,25 @@ class EncodeScheduler:
         self._columns = SlotColumns(0)
         self._requests: list[RoomRequest] = []
         self._events: list[TokenEvent] = []
-        """Ends of sequences that were not told yet."""
+        """Terminal events of sequences, not reported yet."""
         self._step = self._steps = 0
         self._built: tuple[PlanBuilder, Batch | None] | None = None
         self._in_flight: deque[tuple[StepPlan, list[ItemRoom]]] = deque()
-        """Plans that await their commit, with the rooms that they send."""
+        """Plans without a commit, with the transfers sent in each plan."""
         self._starved: ItemRoom | None = None
-        """The first in order of the rooms that are bound, where the pool was full for it."""
+        """The first bound transfer in order for which the pool was full; None without one."""
         self._hurries = True
-        """Whether what is there may leave in a step of its own: in the last one it did not."""
+        """True if stored embeddings may be sent in a separate step: the last step was no such step."""
         self._admitted: list[int] = []
-        """Sequences of which the last plan was the first with anything."""
+        """Sequences with the first work in the last plan."""
         self._blocked = False
-        """Whether nothing can be planned until something changes."""
+        """True if nothing can be planned until something changes."""
         self._whole = True
-        """Whether there are ranks to offer rooms for."""
+        """True while there are ranks to offer transfers for."""
 
     @property
     def embeddings(self) -> EncodeScheduler:
-        """Takes part in rooms of embeddings."""
+        """The handler of embedding transfers: the scheduler itself."""
         return self
 
     # ---- sequences
@@ -91,7 +91,7 @@ class EncodeScheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Takes in images. Raises InvalidRequest or Overloaded before anything is changed."""
+        """Accept images. Raises InvalidRequest or Overloaded before any change. Returns []."""
         pixels = self._book.check(submit)
         live = len(self._book.live)
         full = live and self._book.pixels + pixels > self._most_pixels
@@ -104,9 +104,10 @@ class EncodeScheduler:
         return []
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence from outside. As ``Scheduler.finish``."""
+        """Abort a sequence, like ``Scheduler.finish``."""
         found = self._book.live.get(sequence)
         if found is None:
+            # Remove the event: a late event would end a later attempt with the same id.
             told = [event for event in self._events if event.sequence == sequence]
             self._events = [event for event in self._events if event.sequence != sequence]
             return told
@@ -115,33 +116,39 @@ class EncodeScheduler:
         return told
 
     def arrived(self, sequence: int) -> None:
-        """Nothing awaits anything but its rooms."""
+        """Do nothing: a sequence waits only for transfers."""
 
     def constrain(self, sequence: int, matcher: object, end_ids: Iterable[int]) -> list[TokenEvent]:
-        """No sequence has a grammar."""
+        """Return []: no sequence has a grammar."""
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """Ends a sequence with ``error``. Unknown ids are fine."""
+        """End a sequence with ``error`` and return the event. Unknown ids are ignored."""
         if (found := self._book.live.get(sequence)) is not None:
             self._end(found, "error", error, error)
         return self._given_back()
 
     def expire(self, now: float) -> list[TokenEvent]:
-        """Rooms have their deadlines where they are kept; what became known of them is told."""
+        """Return unreported events. Deadlines of transfers are checked where the transfers are kept."""
         return self._given_back()
 
     def lose(self) -> None:
-        """Ranks are lost: every sequence is given back, with the code "group_lost". What comes until
-        ``requeue_all`` waits, and its rooms are not offered: they would fail at once."""
+        """Return all sequences to the router with the code "group_lost", after ranks were lost.
+
+        New sequences wait until ``requeue_all``. New transfers are not offered, because offers would fail at
+        once.
+        """
         lost = RanksLost("processes of the group that encoded the images were lost").info()
         for sequence in list(self._book.live.values()):
             self._end(sequence, "evicted", lost, lost)
         self._whole = False
 
     def requeue_all(self) -> list[TokenEvent]:
-        """As ``Scheduler.requeue_all``: the ranks have nothing, and no plan is in flight. Embeddings that a
-        room may still be read from keep their blocks."""
+        """Restart after the group formed anew, like ``Scheduler.requeue_all``; return events.
+
+        The ranks have no embeddings and no plan is in flight. Embeddings still read by a transfer keep the
+        blocks.
+        """
         self._built = None
         if self._whole:
             self.lose()
@@ -152,10 +159,10 @@ class EncodeScheduler:
             self._offer(sequence)
         return self._given_back()
 
-    # ---- rooms
+    # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Hears what happened to a room."""
+        """Handle a transfer event and return events. Events of unknown transfers are ignored."""
         room = self._book.get(event.key)
         if room is None:
             return self._given_back()
@@ -173,12 +180,12 @@ class EncodeScheduler:
         return self._given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """What is asked of rooms since the last call, in order."""
+        """Return the requests to transfers since the last call, in order."""
         asked, self._requests = self._requests, []
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """Where a room's embedding is, once it is to be sent; before that an empty table."""
+        """Return the blocks of the transfer's embedding once pinned; else an empty table."""
         room = self._book.get(key)
         held = None if room is None else room.held
         return (Blocks(first=0, ids=b"" if held is None else held.ids),)
@@ -186,7 +193,7 @@ class EncodeScheduler:
     # ---- steps
 
     def has_work(self) -> bool:
-        """Whether there is something to plan or to commit."""
+        """Return True if there is a step to plan or to commit."""
         return bool(self._in_flight) or self._can_plan
 
     @property
@@ -195,28 +202,29 @@ class EncodeScheduler:
 
     @property
     def awaiting(self) -> bool:
-        """Whether nothing can be done before something comes from outside."""
+        """True if nothing can be done before an external event."""
         return bool(self._book.live) and not self.has_work()
 
     @property
     def in_flight(self) -> int:
-        """Plans that await their commit."""
+        """Number of plans without a commit."""
         return len(self._in_flight)
 
     @property
     def steps(self) -> int:
-        """Steps committed."""
+        """Number of committed steps."""
         return self._steps
 
     def build(self, now: float) -> PlanBuilder | None:
-        """The next step, for ``seal``, or None when nothing can be done before a commit or an event.
+        """Return the next step for ``seal``, or None if nothing can be done before a commit or an event.
 
-        Raises EngineDead when two steps are in flight already, or the last builder was not sealed.
+        Raises EngineDead when two steps are in flight, or when the last builder was not sealed.
         """
         builder = self._begin()
         batch = Batch(self._book, self.cache, self._limits, self._step)
         self._starved = batch.fill(self._starved, self._hurries)
         self._hurries = not batch.hurried
+        # Nothing to send, encode or move: blocked until a commit, an event or a new sequence.
         if not self.cache.asks:
             self._blocked = True
             return None
@@ -224,19 +232,22 @@ class EncodeScheduler:
         return builder
 
     def idle(self) -> PlanBuilder:
-        """The next step without anything. Raises as ``build``."""
+        """Return an empty step. Raises EngineDead like ``build``."""
         builder = self._begin()
         self._built = (builder, None)
         return builder
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """Makes the plan of ``builder``, which is in flight from now on. Raises EngineDead for any but the
-        last builder."""
+        """Freeze ``builder`` into a plan. The plan is in flight from now on.
+
+        Raises EngineDead if ``builder`` is not the last builder.
+        """
         if self._built is None or builder is not self._built[0]:
             raise EngineDead("a step is to be launched that is not the one that was built last")
         batch = self._built[1]
         plan = builder.seal(self.cache.take_ops(self._step))
         sent = [] if batch is None else batch.sent
+        # The first plan with work of a sequence counts as the admission.
         first: dict[int, ItemSequence] = {}
         for room in [*sent, *([] if batch is None else batch.encoded)]:
             if not room.sequence.admitted:
@@ -252,33 +263,34 @@ class EncodeScheduler:
         return plan
 
     def admitted(self, plan: StepPlan) -> list[int]:
-        """Sequences of which ``plan``, the one that was sealed last, is the first with anything."""
+        """Return the ids of sequences with the first work in ``plan``, which must be the plan sealed last."""
         return self._admitted
 
     def masks(self, plan: StepPlan) -> TokenMasks:
-        """No plan is constrained. Raises EngineDead."""
+        """Raise EngineDead: no plan of an encode group is constrained."""
         raise EngineDead("a group that encodes images samples no tokens")
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """The oldest plan in flight was carried out. Raises EngineDead for another one."""
+        """Commit the oldest plan in flight and return events. Raises EngineDead for any other plan."""
         if not self._in_flight or self._in_flight[0][0] is not plan or result.step != plan.step:
             raise EngineDead(f"step {result.step} is committed out of turn")
         _, sent = self._in_flight.popleft()
         self.cache.committed(plan.step)
+        # The step has run, so the embeddings are on the ranks and the transfers can finish.
         self._requests += [FinishRoom(key=room.key) for room in sent if not room.over]
         self._steps += 1
         self._blocked = False
         return self._given_back()
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
-        """Nothing is learned from how long a step took."""
+        """Do nothing: the policy does not depend on step times."""
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        """There are none."""
+        """Return None: an encode group has no prefixes."""
         return None
 
     def stats(self) -> HeadStats:
-        """Counters and gauges: a sequence waits until all of its embeddings may leave."""
+        """Return counters and gauges. A sequence counts as waiting until all embeddings may be sent."""
         waiting = self._book.unsent
         cache = self.cache
         return HeadStats(
@@ -306,8 +318,10 @@ class EncodeScheduler:
             self._requests.append(OfferRoom(key=room.key, num_prompt=room.item.count, num_cached=0))
 
     def _bound(self, room: ItemRoom, start: int) -> None:
-        """The receiver has memory for it, or has it: then nothing is sent, and it need not be encoded."""
+        """Mark the transfer as bound: the receiver has memory for the embedding. If the receiver has all
+        rows, nothing is sent."""
         room.bound = True
+        # `start` counts the rows that the receiver already has.
         if start >= room.item.count and not (room.over or room.sent):
             self._book.send(room)
             self._requests.append(FinishRoom(key=room.key))
@@ -322,8 +336,11 @@ class EncodeScheduler:
             self._end(sequence, "moved", None, None)
 
     def _failed(self, room: ItemRoom, error: ErrorInfo) -> None:
-        """Ends the room's sequence. Of an image that cannot be encoded nothing is kept: other sequences with
-        the same image try it again, and each fails by its own try."""
+        """End the sequence of a failed transfer.
+
+        If the image cannot be encoded, the embedding is dropped. Other sequences with the same image encode
+        the image again, and fail by a separate attempt.
+        """
         self._book.fail(room)
         cannot = error.code == ImageFailed.code
         if cannot and room.held is not None:
@@ -331,10 +348,11 @@ class EncodeScheduler:
         if room.held is None:
             self._book.close(room)
         if self._book.live.get(room.sequence.id) is room.sequence:
+            # Only the transfer that caused the encoding reports the error; others are retried by the router.
             self._end(room.sequence, "error" if cannot and room.owner else "evicted", error, error)
 
     def _let_go(self, room: ItemRoom) -> None:
-        """Nobody outside touches the embedding for ``room`` any more."""
+        """Close the transfer and unpin the embedding: nobody outside touches the embedding any more."""
         held, room.held = room.held, None
         self._book.close(room)
         if held is not None:
@@ -343,7 +361,7 @@ class EncodeScheduler:
     def _end(
         self, sequence: ItemSequence, finish: str, error: ErrorInfo | None, why: ErrorInfo | None
     ) -> None:
-        """``why``: what its rooms that have not ended are cancelled with."""
+        """End a sequence and cancel the open transfers with ``why``."""
         self._requests += [CancelRoom(key=room.key, error=why) for room in self._book.end(sequence)]
         self._events.append(TokenEvent(sequence=sequence.id, finish=finish, error=error))
         self._blocked = False

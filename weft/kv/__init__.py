@@ -1,1 +1,2 @@
-"""Bookkeeping of the KV cache: block pools, prefix index, cache kinds, slot table. No torch, no tensors."""
+"""Bookkeeping of the KV cache: block pools, prefix index, KV cache groups, slot table. No torch, no
+tensors."""

@@ -1,4 +1,4 @@
-"""All cache kinds of a model together: the questions and changes that concern every kind at once."""
+"""All KV cache groups of a model together: queries and changes that concern every group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from weft.types.rooms import Blocks
 
 
 def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
-    """The kinds of ``kv.pools``, in order; ``max_chunk`` bounds a sequence's prompt tokens in a step."""
+    """Return the KV cache groups of ``kv.pools`` in order. ``max_chunk``: maximum prompt tokens of a row per
+    step."""
     kinds: list[CacheKind] = []
     for number, spec in enumerate(kv.pools):
         if spec.cache.kind == "state":
@@ -31,9 +32,10 @@ def make_kinds(kv: KVConfig, max_chunk: int) -> tuple[CacheKind, ...]:
 
 
 class Caches:
-    """Every kind of one model. Ask ``fits`` before changing anything: then every kind can follow.
+    """Every KV cache group of one model. Check ``fits`` before a change: then the change succeeds in every
+    group.
 
-    Raises ConfigError when some kind could not hold one sequence of ``max_model_len`` tokens.
+    Raises ConfigError if a group could not hold one sequence of ``max_model_len`` tokens.
     """
 
     def __init__(self, kinds: tuple[CacheKind, ...], max_model_len: int) -> None:
@@ -43,7 +45,8 @@ class Caches:
         self._sliding = tuple(kind for kind in kinds if kind.slides)
         self._snapshots = bool(self._states) and all(kind.num_blocks for kind in self._states)
         self.unit = math.lcm(*(kind.block_size for kind in kinds))
-        """Positions that every hit is a multiple of."""
+        """Granularity of hits, in positions: the least common multiple of the block sizes."""
+        # Refuse at start-up: a sequence that can never fit would wait forever.
         for kind in kinds:
             least = kind.least(max_model_len)
             if kind.num_blocks < least:
@@ -55,47 +58,52 @@ class Caches:
                 )
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """The longest prefix, at most ``limit``, that every kind can go on from."""
+        """Return the longest prefix, at most ``limit``, from which every group can continue. In tokens."""
         return _agreed([partial(kind.hit, hashes) for kind in self.kinds], limit)
 
     def hit_of_entries(self, hashes: Sequence[bytes], limit: int) -> int:
-        """``hit`` if no recurrent state were needed to go on."""
+        """Return the possible ``hit`` without recurrent states."""
         return _agreed([partial(kind.hit, hashes) for kind in self._tabled], limit)
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> list[int]:
-        """Blocks of each kind, as ``CacheKind.needed``."""
+        """Return the needed blocks of each group, see ``CacheKind.needed``."""
         return [kind.needed(slot, upto, num_hit, hashes) for kind in self.kinds]
 
     def fits(self, needed: Sequence[int], spare: float = 0.0) -> bool:
-        """Whether every kind has as many blocks available, and a share ``spare`` of its pool beside them."""
+        """Return True if every group has ``needed`` free blocks, plus a share ``spare`` of each pool with
+        tables."""
+        # The spare share applies only to pools with block tables.
         if spare and any(n + spare * k.num_blocks > k.available() for n, k in self._of_tables(needed)):
             return False
         return all(n <= kind.available() for n, kind in zip(needed, self.kinds, strict=True))
 
     def ever_fits(self, needed: Sequence[int]) -> bool:
-        """Whether every kind has as many blocks."""
+        """Return True if every pool is large enough for ``needed`` blocks."""
         return all(n <= kind.num_blocks for n, kind in zip(needed, self.kinds, strict=True))
 
     def will_fit(self, needed: Sequence[int]) -> bool:
-        """Whether every kind will, once the steps in flight have committed."""
+        """Return True if every group has ``needed`` free blocks once the steps in flight have committed."""
         return all(n <= kind.available() + kind.pending() for n, kind in zip(needed, self.kinds, strict=True))
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        """``CacheKind.acquire`` of each kind."""
+        """Call ``acquire`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.acquire(slot, hashes, num_hit, upto)]
 
     def reserve(self, slot: int, upto: int) -> list[Op]:
-        """``CacheKind.reserve`` of each kind."""
+        """Call ``reserve`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.reserve(slot, upto)]
 
     def reserved(self, upto: int) -> int:
-        """How far the tables of a slot reach when ``upto`` is the furthest that was reserved."""
+        """Return how far the tables of a slot reach after a reservation up to ``upto``. In tokens.
+
+        Without block tables, the reach is unlimited.
+        """
         return min((-(-upto // kind.block_size) * kind.block_size for kind in self._tabled), default=1 << 62)
 
     def grow(self, slots: np.ndarray, upto: np.ndarray) -> tuple[list[Op], np.ndarray] | None:
-        """``reserve`` of many slots at once: (ops, how far each slot's tables reach now).
+        """Reserve for many slots at once: [slots] up to positions [slots].
 
-        None, and nothing is changed, when some kind has too few blocks for all of them.
+        Return (slot updates, new reach of each slot). Return None, without any change, if blocks are missing.
         """
         each = slots.tolist()
         ends = upto.tolist()
@@ -109,7 +117,8 @@ class Caches:
         return ops, reach
 
     def cut(self, start: int, end: int) -> int:
-        """Where a chunk from ``start`` must end for every kind, at most ``end``."""
+        """Return where a chunk from ``start`` must end for every group, at most ``end``."""
+        # A cut by one group may force an earlier cut by another group: repeat until all groups agree.
         while True:
             cut = min((kind.cut(start, end) for kind in self.kinds), default=end)
             if cut == end:
@@ -117,40 +126,40 @@ class Caches:
             end = cut
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """``CacheKind.publish`` of each kind."""
+        """Insert full blocks of every group into the prefix cache, see ``CacheKind.publish``."""
         for kind in self.kinds:
             kind.publish(slot, committed, hashes)
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """``CacheKind.slide`` of each kind."""
+        """Call ``slide`` of every sliding group."""
         for kind in self._sliding:
             kind.slide(slot, committed, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
-        """``CacheKind.slide_each`` of each kind."""
+        """Call ``slide_each`` of every sliding group."""
         for kind in self._sliding:
             kind.slide_each(slots, committed, after_step)
 
     def release(self, slot: int, after_step: int) -> None:
-        """``CacheKind.release`` of each kind."""
+        """Call ``release`` of every group."""
         for kind in self.kinds:
             kind.release(slot, after_step)
 
     def committed(self, step: int) -> None:
-        """``step`` and all before it have committed."""
+        """Note the commit of ``step`` and all earlier steps."""
         for kind in self.kinds:
             kind.committed(step)
 
     def reset(self) -> None:
-        """``CacheKind.reset`` of each kind."""
+        """Call ``reset`` of every group."""
         for kind in self.kinds:
             kind.reset()
 
     def follow(self) -> tuple[PrefixLog, int] | None:
-        """A log of the prefixes that are cached, and at each multiple of how many positions it has a key.
+        """Return (log of cached prefixes, positions per key); None if no group stores whole prefixes.
 
-        Of the finest kind that keeps whole prefixes: others may have lost more of one, or have no snapshot
-        where it ends. None where no kind keeps them.
+        Among the groups with whole prefixes, the log follows the group with the smallest blocks. Other groups
+        may have evicted more of a prefix, or lack a snapshot at the end of a prefix.
         """
         keeps = [kind for kind in self._tabled if not kind.slides]
         if not keeps:
@@ -159,8 +168,10 @@ class Caches:
         return finest.pool.follow(), finest.block_size
 
     def keep(self, hashes: Sequence[bytes]) -> list[Sequence[bytes]]:
-        """What is cached of this prefix is evicted after all that nobody keeps; of recurrent states the last
-        snapshot. Returns what ``unkeep`` needs."""
+        """Retain the cached blocks of a prefix: evicted after all others. Return the argument for ``unkeep``.
+
+        Of recurrent states, only the last snapshot is retained.
+        """
         names = [kind.names(hashes) for kind in self.kinds]
         for kind, each in zip(self.kinds, names, strict=True):
             for key in each:
@@ -168,49 +179,50 @@ class Caches:
         return names
 
     def unkeep(self, names: Sequence[Sequence[bytes]]) -> None:
-        """The other side of one ``keep``, which returned ``names``."""
+        """Undo one ``keep``, which returned ``names``."""
         for kind, each in zip(self.kinds, names, strict=True):
             for key in each:
                 kind.pool.unkeep(key)
 
     def prefix_positions(self) -> int:
-        """Positions that the smallest pool of whole prefixes holds."""
+        """Return the number of positions in the smallest pool of whole prefixes; 0 without such a pool."""
         keeps = [kind for kind in self._tabled if not kind.slides]
         return min((kind.num_blocks * kind.block_size for kind in keeps), default=0)
 
     def num_on_hold(self) -> int:
-        """Blocks of all kinds that are on hold."""
+        """Return the number of pinned blocks of all groups."""
         return sum(kind.pool.num_on_hold() for kind in self.kinds)
 
     def guaranteed(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences that grow to ``lengths`` tokens can all run to their ends side by side.
+        """Return True if sequences of ``lengths`` tokens can all run to the end side by side.
 
-        One alone always can.
+        True for one sequence: ``__init__`` has checked the size of every pool.
         """
         if len(lengths) == 1:
             return True
         return all(sum(kind.most(n) for n in lengths) <= kind.num_blocks for kind in self.kinds)
 
     def free_blocks(self) -> tuple[int, ...]:
-        """Available blocks of each kind."""
+        """Return the free blocks of each group."""
         return tuple(kind.available() for kind in self.kinds)
 
     def usage(self) -> float:
-        """Used share of the fullest pool, 0 .. 1."""
+        """Return the used share of the fullest pool with block tables, 0 .. 1."""
         return max((1 - kind.available() / kind.num_blocks for kind in self._tabled), default=0.0)
 
-    # ---- what comes from other groups, and goes there
+    # ---- transfers from and to other groups
 
     def fetch_hit(self, hashes: Sequence[bytes], position: int) -> int:
-        """The longest prefix that has not to be sent to a sequence that goes on at ``position``.
+        """Return the longest prefix not to be sent to a sequence with the next position ``position``.
 
-        A recurrent state is sent in any case, and then one position at least: that is what it comes with.
+        A recurrent state is always sent. At least one position is then sent too, because the state comes with
+        a position.
         """
         limit = position - 1 if self._states else position
         return _agreed([partial(self._fetch_hit, kind, hashes, position) for kind in self._tabled], limit)
 
     def _of_tables(self, needed: Sequence[int]) -> list[tuple[int, CacheKind]]:
-        """Of those kinds that have tables, with the kind."""
+        """Return the (needed, group) pairs of the groups with block tables."""
         pairs = zip(needed, self.kinds, strict=True)
         return [(n, kind) for n, kind in pairs if not isinstance(kind, StateKind)]
 
@@ -219,7 +231,7 @@ class Caches:
         return kind.fetch_hit(hashes, limit, position)
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> list[int]:
-        """``CacheKind.fetch_needed`` of each kind."""
+        """Return the result of ``fetch_needed`` of each group."""
         return [kind.fetch_needed(hashes, start, position, upto) for kind in self.kinds]
 
     def fetch(
@@ -231,31 +243,35 @@ class Caches:
         upto: int,
         sent_blocks: Sequence[int],
     ) -> tuple[Blocks, ...]:
-        """``CacheKind.fetch`` of each kind; ``sent_blocks``: positions of a block there, of each."""
+        """Return the new blocks of each group, see ``CacheKind.fetch``. ``sent_blocks``: block size of the
+        sender, for each group."""
         return tuple(
             kind.fetch(fetch, hashes, start, position, upto, size)
             for kind, size in zip(self.kinds, sent_blocks, strict=True)
         )
 
     def adopt(self, fetch: int, slot: int) -> list[Op]:
-        """``CacheKind.adopt`` of each kind."""
+        """Call ``adopt`` of every group. Return all slot updates."""
         return [op for kind in self.kinds for op in kind.adopt(fetch, slot)]
 
     def table(self, slot: int, position: int) -> tuple[Blocks, ...]:
-        """``CacheKind.table`` of each kind."""
+        """Return the result of ``table`` of each group."""
         return tuple(kind.table(slot, position) for kind in self.kinds)
 
     @property
     def recurrent(self) -> bool:
-        """Whether there are kinds that have a state, and no entries."""
+        """True if the model has recurrent states."""
         return bool(self._states)
 
     def can_take(self) -> bool:
-        """Whether each recurrent kind has a block for a state."""
+        """Return True if every recurrent group has a free block for a state."""
         return all(kind.available() for kind in self._states)
 
     def take(self, slot: int, after_step: int) -> tuple[list[Op], tuple[Blocks, ...]]:
-        """``StateKind.take`` of each, and for each kind its block; no ids where there are none."""
+        """Call ``take`` of each recurrent group. Return (slot updates, blocks of every group).
+
+        Groups with block tables get an empty ``Blocks``.
+        """
         ops = list[Op]()
         blocks = [Blocks(first=0, ids=b"")] * len(self.kinds)
         for kind in self._states:
@@ -268,21 +284,23 @@ class Caches:
 
     @property
     def has_states(self) -> bool:
-        """Whether there are snapshots to make."""
+        """True if snapshots can be made: there are recurrent groups, and each has blocks."""
         return self._snapshots
 
     def marks(self, hashes: Sequence[bytes], known: int, num_hit: int) -> Marks | None:
-        """At which boundaries a sequence of ``known`` ids leaves snapshots; None: at none.
+        """Return the boundaries at which a sequence of ``known`` ids saves snapshots; None for no snapshots.
 
-        It starts from a hit of ``num_hit``; ``hashes`` are of what it may share.
+        ``num_hit``: cached tokens at the start. ``hashes``: of the shareable blocks.
         """
         if not self._snapshots or not hashes:
             return None
+        # branch: how far the entries of others match, with or without a snapshot there.
         branch = _agreed([partial(kind.hit, hashes) for kind in self._tabled], known - 1)
         return marks_for(self.unit, self._states[0].stride, known, num_hit, branch)
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> list[Op] | None:
-        """``StateKind.save`` of each; None when some kind has no block for it."""
+        """Call ``save`` of each recurrent group. Return the slot updates, or None, without any change, if a
+        group has no free block."""
         missing = [kind for kind in self._states if not kind.has(key)]
         if not all(kind.available() for kind in missing):
             return None
@@ -290,15 +308,16 @@ class Caches:
         return [op for op in saved if op is not None]
 
     def spoil(self, slot: int) -> None:
-        """``StateKind.spoil`` of each."""
+        """Call ``spoil`` of each recurrent group."""
         for kind in self._states:
             kind.spoil(slot)
 
 
 def _agreed(hits: Sequence[Callable[[int], int]], limit: int) -> int:
-    """The longest prefix, at most ``limit``, that each kind can go on from, given the ``hit`` of each.
+    """Return the longest prefix, at most ``limit``, on which all ``hits`` agree.
 
-    Each answer is at most the limit it was given, so limits fall until all agree.
+    Each hit function returns at most the given limit. So the limit falls until all functions return the
+    limit.
     """
     while True:
         result = min((hit(limit) for hit in hits), default=0)

@@ -1,7 +1,7 @@
-"""The digest of a slot table: what head and ranks compare at every step, before any of them computes.
+"""The digest of a slot table. Engine and ranks compare digests at every step before any computation.
 
-Each rank keeps one from the plans it was sent. A frame that was lost, rows that were swapped, a sequence that
-should have left, a block in another place: the next digest differs, and the rank that notices stops.
+Each rank computes a digest from the plans it received. A lost frame, swapped rows, a missed end of a
+sequence, or a wrong block changes the next digest. A rank with a wrong digest stops.
 
     digest = XOR over live slots of hash(slot, gen, its AllocSlot, block tables, bound)
              ^ running hash of the other ops ^ hash(step, the step's rows in their order)
@@ -20,7 +20,7 @@ from weft.types.plan import AllocSlot, AppendBlocks, AppendEach, Encode, FreeSlo
 
 _U64 = np.uint64
 _MASK = (1 << 64) - 1
-#: Odd constants, so that nothing cancels: for what a slot's hash is made of, for kinds, entries and steps.
+#: Odd constants against cancellation: for the parts of a slot's hash, and for groups, entries, steps.
 _SLOT, _GEN, _CONTENT, _TABLES, _BOUND = (_U64(0x9E3779B97F4A7C15 * (2 * i + 1) & _MASK) for i in range(5))
 _KIND = 0xD6E8FEB86659FD93
 _ENTRY = _U64(0xA0761D6478BD642F)
@@ -33,23 +33,23 @@ def _hash(data: bytes) -> int:
 
 
 class SlotDigest:
-    """The digest of one rank's table of ``num_slots`` slots and ``kinds`` cache kinds."""
+    """The digest of one rank's table of ``num_slots`` slots and ``kinds`` KV cache groups."""
 
     def __init__(self, num_slots: int, kinds: int) -> None:
         self._live = np.zeros(num_slots, bool)
         self._gen = np.full(num_slots, -1, np.int64)
-        """-1 of a free slot."""
+        """[slots]; -1 for a free slot."""
         self._fixed = np.zeros(num_slots, _U64)
-        """Of slot, generation and all that AllocSlot said."""
+        """[slots], hash of slot, generation and all of AllocSlot."""
         self._tables = np.zeros(num_slots, _U64)
         self._bound = np.zeros(num_slots, _U64)
         self._entries = np.zeros((kinds, num_slots), np.int64)
         self._hash = np.zeros(num_slots, _U64)
-        """What each slot adds to the digest; 0 of a free one."""
+        """[slots], contribution of each slot to the digest; 0 for a free slot."""
         self._others = 0
 
     def clear(self) -> None:
-        """All slots are free, as when an epoch begins."""
+        """Free all slots, at the start of an epoch."""
         for column in (self._live, self._fixed, self._tables, self._bound, self._entries):
             column.fill(0)
         self._gen.fill(-1)
@@ -57,11 +57,11 @@ class SlotDigest:
         self._others = 0
 
     def take(self, plan: StepPlan) -> int:
-        """The digest with ``plan`` taken in, 0 .. 2^64 - 1.
+        """Apply ``plan`` and return the digest, 0 .. 2^64 - 1.
 
-        Raises EngineDead when the plan contradicts the table: a slot outside it, an occupied slot that is
-        allocated and was not freed before in this plan, a row or op of a slot that has another sequence or
-        none.
+        Raises EngineDead if the plan contradicts the table: a slot outside the table, an allocation of an
+        occupied slot without an earlier release in the same plan, or a row or update of a slot without a
+        sequence or with another one.
         """
         touched = [slots for op in plan.ops if len(slots := self._apply(op))]
         rows = self._row(plan.prefill, touched) + 3 * self._row(plan.decode, touched)
@@ -76,10 +76,11 @@ class SlotDigest:
         return table ^ self._others ^ (rows + plan.step * _STEP & _MASK)
 
     def _apply(self, op: Op) -> np.ndarray:
-        """Takes an op in; the slots whose hash it changes."""
+        """Apply a slot update. Return the slots with a changed hash, int64 [n]."""
         if isinstance(op, AppendEach):
             self._check(op.slots, None)
             at = self._places(op.kind)
+            # Fancy indexing below would apply only one of two updates to the same slot.
             if len(set(op.slots.tolist())) < len(op.slots):
                 raise EngineDead("blocks are appended twice to one slot")
             self._tables[op.slots] ^= self._blocks(op.kind, at[op.slots], op.blocks)
@@ -116,24 +117,24 @@ class SlotDigest:
         self._entries[:, op.slot] = 0
 
     def _places(self, kind: int) -> np.ndarray:
-        """How many entries the tables of cache kind ``kind`` have, by slot."""
+        """Return the number of table entries of KV cache group ``kind``, [slots]; a writable view."""
         if not 0 <= kind < len(self._entries):
             raise EngineDead(f"blocks of cache kind {kind} are appended, and there is none")
         places: np.ndarray = self._entries[kind]
         return places
 
     def _blocks(self, kind: int, at: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """The hash of each of ``blocks`` as entry ``at`` of a table."""
+        """Return the hash of each of ``blocks`` as entry ``at`` of a table, uint64 [n]."""
         where = at.astype(_U64) * _ENTRY + _U64((kind + 1) * _KIND & _MASK)
         return mix_array(where + blocks.astype(_U64) * _BLOCK)
 
     def _fold(self, op: Op) -> None:
-        if isinstance(op, Encode):  # megabytes, which no slot's table depends on
+        if isinstance(op, Encode):  # megabytes of pixels, which affect no slot table
             op = Encode(blocks=op.blocks, count=op.count, grid=op.grid, pixels=b"")
         self._others = _hash(self._others.to_bytes(8, "little") + encode_part(op))
 
     def _row(self, segment: Segment, touched: list[np.ndarray]) -> int:
-        """Takes a segment's rows in; the hash of them, in their order."""
+        """Apply the rows of a segment. Return the hash of the rows in order."""
         if not segment.rows:
             return 0
         self._check(segment.slot, segment.gen)

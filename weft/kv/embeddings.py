@@ -1,19 +1,19 @@
-"""Embeddings of images as a cache: which are held, in which blocks, and which go when room is needed.
+"""Embeddings of images as a cache: which embeddings are stored, in which blocks, and the eviction order.
 
-Pure: nothing is moved here. What ranks have to do for it is said in ops, which go out with the next plan, in
-the order of decisions. Blocks are those of a rank's pool, ids 1 .. n; 0 is the null block.
+Pure: nothing is moved here. The work of the ranks is described by updates of the next plan, in the order of
+decisions. Blocks are ids 1 .. n of a rank's pool; 0 is the null block.
 
     add ──────────────> in device blocks ──drop──> gone
                           │          ^
               evicted, in the order of last use
-                          v          │ raised, when it is wanted
+                          v          │ lifted, when needed again
                       in host blocks ──evicted, or dropped──> gone
 
-An embedding is in one tier. One that is pinned is neither moved nor evicted, and its blocks stay out of use
-until the last pin is gone, also when the embedding itself is (``drop``, ``clear``).
+An embedding is in one tier. A pinned embedding is neither moved nor evicted. The blocks stay out of use until
+the last pin is released, even if the embedding is gone (``drop``, ``clear``).
 
-Blocks that an embedding leaves may be written by later plans at once, as ranks carry plans out in order. A
-writer outside the plans, a transfer, gets those alone which no plan in flight touches: *settled* ones.
+Later plans may overwrite the blocks of an evicted embedding at once, because ranks execute plans in order. A
+writer outside the plans (a transfer) only gets *settled* blocks, which no plan in flight touches.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ __all__ = ["BLOCK_ROWS", "Embedded", "EmbeddingCache", "ids"]
 
 
 def ids(blocks: Iterable[int]) -> bytes:
-    """``blocks`` as ops have them."""
+    """Return ``blocks`` in the format of plan updates: int32 bytes."""
     return np.fromiter(blocks, np.int32).tobytes()
 
 
 class Embedded:
-    """An embedding in the cache. Changed by ``EmbeddingCache`` alone."""
+    """An embedding in the cache. Only ``EmbeddingCache`` changes an embedding."""
 
     __slots__ = ("blocks", "count", "gone", "key", "on_host", "pins", "ready", "step", "whole")
 
     def __init__(self, key: bytes, count: int, blocks: list[int]) -> None:
         self.key, self.count, self.blocks = key, count, blocks
-        """Of the tier that it is in."""
+        """Block ids in the present tier."""
         self.on_host = False
         self.pins = 0
         self.gone = False
-        """Whether nobody finds it any more: it is there for its pins alone."""
+        """True after removal from the index. The blocks stay until the last pin is released."""
         self.ready = True
-        """False while it is still to come: its blocks are taken, and nothing can be read of them."""
+        """False while the content is still being received: the blocks are reserved but not readable."""
         self.whole = True
-        """False while each rank has its share of the rows alone."""
+        """False while each rank has only a share of the rows."""
         self.step = -1
-        """The last plan that writes or reads its device blocks."""
+        """The last plan with a write or read of the device blocks."""
 
     @property
     def ids(self) -> bytes:
-        """Its blocks, as ops have them."""
+        """The block ids in the format of plan updates."""
         return ids(self.blocks)
 
 
 class EmbeddingCache:
-    """The embeddings of one group: every rank has the same blocks."""
+    """The embeddings of one group. Every rank has the same blocks."""
 
     def __init__(
         self,
@@ -73,9 +73,12 @@ class EmbeddingCache:
         dropped: Callable[[Embedded], None] | None = None,
         wanted: Callable[[bytes], bool] | None = None,
     ) -> None:
-        """``dropped`` is told of each that is gone, in any way but ``clear``. ``wanted``: whether somebody
-        needs the image of a key, which then leaves the host's blocks for none that nobody needs. Raises
-        ValueError for sizes that cannot be."""
+        """Create an empty cache of ``blocks`` device blocks and ``host_blocks`` host blocks.
+
+        ``dropped`` is called for each dropped embedding, but not by ``clear``. ``wanted`` returns True if a
+        sequence needs the image of a key; such an embedding leaves the host blocks only for another wanted
+        one. Raises ValueError for invalid sizes.
+        """
         if min(blocks, host_blocks) < 0 or min(row_bytes, block_rows) < 1:
             raise ValueError("a pool of embeddings has at least 0 blocks, of at least 1 row and byte")
         self.blocks, self.host_blocks, self.block_rows = blocks, host_blocks, block_rows
@@ -83,57 +86,57 @@ class EmbeddingCache:
         self._dropped = dropped
         self._wanted = wanted
         self._held: OrderedDict[bytes, Embedded] = OrderedDict()
-        """By key, the least recently used first; of both tiers."""
+        """Key -> embedding of both tiers, least recently used first."""
         self._free = list(range(blocks, 0, -1))
-        """Settled ones; the last is taken first."""
+        """Settled free blocks; the last is taken first."""
         self._leaving: OrderedDict[int, int] = OrderedDict()
-        """Free ones that plans in flight touch: block -> the last of them."""
+        """Free block still touched by plans in flight -> the last such plan."""
         self._host_free = list(range(host_blocks, 0, -1))
         self._ops: list[Op] = []
         self._last_commit = -1
         self.next_step = 0
         """Number of the next plan."""
         self.nbytes = 0
-        """Of the embeddings in device blocks."""
+        """Bytes of the embeddings in device blocks."""
         self.host_nbytes = 0
         self.encoded = 0
-        """Embeddings that the tower made since start: counted by who asks for them."""
+        """Number of embeddings made by the tower since start. Callers count."""
         self.hits = 0
-        """Images that were found here, likewise."""
+        """Number of images found in the cache since start. Callers count."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __iter__(self) -> Iterator[Embedded]:
-        """The least recently used first."""
+        """Iterate over the embeddings, least recently used first."""
         return iter(self._held.values())
 
-    # ---- what is there
+    # ---- queries
 
     def find(self, key: bytes) -> Embedded | None:
-        """What is held of the image ``key``. Changes nothing."""
+        """Return the embedding of the image ``key``, or None. Changes nothing."""
         return self._held.get(key)
 
     def blocks_of(self, count: int) -> int:
-        """Blocks that ``count`` rows take."""
+        """Return the number of blocks for ``count`` rows."""
         return -(-count // self.block_rows)
 
     def ever_fits(self, count: int) -> bool:
-        """Whether an embedding of ``count`` rows fits when nothing else is held."""
+        """Return True if an embedding of ``count`` rows fits into an empty cache."""
         return self.blocks_of(count) <= self.blocks
 
     @property
     def available(self) -> int:
-        """Device blocks that nothing is in."""
+        """Number of free device blocks."""
         return len(self._free) + len(self._leaving)
 
     @property
     def settled(self) -> int:
-        """Device blocks that nothing is in and that no plan in flight touches."""
+        """Number of free device blocks not touched by any plan in flight."""
         return len(self._free)
 
     def victims(self) -> list[Embedded]:
-        """What may be evicted: all in device blocks without a pin, the least recently used first."""
+        """Return the evictable embeddings: in device blocks, without a pin, least recently used first."""
         return [held for held in self._held.values() if not (held.on_host or held.pins)]
 
     # ---- changes
@@ -141,11 +144,11 @@ class EmbeddingCache:
     def add(
         self, key: bytes, count: int, victims: Iterable[Embedded] | None = None, *, settled: bool = False
     ) -> Embedded | None:
-        """Device blocks for ``count`` rows of the image ``key``, of which nothing is held. All or nothing.
+        """Reserve device blocks for ``count`` rows of the image ``key``. Return None if blocks are missing.
 
-        ``victims``: what may be evicted for it, first ones first; else ``victims``. With ``settled`` blocks
-        that a plan in flight still touches are not enough, but what was evicted for them stays so: ask again
-        after a commit. Raises EngineDead when the key is held.
+        ``victims``: evictable embeddings, in order; default ``self.victims()``. ``settled``: use only blocks
+        not touched by any plan in flight. If such blocks are missing, the evictions still happen: try again
+        after a commit. Without enough victims, nothing changes. Raises EngineDead if the key is stored.
         """
         if key in self._held:
             raise EngineDead("an embedding was added to a cache that has it")
@@ -157,15 +160,19 @@ class EmbeddingCache:
         return held
 
     def make_room(self, blocks: int, victims: Iterable[Embedded]) -> bool:
-        """Evicts what is needed so that ``blocks`` are there for a writer from outside. False: not now; where
-        plans in flight touch what is there, after they have committed."""
+        """Evict as much as needed for ``blocks`` settled blocks. Return True if the blocks are free now.
+
+        On False, plans in flight may still touch the blocks: try again after a commit.
+        """
         return self._make_room(blocks, victims) and blocks <= len(self._free)
 
     def lift(
         self, held: Embedded, victims: Iterable[Embedded] | None = None, *, settled: bool = False
     ) -> bool:
-        """Moves one that is in the host's blocks to the device's, as ``add`` finds them."""
-        held.pins += 1  # what is evicted for it may need host blocks, and not these
+        """Move an embedding from host blocks to device blocks, reserved as in ``add``. Return False if blocks
+        are missing."""
+        # An eviction for the device blocks may need host blocks, but must not take `held.blocks`.
+        held.pins += 1
         blocks = self._take(self.blocks_of(held.count), victims, settled)
         held.pins -= 1
         if blocks is None:
@@ -178,21 +185,22 @@ class EmbeddingCache:
         return True
 
     def op(self, op: Op) -> None:
-        """``op`` goes out with the next plan, behind what was decided before."""
+        """Append ``op`` to the updates of the next plan."""
         self._ops.append(op)
 
     def touch(self, held: Embedded, step: int = -1) -> None:
-        """Notes that it was used: by plan ``step``, or by none."""
+        """Mark as most recently used, and as touched by plan ``step`` if given."""
         held.step = max(held.step, step)
         if not held.gone:
             self._held.move_to_end(held.key)
 
     def pin(self, held: Embedded) -> None:
-        """Keeps it, and its blocks, where they are until ``unpin``."""
+        """Pin the embedding: embedding and blocks stay in place until ``unpin``."""
         held.pins += 1
 
     def unpin(self, held: Embedded) -> None:
-        """The other side of one ``pin``. Raises EngineDead when there is none."""
+        """Release one pin. Raises EngineDead if there is none. The last pin of a gone embedding frees the
+        blocks."""
         if held.pins < 1:
             raise EngineDead("an embedding was unpinned that has no pin")
         held.pins -= 1
@@ -200,7 +208,8 @@ class EmbeddingCache:
             self._give_back(held)
 
     def drop(self, held: Embedded) -> None:
-        """Forgets it: nobody finds it from now on. Its blocks are free, or will be without its pins."""
+        """Remove the embedding from the index. The blocks are free, or will be after the last pin.
+        Idempotent."""
         if held.gone:
             return
         del self._held[held.key]
@@ -209,7 +218,8 @@ class EmbeddingCache:
             self._dropped(held)
 
     def clear(self) -> None:
-        """Ranks have forgotten everything, and no plan is in flight. Pinned blocks stay out of use."""
+        """Forget everything: the ranks lost all embeddings and no plan is in flight. Pinned blocks stay out
+        of use."""
         for held in self._held.values():
             self._leave(held)
         self._held.clear()
@@ -221,17 +231,17 @@ class EmbeddingCache:
 
     @property
     def asks(self) -> bool:
-        """Whether there are ops for the next plan."""
+        """True if there are updates for the next plan."""
         return bool(self._ops)
 
     def take_ops(self, step: int) -> list[Op]:
-        """The ops that go out with plan ``step``, which is sealed now."""
+        """Return and clear the updates for plan ``step``, which is being sealed."""
         ops, self._ops = self._ops, []
         self.next_step = step + 1
         return ops
 
     def committed(self, step: int) -> None:
-        """``step`` and all before it have committed."""
+        """Note the commit of ``step`` and all earlier steps: blocks freed by the steps are now settled."""
         self._last_commit = step
         for block in [block for block, last in self._leaving.items() if last <= step]:
             del self._leaving[block]
@@ -244,6 +254,7 @@ class EmbeddingCache:
             return None
         if settled:
             return self._pop(number) if number <= len(self._free) else None
+        # Plans run in order, so blocks of earlier plans serve first. Settled blocks stay free for transfers.
         blocks = [self._leaving.popitem(last=False)[0] for _ in range(min(number, len(self._leaving)))]
         return blocks + self._pop(number - len(blocks))
 
@@ -265,7 +276,7 @@ class EmbeddingCache:
         return [self._free.pop() for _ in range(number)]
 
     def _evict(self, held: Embedded) -> None:
-        """To the host's blocks, where there are enough; else it is gone."""
+        """Move an embedding to host blocks; drop the embedding if host blocks are missing."""
         if held.pins or held.on_host or held.gone:
             raise EngineDead("an embedding was evicted that is pinned, or not there")
         number = len(held.blocks)
@@ -281,13 +292,16 @@ class EmbeddingCache:
         self.host_nbytes += held.count * self._row_bytes
 
     def _make_host_room(self, number: int, key: bytes) -> bool:
-        """For ``number`` blocks of the image ``key``. What somebody needs goes last, and not for what nobody
-        does."""
+        """Free ``number`` host blocks for the image ``key``. Return False, without any change, if impossible.
+
+        Wanted embeddings are dropped last, and only for a wanted key.
+        """
         if number > self.host_blocks:
             return False
         missing = number - len(self._host_free)
         leaving: list[Embedded] = []
         wanted = self._wanted or (lambda _: False)
+        # First pass: embeddings without a need. Second pass, for a wanted key only: needed embeddings.
         for needed in (False, True) if wanted(key) else (False,):
             for held in self._held.values():
                 if missing <= 0:
@@ -302,7 +316,7 @@ class EmbeddingCache:
         return True
 
     def _leave(self, held: Embedded) -> None:
-        """It is in no index any more."""
+        """Mark the embedding as gone and free the blocks unless pinned."""
         held.gone = True
         if held.on_host:
             self.host_nbytes -= held.count * self._row_bytes

@@ -2,9 +2,9 @@
 
     hash[i] = H(hash[i - 1], token ids of block i, media keys of block i)        hash[-1] = root(fields)
 
-So equal hashes mean equal tokens (and media) from position 0, and equal fields, such as a salt. 128 bits of
-BLAKE2b: an accidental collision is out of the question, and a wanted one costs 2^64 hashes. Every
-variable-length part goes in with its length before it, so that no two different inputs give the same bytes.
+So equal hashes mean equal tokens and media from position 0, and equal fields, such as a salt. The hash is 128
+bits of BLAKE2b: an accidental collision is negligible, and an attack costs 2^64 hashes. Every part of
+variable length is hashed after the length, so two different inputs never give the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from weft.types.media import MediaItem
 
 DIGEST_BYTES = 16
-_NO_MEDIA = bytes(8)  # their number, 0
+_NO_MEDIA = bytes(8)  # number of media keys: 0
 
 
 def _sized(data: bytes) -> bytes:
@@ -29,9 +29,9 @@ _NO_FIELDS = blake2b(b"salt" + _sized(b""), digest_size=DIGEST_BYTES).digest()
 
 
 def root(**fields: bytes) -> bytes:
-    """Start of the chains that are shared between all sequences of equal ``fields``.
+    """Return the root hash shared by all sequences with equal ``fields``.
 
-    Empty fields are as if they were not there, so a new field changes no root that does not have the field.
+    Empty fields count as absent. So a new field does not change the roots of sequences without the field.
     """
     named = sorted((name.encode(), value) for name, value in fields.items() if value)
     if not named:
@@ -41,12 +41,12 @@ def root(**fields: bytes) -> bytes:
 
 
 def salted_root(salt: str) -> bytes:
-    """Start of the chains that are shared between all sequences of equal ``salt``."""
+    """Return the root hash shared by all sequences with equal ``salt``."""
     return root(salt=_text(salt))
 
 
 def request_root(request: int, salt: str) -> bytes:
-    """Start of the chains that only sequences of one request share."""
+    """Return a root hash shared only by sequences of one prompt (``request``) and salt."""
     return root(request=request.to_bytes(16, "little", signed=True), salt=_text(salt))
 
 
@@ -55,15 +55,18 @@ def _text(value: str) -> bytes:
 
 
 def block_hash(parent: bytes, tokens: bytes, media: Sequence[bytes] = ()) -> bytes:
-    """The hash of a block after ``parent``; ``tokens`` are its ids as int32 bytes."""
+    """Return the hash of a block after ``parent``. ``tokens``: the token ids as int32 bytes."""
     rest = len(media).to_bytes(8, "little") + b"".join(map(_sized, media)) if media else _NO_MEDIA
     data = parent + len(tokens).to_bytes(8, "little") + tokens + rest
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[bytes, ...]]:
-    """For each block with positions of images their keys, each with where the image begins, from the block's
-    own begin: equal tokens are the same images only if these are in the same places."""
+    """Return the image keys of each block with image positions.
+
+    Each key includes the position of the image relative to the block: equal tokens are the same content only
+    if the same images are in the same places.
+    """
     keys: dict[int, tuple[bytes, ...]] = {}
     for item in items:
         last = (item.start + item.count - 1) // block_size
@@ -74,8 +77,11 @@ def media_keys(items: Iterable[MediaItem], block_size: int) -> dict[int, tuple[b
 
 
 def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ...]:
-    """``items`` by keys of their own among sequences of equal ``salt``: what was made of an image is shared
-    as prefixes are, so nobody can tell by the time an answer takes that others have sent it."""
+    """Return ``items`` with keys shared only among sequences of equal ``salt``.
+
+    Embeddings are shared like prefixes. Without the salt, response times would reveal images of other
+    clients.
+    """
     if not salt:
         return items
     salted = _text(salt)
@@ -83,8 +89,11 @@ def salted_media(items: tuple[MediaItem, ...], salt: str) -> tuple[MediaItem, ..
 
 
 def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[MediaItem] = ()) -> list[bytes]:
-    """The hashes of the full blocks of ``prompt`` (int32 ids), as caches of that block size have them.
-    ``media``: its images."""
+    """Return the hashes of the full blocks of ``prompt`` (int32 ids), equal to the hashes in caches of the
+    same block size.
+
+    ``media``: the images of the prompt.
+    """
     size = 4 * block_size
     parent = salted_root(salt)
     hashes = []
@@ -96,9 +105,9 @@ def prompt_hashes(prompt: bytes, salt: str, block_size: int, media: Iterable[Med
 
 
 class HashChain:
-    """The block hashes of one sequence, each computed once, when asked for.
+    """The block hashes of one sequence. Each hash is computed once, on demand.
 
-    ``media`` maps a block's number to what its placeholder tokens stand for; see ``media_keys``.
+    ``media`` maps the number of a block to the image keys of the block, see ``media_keys``.
     """
 
     __slots__ = ("_block", "_media", "_root", "hashes")
@@ -110,12 +119,12 @@ class HashChain:
         self._block = block_size
         self._media = media or {}
         self.hashes: list[bytes] = []
-        """Of the leading full blocks, as far as ``grow`` was asked. Only ever appended to."""
+        """Hashes of the leading full blocks, as far as ``grow`` has computed. Append-only."""
 
     def grow(self, tokens: array[int], upto: int) -> list[bytes]:
-        """Extends the chain over the full blocks of ``tokens[:upto]`` and returns all of it.
+        """Extend the chain over the full blocks of ``tokens[:upto]`` and return the complete chain.
 
-        ``tokens`` is an int32 array that holds the sequence from its start and only ever grows.
+        ``tokens``: int32 array with the whole sequence; must only ever grow.
         """
         hashes = self.hashes
         block = self._block

@@ -1,14 +1,14 @@
-"""Cache kinds: how the layers of one kind use their pool, behind one interface.
+"""KV cache groups: how the layers of one group use their pool, behind one interface.
 
-What an entry holds (keys and values, a latent, a group of positions compressed into one) is of no concern
-here. Kinds differ in what they keep: every entry (``FullKind``), the last ones (``WindowKind``), or no
-entries at all but now and then a snapshot (``weft.kv.snapshots``).
+The content of an entry (keys and values, a latent, a compressed group of positions) does not matter here.
+Groups differ in the stored entries: every entry (``FullKind``), the last entries (``WindowKind``), or no
+entries but snapshots at some boundaries (``weft.kv.snapshots``).
 
     positions   0 .......... hit ........ committed ...... scheduled ....... reserved
     blocks      shared, read only | own, full, published | own, being written | own, empty
 
-``hit`` and everything published is committed and immutable. Publishing and sliding go by committed lengths,
-reservation by upper bounds.
+The hit and every block in the prefix cache are committed and immutable. Insertion into the prefix cache and
+sliding go by committed lengths; reservation goes by upper bounds.
 """
 
 from __future__ import annotations
@@ -26,85 +26,91 @@ from weft.types.rooms import Blocks
 
 
 class CacheKind(Protocol):
-    """What the scheduler asks of a kind. Lengths are in tokens, counted from the start of the sequence.
+    """The interface of a KV cache group to the scheduler. Lengths are in tokens from the start of the
+    sequence.
 
-    A slot has a block table from ``acquire`` to ``release``. ``hashes`` are those of the sequence's leading
-    full base blocks. ``needed`` must have been at most ``available`` before ``acquire`` and ``reserve``.
+    A slot has a block table from ``acquire`` to ``release``. ``hashes`` are the hashes of the leading full
+    base blocks of the sequence. Before ``acquire`` and ``reserve``, ``needed`` must have been at most
+    ``available``.
 
-    A sequence whose cache comes from another group (``weft.types.rooms``) has a table, too, from ``fetch`` to
-    ``adopt`` or ``release``, under a number that is no slot's: a negative one.
+    A sequence with KV from another group (``weft.types.rooms``) has a table from ``fetch`` to ``adopt`` or
+    ``release``. The table has a negative number in place of a slot.
     """
 
     block_size: int
     num_blocks: int
     slides: bool
-    """Whether ``slide`` may ever give anything up."""
+    """True if ``slide`` may ever release blocks."""
     pool: BlockPool
-    """To be asked and changed by the kind alone, but for holds."""
+    """The pool. Others may only pin blocks and retain contents; everything else goes through the group."""
 
     def available(self) -> int:
-        """Blocks that can be taken now."""
+        """Return the number of blocks available to ``acquire`` and ``reserve`` now."""
 
     def pending(self) -> int:
-        """Blocks that become available when the steps in flight have committed."""
+        """Return the number of additional blocks available when the steps in flight have committed."""
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
-        """The longest prefix, at most ``limit``, after which a sequence can go on from the cache."""
+        """Return the longest prefix, at most ``limit``, after which a sequence can continue from the
+        cache."""
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
-        """Blocks that must be available to get the slot's table to ``upto``, at most at once.
+        """Return the free blocks needed to extend the slot's table to ``upto``, at most at one time.
 
-        For a slot without a table ``num_hit`` tokens come from the cache, and cached blocks that nobody
-        holds count, since they stop being available.
+        For a slot without a table, ``num_hit`` tokens come from the cache. Cached blocks without references
+        count as needed, because a reference makes such blocks unavailable.
         """
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
-        """Makes the slot's table: the blocks of a hit, and new ones up to ``upto``."""
+        """Create the slot's table: the blocks of a hit, and new blocks up to ``upto``. Return the slot
+        updates."""
 
     def reserve(self, slot: int, upto: int) -> list[Op]:
-        """Extends the slot's table to ``upto``."""
+        """Extend the slot's table to ``upto``. Return the slot updates."""
 
     def short(self, slots: Sequence[int], upto: Sequence[int]) -> list[int]:
-        """How many blocks the table of each slot lacks to reach its ``upto``."""
+        """Return the number of missing blocks to extend each slot's table to ``upto``."""
 
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
-        """``reserve`` of many slots at once: as many blocks for each as it is ``short`` of."""
+        """Extend many slots at once, each by ``short`` blocks. Return the slot updates."""
 
     def cut(self, start: int, end: int) -> int:
-        """Where a chunk from ``start`` must end: ``end``, or earlier (but after ``start``)."""
+        """Return where a chunk from ``start`` must end: ``end``, or earlier (but after ``start``)."""
 
     def publish(self, slot: int, committed: int, hashes: Sequence[bytes]) -> None:
-        """Lets others find the full blocks below ``committed`` that ``hashes`` names. Idempotent."""
+        """Insert the full blocks below ``committed`` into the prefix cache, as far as ``hashes`` reaches.
+        Idempotent."""
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """Gives up blocks that no position from ``committed`` on will read, after ``after_step``."""
+        """Release blocks not read from position ``committed`` on, after ``after_step`` has committed."""
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
-        """``slide`` of many slots, each of which has committed one position since it last slid."""
+        """Slide many slots. Each slot must have committed exactly one position since the last slide."""
 
     def release(self, slot: int, after_step: int) -> None:
-        """Drops the table; its blocks are available again when ``after_step`` has committed."""
+        """Drop the table. The blocks are free when ``after_step`` has committed."""
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """Keys of the blocks that going on from this prefix may need, whether or not they are cached."""
+        """Return the keys of the blocks needed to continue from a prefix. Some may not be cached."""
 
     def committed(self, step: int) -> None:
-        """``step`` and all before it have committed."""
+        """Note the commit of ``step`` and all earlier steps."""
 
     def reset(self) -> None:
-        """No slot has a table, and nothing is cached; blocks on hold stay out of use."""
+        """Drop all tables and cached contents. Pinned blocks stay out of use."""
 
     def most(self, upto: int) -> int:
-        """The most blocks that a sequence of ``upto`` tokens needs at once to go on without waiting."""
+        """Return the maximum blocks in use at one time by a sequence of ``upto`` tokens that never waits."""
 
     def least(self, upto: int) -> int:
-        """The fewest blocks of a pool with which one sequence alone gets to ``upto`` tokens."""
+        """Return the minimum pool size with which one sequence alone reaches ``upto`` tokens."""
 
     def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
-        """The longest prefix, at most ``limit``, of which a token at ``position`` finds here all it reads."""
+        """Return the longest prefix, at most ``limit``, with all entries read by a token at ``position`` in
+        the pool."""
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
-        """Blocks that must be available before ``fetch``."""
+        """Return the free blocks needed by ``fetch``."""
 
     def fetch(
         self,
@@ -115,27 +121,27 @@ class CacheKind(Protocol):
         upto: int,
         sent_block: int,
     ) -> Blocks:
-        """Makes the table ``fetch`` for a token at ``position``, up to ``upto``: what it reads before
-        ``start``, from the cache, and new blocks.
+        """Create the table ``fetch`` for a token at ``position``, up to ``upto``. Return the new blocks.
 
-        Positions ``start`` .. position - 1 come from a group whose blocks have ``sent_block`` positions, as
-        ``weft.transfer.spans.first_position`` says. Returns where to put them: the new blocks.
+        Entries before ``start`` come from the cache. Positions ``start`` .. position - 1 come from a group
+        with blocks of ``sent_block`` positions (``weft.transfer.spans.first_position``) and go into the new
+        blocks.
         """
 
     def adopt(self, fetch: int, slot: int) -> list[Op]:
-        """The table ``fetch`` becomes that of ``slot``."""
+        """Make the table ``fetch`` the table of ``slot``. Return the slot updates."""
 
     def table(self, slot: int, position: int) -> Blocks:
-        """What a token at ``position`` reads: entries of the table of ``slot``, as far as they are there."""
+        """Return the table entries of ``slot`` read by a token at ``position``, as far as allocated."""
 
 
 def blocks_of(table: Sequence[int], first: int) -> Blocks:
-    """Entries of a block table, of which the first has number ``first``."""
+    """Return entries of a block table as ``Blocks``. ``first``: index of the first entry."""
     return Blocks(first=first, ids=np.asarray(table, "<i4").tobytes())
 
 
 def ids_of(blocks: Blocks) -> list[int]:
-    """The other way round."""
+    """Return the block ids of ``blocks``; the inverse of ``blocks_of``."""
     ids: list[int] = np.frombuffer(blocks.ids, "<i4").tolist()
     return ids
 
@@ -145,15 +151,16 @@ class _Table:
 
     def __init__(self, blocks: list[int], live: int, published: int) -> None:
         self.blocks = blocks
-        self.live = live  # entries before it are null: slid out, or never there
-        self.published = published  # entries before it were published or shared, or never will be
+        self.live = live  # entries before are null: slid out, or never allocated
+        self.published = published  # entries before are published or shared, or will never be published
 
 
 class FullKind:
-    """Every position reads all before it: blocks are held from admission to release.
+    """Every position reads all positions before: a sequence uses all blocks from admission to release.
 
-    A block counts source positions, also where one entry stands for ``ratio`` of them. It is a whole number
-    of base blocks and of such groups, so a hit, which takes full blocks only, never ends inside a group.
+    A block size counts source positions, also if one entry stands for ``ratio`` positions. A block is a whole
+    number of base blocks and of such entries. So a hit, which has only full blocks, never ends inside an
+    entry.
     """
 
     slides = False
@@ -189,13 +196,15 @@ class FullKind:
         table = self._tables.get(slot)
         if table is not None:
             return max(0, self._blocks(upto) - len(table.blocks))
+        # Hits without references leave `available` too, so only hits in use cost nothing.
         return self._blocks(upto) - self._first_read(num_hit) - self._held(hashes, num_hit)
 
     def acquire(self, slot: int, hashes: Sequence[bytes], num_hit: int, upto: int) -> list[Op]:
         first = self._first_read(num_hit)
         hits = num_hit // self.block_size
         blocks = [NULL_BLOCK] * first + [self.pool.find(key) for key in self._keys(hashes, first, hits)]
-        for block in blocks[first:]:  # all hits leave the LRU before anything can be evicted from it
+        # All hits leave the LRU list before a new block can evict a hit.
+        for block in blocks[first:]:
             self.pool.share(block)
         self._tables[slot] = _Table(blocks, first, hits)
         ops: list[Op] = []
@@ -220,7 +229,7 @@ class FullKind:
     def grow(self, slots: Sequence[int], short: Sequence[int]) -> list[Op]:
         tables = self._tables
         ops = list[Op]()
-        for have in range(max(short, default=0)):  # an op gives a slot one block
+        for have in range(max(short, default=0)):  # an update gives each slot at most one block
             named = [slot for slot, lacks in zip(slots, short, strict=True) if lacks > have]
             new = [self.pool.take() for _ in named]
             for slot, block in zip(named, new, strict=True):
@@ -249,7 +258,8 @@ class FullKind:
 
     def release(self, slot: int, after_step: int) -> None:
         table = self._tables.pop(slot)
-        for block in reversed(table.blocks[table.live :]):  # the ends of prefixes are evicted first
+        # In reverse: the end of a prefix is evicted before the beginning.
+        for block in reversed(table.blocks[table.live :]):
             self.pool.release(block, after_step)
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
@@ -292,10 +302,11 @@ class FullKind:
         first = self._first_read(position)
         hits = start // self.block_size
         shared = [self.pool.find(key) for key in self._keys(hashes, first, hits)]
-        for block in shared:  # all hits leave the LRU before anything can be evicted from it
+        for block in shared:  # all hits leave the LRU list before a new block can evict a hit
             self.pool.share(block)
         begin = first + len(shared)
         new = [self.pool.take() for _ in range(self._blocks(upto) - begin)]
+        # Blocks before `whole` lack positions not sent by the sender: never publish such blocks.
         whole = -(-max(start, self._first_sent(position, sent_block)) // self.block_size)
         self._tables[fetch] = _Table([NULL_BLOCK] * first + shared + new, first, max(hits, whole))
         return blocks_of(new, begin)
@@ -312,15 +323,17 @@ class FullKind:
         return -(-tokens // self.block_size)
 
     def _keys(self, hashes: Sequence[bytes], first: int, end: int) -> Sequence[bytes]:
-        """Names of the table entries ``first .. end - 1``: a block's is the hash of its last base block."""
+        """Return the keys of table entries ``first`` .. end - 1. The key of a block is the hash of the last
+        base block."""
         return hashes[(first + 1) * self._ratio - 1 : end * self._ratio : self._ratio]
 
     def _first_read(self, position: int) -> int:
-        """The first table entry that a token at ``position`` reads."""
+        """Return the first table entry read by a token at ``position``."""
         return 0
 
     def _first_sent(self, position: int, sent_block: int) -> int:
-        """From where on what a token at ``position`` reads is sent, by a group with blocks of that size."""
+        """Return the first position sent for a token at ``position`` by a sender with blocks of
+        ``sent_block`` positions."""
         return 0
 
     def _held(self, hashes: Sequence[bytes], num_hit: int) -> int:
@@ -330,10 +343,10 @@ class FullKind:
 
 
 class WindowKind(FullKind):
-    """A token at position p reads p - window + 1 .. p: blocks before that are given up as p moves on.
+    """A token at position p reads p - window + 1 .. p: earlier blocks are released as p advances.
 
-    So a prefix hit needs only the blocks inside the window at its end, and a sequence of any length passes
-    through a pool that holds the window and one chunk (or even the window alone: ``cut`` makes chunks fit).
+    So a prefix hit needs only the blocks inside the last window. A sequence of any length fits into a pool of
+    the window and one chunk, or even of the window alone, because ``cut`` shortens chunks.
     """
 
     slides = True
@@ -352,11 +365,12 @@ class WindowKind(FullKind):
             found = self.pool.leading(self._keys(hashes, first, length)[::-1])
             if found == length - first:
                 break
-            length -= found + 1  # every hit that is longer than this, and shorter than the last, reads it too
+            # all hits between the two lengths read the missing block too
+            length -= found + 1
         return max(length, 0) * self.block_size
 
     def needed(self, slot: int, upto: int, num_hit: int = 0, hashes: Sequence[bytes] = ()) -> int:
-        if slot in self._tables:  # further than one chunk away, blocks will slide out on the way
+        if slot in self._tables:  # beyond one chunk, blocks slide out on the way
             return min(super().needed(slot, upto), self._blocks(self._max_chunk))
         whole = min(self._blocks(upto) - self._first_read(num_hit), self._peak())
         return whole - self._held(hashes, num_hit)
@@ -366,6 +380,7 @@ class WindowKind(FullKind):
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
         table = self._tables[slot]
+        # Entries of released blocks become null, so the indices of later entries stay valid.
         first = min(self._first_read(committed), len(table.blocks))
         for entry in range(table.live, first):
             self.pool.release(table.blocks[entry], after_step)
@@ -387,9 +402,12 @@ class WindowKind(FullKind):
         return max(0, position - self._window + 1) // self.block_size
 
     def _first_sent(self, position: int, sent_block: int) -> int:
+        # Rounded down to a block of either side: the sender sends whole blocks, the receiver stores whole
+        # blocks.
         read = max(0, position - self._window + 1)
         return max(read // size * size for size in (sent_block, self.block_size))
 
     def _peak(self) -> int:
-        """Most blocks that a window and one chunk after it touch, if the pool has as many."""
+        """Return the maximum blocks touched by a window and one chunk after the window, at most the pool
+        size."""
         return min(self._blocks(self._window + self._max_chunk - 2) + 1, self.num_blocks)

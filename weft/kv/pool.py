@@ -1,18 +1,18 @@
-"""Blocks of one cache kind: references to them, which are cached, and when they may be used again.
+"""Blocks of one KV cache group: references, cached contents, and when a block may be reused.
 
-A block is in exactly one of these places:
+A block is in exactly one of the following places:
 
-    free ──take──> held (references > 0) ──last reference gone──> free          if it was never published
-                     │         ^   ╰────────────────────────────> cached (LRU) if its content is in the index
+    free ──take──> in use (references > 0) ──last reference gone──> free          if never published
+                     │         ^   ╰──────────────────────────────> cached (LRU)  if in the index
                   publish      ╰──share── cached
-                                          cached ──take evicts it──> held, and out of the index
-                     (in place of cached: kept, if somebody keeps its content; evicted after all cached ones)
+                                          cached ──take evicts──> in use, and out of the index
+                     (retained instead of cached if the content is retained; evicted after all cached blocks)
                                           cached ──forget──> free, and out of the index
 
-A reference given back while plans in flight still name the block lasts until the last of them commits.
+A reference released while plans in flight still name the block lasts until the last such plan commits.
 
-A *hold* is a reference of a reader or writer outside the group (a transfer). It belongs to no step, and
-outlives ``reset``. A block is free again after its last step and its last hold.
+A *pin* is a reference by a reader or writer outside the group (a transfer). A pin belongs to no step and
+outlives ``reset``. A block is free after the last step and the last pin.
 """
 
 from __future__ import annotations
@@ -27,46 +27,49 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """``num_blocks`` blocks with ids 1 .. num_blocks; 0 is the null block, which is never allocated."""
+    """``num_blocks`` blocks with ids 1 .. num_blocks. Block 0 is the null block and is never allocated."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, 0, -1))  # the last is taken first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the LRU order, oldest first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # likewise
-        self._keeps: dict[bytes, int] = {}  # content -> how often it is kept, if at all
+        self._cached: OrderedDict[int, None] = OrderedDict()  # LRU order, oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # retained blocks, LRU order
+        self._keeps: dict[bytes, int] = {}  # content key -> number of retains
         self._references = [0] * (num_blocks + 1)
         self._key: list[bytes | None] = [None] * (num_blocks + 1)
         self._index: dict[bytes, int] = {}
-        self._pending: dict[int, list[int]] = {}  # step -> references that end when it commits
-        self._holds: dict[int, int] = {}  # block -> how many of its references are holds, if any
+        self._pending: dict[int, list[int]] = {}  # step -> references released by the commit
+        self._holds: dict[int, int] = {}  # pinned block -> number of pins
         self._last_commit = -1
         self._log: PrefixLog | None = None
 
     def follow(self) -> PrefixLog:
-        """The pool's log of its index, which the first call makes: it begins with what is in the index."""
+        """Return the log of the index. The first call creates the log with the current content of the
+        index."""
         if self._log is None:
             self._log = PrefixLog(self._index)
         return self._log
 
     def available(self) -> int:
-        """Blocks that ``take`` can give now: free ones, and cached ones without references."""
+        """Return the number of blocks available to ``take`` now: free blocks, and cached blocks without
+        references."""
         return len(self._free) + len(self._cached) + len(self._kept)
 
     def pending(self) -> int:
-        """Blocks that will be available once every step planned so far has committed."""
+        """Return the number of additional blocks available once every planned step has committed."""
         ending: dict[int, int] = {}
         for blocks in self._pending.values():
             for block in blocks:
                 ending[block] = ending.get(block, 0) + 1
+        # Available only if all references of the block end with planned steps.
         return sum(1 for block, count in ending.items() if self._references[block] == count)
 
     def find(self, key: bytes) -> int:
-        """The block whose content is ``key``, or the null block. Changes nothing."""
+        """Return the block with content ``key``, or the null block. Changes nothing."""
         return self._index.get(key, NULL_BLOCK)
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys``, counted up to the first that is in no block, are there."""
+        """Return the number of leading ``keys`` in the index, up to the first missing key."""
         index = self._index
         for count, key in enumerate(keys):
             if key not in index:
@@ -74,19 +77,21 @@ class BlockPool:
         return len(keys)
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """How many of ``keys`` are in blocks with references; sharing those leaves ``available`` as it is."""
+        """Return the number of ``keys`` in blocks with references. Sharing such blocks does not reduce
+        ``available``."""
         index = self._index
         references = self._references
         return sum([references[index.get(key, NULL_BLOCK)] > 0 for key in keys])
 
     def take(self) -> int:
-        """A block of unknown content, with one reference. Evicts the least recently used block if needed.
+        """Return a block of unknown content with one reference. May evict the least recently used block.
 
-        Raises EngineDead when none is available: callers ask first.
+        Raises EngineDead when no block is available: callers check first.
         """
         if self._free:
             block = self._free.pop()
         elif self._cached or self._kept:
+            # Retained blocks go only when no other cached block is left.
             block, _ = (self._cached or self._kept).popitem(last=False)
             self._forget(block)
         else:
@@ -95,7 +100,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """One more reference to a published block."""
+        """Add a reference to a published block. Raises EngineDead for a block outside the index."""
         if self._key[block] is None:
             raise EngineDead("a block was shared that is not in the prefix index")
         if self._references[block] == 0:
@@ -103,7 +108,7 @@ class BlockPool:
         self._references[block] += 1
 
     def keep(self, key: bytes) -> None:
-        """While a block has the content ``key``, it is evicted after those that nobody keeps."""
+        """Retain content ``key``: the block is evicted after all other blocks."""
         self._keeps[key] = self._keeps.get(key, 0) + 1
         block = self._index.get(key, NULL_BLOCK)
         if block in self._cached:
@@ -111,7 +116,7 @@ class BlockPool:
             self._kept[block] = None
 
     def unkeep(self, key: bytes) -> None:
-        """The other side of one ``keep``: if nobody keeps it now, it is the next to be evicted."""
+        """Undo one ``keep``. After the last one, the block is the next to be evicted."""
         left = self._keeps.pop(key) - 1
         if left:
             self._keeps[key] = left
@@ -123,9 +128,10 @@ class BlockPool:
             self._cached.move_to_end(block, last=False)
 
     def publish(self, block: int, key: bytes) -> None:
-        """Puts a full block with references into the index. It must not be written from now on.
+        """Insert a full block with references into the index. The block must not be written from now on.
 
-        When another block has this content already, that one stays the indexed one.
+        If another block has the same content, the other block stays in the index. Raises EngineDead for a
+        block without references.
         """
         if self._references[block] == 0:
             raise EngineDead("a block was published that has no references")
@@ -136,7 +142,7 @@ class BlockPool:
                 self._log.add(key)
 
     def forget(self, key: bytes) -> None:
-        """Frees the block whose content is ``key``, unless it is held. Nothing happens when there is none."""
+        """Free the block with content ``key`` unless in use. Does nothing if there is no such block."""
         block = self._index.get(key, NULL_BLOCK)
         if block != NULL_BLOCK and not self._references[block]:
             del self._place(block)[block]
@@ -144,21 +150,21 @@ class BlockPool:
             self._free.append(block)
 
     def release(self, block: int, after_step: int) -> None:
-        """Gives back one reference, at once or when ``after_step`` commits."""
+        """Release one reference, at once or when ``after_step`` commits."""
         if after_step > self._last_commit:
             self._pending.setdefault(after_step, []).append(block)
         else:
             self._drop(block)
 
     def hold(self, block: int) -> None:
-        """One more hold on a block with references. Raises EngineDead for any other."""
+        """Pin a block in use. Raises EngineDead for any other block."""
         if not self._references[block]:
             raise EngineDead("a block was put on hold that has no references")
         self._references[block] += 1
         self._holds[block] = self._holds.get(block, 0) + 1
 
     def unhold(self, block: int) -> None:
-        """Gives back one hold. Raises EngineDead when there is none."""
+        """Release one pin. Raises EngineDead if the block has none."""
         left = self._holds.pop(block, 0) - 1
         if left < 0:
             raise EngineDead("a block was given back that is not on hold")
@@ -167,15 +173,15 @@ class BlockPool:
         self._drop(block)
 
     def on_hold(self, block: int) -> bool:
-        """Whether ``block`` has a hold, whoever else has it."""
+        """Return True if ``block`` has a pin."""
         return block in self._holds
 
     def num_on_hold(self) -> int:
-        """Blocks that are on hold, with other references or without."""
+        """Return the number of pinned blocks."""
         return len(self._holds)
 
     def reset(self) -> None:
-        """Forgets all cached content and all plans in flight. The only references left are holds."""
+        """Forget all cached contents and all plans in flight. Only references by pins remain."""
         self._cached.clear()
         self._kept.clear()
         self._keeps.clear()
@@ -188,7 +194,7 @@ class BlockPool:
         self._free = [block for block in range(self.num_blocks, 0, -1) if not self._references[block]]
 
     def committed(self, step: int) -> None:
-        """``step`` and all before it have committed."""
+        """Note the commit of ``step`` and all earlier steps; release the references of the steps."""
         self._last_commit = step
         for due in [s for s in self._pending if s <= step]:
             for block in self._pending.pop(due):
@@ -206,7 +212,7 @@ class BlockPool:
                 self._place(block)[block] = None
 
     def _place(self, block: int) -> OrderedDict[int, None]:
-        """Where a published block is that has no references."""
+        """Return the LRU list of a published block without references."""
         return self._kept if self._key[block] in self._keeps else self._cached
 
     def _forget(self, block: int) -> None:

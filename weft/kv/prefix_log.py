@@ -1,4 +1,4 @@
-"""Which prefixes a pool has cached, as changes since they were last told."""
+"""The cached prefixes of a pool, as changes since the last report."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Iterable
 
 
 class PrefixLog:
-    """Follows the index of one ``BlockPool``. What came and went since the last ``take`` is in neither
-    set.
-    """
+    """Follows the index of one ``BlockPool``. A key added and removed since the last ``take`` is not
+    reported."""
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
-        """``keys``: in the index already; they are no change."""
+        """``keys``: the present index, which is not reported as a change."""
         self.keys: dict[bytes, None] = dict.fromkeys(keys)
-        """All that are in the index now, oldest first."""
+        """All keys in the index, oldest first."""
         self._added: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
 
     def add(self, key: bytes) -> None:
-        """``key`` is in the index from now on."""
+        """Record a new ``key`` in the index."""
         self.keys[key] = None
         if key in self._removed:
             del self._removed[key]
@@ -26,7 +25,7 @@ class PrefixLog:
             self._added[key] = None
 
     def remove(self, key: bytes) -> None:
-        """``key`` is in the index no longer."""
+        """Record the removal of ``key`` from the index."""
         del self.keys[key]
         if key in self._added:
             del self._added[key]
@@ -34,12 +33,12 @@ class PrefixLog:
             self._removed[key] = None
 
     def clear(self) -> None:
-        """The index is empty."""
+        """Record the removal of all keys."""
         for key in list(self.keys):
             self.remove(key)
 
     def take(self) -> tuple[bytes, bytes]:
-        """(keys added, keys removed) since the last call, one behind the other."""
+        """Return (added keys, removed keys) since the last call, each concatenated."""
         changes = b"".join(self._added), b"".join(self._removed)
         self._added.clear()
         self._removed.clear()

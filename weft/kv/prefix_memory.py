@@ -1,7 +1,7 @@
-"""What prompts were like lately, within a bound of bytes: to say why one was not found in the cache.
+"""A memory of recent prompts, bounded in bytes, to explain why a prompt was not found in the cache.
 
-It remembers ids and block hashes of sequences, whether or not their blocks are still cached. Where a prompt
-parts from what is remembered, it has the ids on the other side.
+The memory has ids and block hashes of sequences, whether or not the blocks are still cached. If a prompt
+differs from a remembered sequence, the memory has the other ids.
 """
 
 from __future__ import annotations
@@ -12,39 +12,39 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 BLOCK_COST = 256
-"""Bytes that a block's key takes here, about."""
+"""Approximate bytes for the key of a block."""
 RECORD_COST = 1024
 CANDIDATES = 8
-"""Latest sequences of a salt that a prompt is compared with from its first token on."""
+"""Number of latest sequences per salt for a comparison from the first token on."""
 
 
 @dataclass(slots=True, eq=False)
 class Remembered:
-    """What is remembered of one sequence. Compared by identity."""
+    """A remembered sequence. Compared by identity."""
 
     sequence: int
     salt: str
     root: bytes
-    """Parent of its first block's hash."""
+    """Root hash: the parent of the first block's hash."""
     tokens: array[int]
     hashes: list[bytes]
-    """Of its full blocks."""
+    """Hashes of the full blocks."""
     computed: int = 0
-    """Leading positions that were ever in the cache; it may have more while it runs."""
+    """Number of leading positions ever in the cache. A running sequence may have more."""
     first: bytes = b""
-    """Of its client and the ids of its first block, whatever the salt."""
+    """Hash of the client and the ids of the first block, without the salt."""
     cost: int = field(default=RECORD_COST)
 
 
 class PrefixMemory:
-    """The latest sequences, at most ``most_bytes`` of them. Pure: no clock, no I/O."""
+    """The latest sequences, at most ``most_bytes`` bytes. Pure: no clock, no I/O."""
 
     def __init__(self, block_size: int, most_bytes: int) -> None:
         self._block = block_size
         self._most = most_bytes
         self._records: OrderedDict[int, Remembered] = OrderedDict()
         self._by_key: dict[bytes, Remembered] = {}
-        """Block hash -> the latest sequence that has the block."""
+        """Block hash -> the latest sequence with the block."""
         self._by_root: dict[bytes, deque[Remembered]] = {}
         self._by_first: dict[bytes, Remembered] = {}
         self.bytes = 0
@@ -53,18 +53,20 @@ class PrefixMemory:
         return len(self._records)
 
     def having(self, key: bytes) -> Remembered | None:
-        """The latest sequence that has the block ``key``."""
+        """Return the latest sequence with the block ``key``, or None."""
         return self._by_key.get(key)
 
     def under_another_salt(self, tokens: array[int], salt: str, client: int = 0) -> bool:
-        """Whether ``client`` has sent the first block of ``tokens`` under a salt other than ``salt``. Nobody
-        hears of other clients' prompts: salts hide them."""
+        """Return True if ``client`` has sent the first block of ``tokens`` under another salt than ``salt``.
+
+        Prompts of other clients are never compared: salts hide prompts.
+        """
         found = self._by_first.get(self._first_of(tokens, client))
         return found is not None and found.salt != salt
 
     def nearest(self, root: bytes, tokens: array[int]) -> tuple[Remembered, int] | None:
-        """Of the latest sequences under ``root`` the one with most leading tokens of ``tokens``, and how many
-        those are."""
+        """Return (sequence, common leading tokens) of the closest of the latest sequences under ``root``, or
+        None."""
         each = [(_common(one.tokens, tokens, 0), one) for one in self._by_root.get(root, ())]
         if not each:
             return None
@@ -74,8 +76,10 @@ class PrefixMemory:
     def remember(
         self, sequence: int, salt: str, root: bytes, tokens: array[int], hashes: list[bytes], client: int = 0
     ) -> None:
-        """Takes in a sequence, or more of one. A sequence that it goes on from is forgotten, unless it is
-        ``sequence`` itself or may still get longer."""
+        """Remember a sequence, or a longer version of a remembered sequence. May forget the oldest sequences.
+
+        A remembered prefix of the sequence is forgotten, except a prefix without computed positions.
+        """
         before = self._records.get(sequence)
         computed = before.computed if before is not None else 0
         if before is not None:
@@ -95,7 +99,7 @@ class PrefixMemory:
             self._forget(next(iter(self._records.values())))
 
     def reached(self, sequence: int, computed: int) -> None:
-        """``computed`` positions of a remembered sequence were cached. Unknown ones are fine."""
+        """Record the number of cached positions of a remembered sequence. Unknown sequences are ignored."""
         found = self._records.get(sequence)
         if found is not None:
             found.computed = max(found.computed, computed)
@@ -105,7 +109,7 @@ class PrefixMemory:
             found = self._by_key.get(made.hashes[depth - 1])
             if found is None:
                 continue
-            # One of which nothing was computed yet may run: it is asked for as long as it does.
+            # A sequence without computed positions may still run; explanations need the record meanwhile.
             if len(found.hashes) == depth and found.computed:
                 made.computed = max(made.computed, min(found.computed, depth * self._block))
                 self._forget(found)
@@ -118,7 +122,7 @@ class PrefixMemory:
             if self._by_key.get(key) is record:
                 del self._by_key[key]
         same = self._by_root.get(record.root)
-        if same is not None and record in same:  # else it is none of the latest
+        if same is not None and record in same:  # else not among the latest
             same.remove(record)
             if not same:
                 del self._by_root[record.root]
@@ -134,10 +138,11 @@ class PrefixMemory:
 
 
 def _common(one: array[int], other: array[int], start: int) -> int:
-    """Where they first differ, from ``start`` on; the length of the shorter one if nowhere."""
+    """Return the first differing position from ``start`` on; the length of the shorter one if there is
+    none."""
     most = min(len(one), len(other))
     at = start
-    while at < most:  # pieces are compared as bytes
+    while at < most:  # compare pieces of 256 as bytes
         end = min(at + 256, most)
         if one[at:end] != other[at:end]:
             return next(place for place in range(at, end) if one[place] != other[place])
@@ -146,6 +151,7 @@ def _common(one: array[int], other: array[int], start: int) -> int:
 
 
 def first_difference(one: array[int], other: array[int], start: int) -> int | None:
-    """The first position from ``start`` on where both go on and differ; None where one is a prefix."""
+    """Return the first position from ``start`` on at which both differ; None if one is a prefix of the
+    other."""
     at = _common(one, other, start)
     return at if at < min(len(one), len(other)) else None

@@ -1,4 +1,4 @@
-"""Slots: the small integers by which every rank of a group knows a running sequence."""
+"""Slots: small integers by which every rank of a group identifies a running sequence."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from weft.types.plan import FreeSlot
 
 
 class SlotTable:
-    """The allocator of ``num_slots`` slots. A slot given back can be taken again after the last plan that
-    names it commits.
+    """The allocator of ``num_slots`` slots. A released slot is free after the commit of the last plan with
+    the slot.
 
-    Sequences of a slot are told apart by ``gen``, which only grows. The ``FreeSlot`` of the old sequence is
-    in the ops of the next plan that is made, before any ``AllocSlot``: the builder of a plan puts
-    ``announce()`` first.
+    ``gen`` distinguishes the sequences of a slot and only grows. The ``FreeSlot`` of the old sequence comes
+    before any ``AllocSlot`` in the next plan: the builder of a plan puts ``announce()`` first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -22,20 +21,21 @@ class SlotTable:
         self._free = list(range(num_slots))  # a heap: the lowest slot is taken first
         self._gen = [0] * num_slots
         self._taken = [False] * num_slots
-        self._pending: dict[int, list[int]] = {}  # step -> slots that are free when it commits
+        self._pending: dict[int, list[int]] = {}  # step -> slots freed by the commit
         self._freed: list[FreeSlot] = []
         self._last_commit = -1
 
     def available(self) -> int:
-        """Slots that ``take`` can give now."""
+        """Return the number of free slots."""
         return len(self._free)
 
     def peek(self) -> int:
-        """The slot that ``take`` gives next."""
+        """Return the next slot of ``take``. A slot must be free."""
         return self._free[0]
 
     def take(self) -> tuple[int, int]:
-        """(slot, gen) for a new sequence. Raises EngineDead when no slot is free: callers ask first."""
+        """Return (slot, gen) for a new sequence. Raises EngineDead when no slot is free: callers check
+        first."""
         if not self._free:
             raise EngineDead("a slot was taken when none was free")
         slot = heapq.heappop(self._free)
@@ -44,7 +44,8 @@ class SlotTable:
         return slot, self._gen[slot]
 
     def release(self, slot: int, after_step: int) -> None:
-        """Frees the slot, at once or when ``after_step`` commits."""
+        """Free the slot, at once or when ``after_step`` commits. Raises EngineDead for a slot without a
+        sequence."""
         if not self._taken[slot]:
             raise EngineDead("a slot was released that has no sequence")
         self._taken[slot] = False
@@ -54,23 +55,21 @@ class SlotTable:
             self._free_now(slot)
 
     def committed(self, step: int) -> None:
-        """``step`` and all before it have committed."""
+        """Note the commit of ``step`` and all earlier steps; free the slots of the steps."""
         self._last_commit = step
         for due in [s for s in self._pending if s <= step]:
             for slot in self._pending.pop(due):
                 self._free_now(slot)
 
     def reset(self) -> None:
-        """Frees all slots. No rank knows of a sequence any more, so there is no ``FreeSlot`` to announce."""
+        """Free all slots without ``FreeSlot``: the ranks have empty slot tables."""
         self._free = list(range(self.num_slots))
         self._taken = [False] * self.num_slots
         self._pending.clear()
         self._freed = []
 
     def announce(self) -> list[FreeSlot]:
-        """(slot, gen) of the sequences that left their slot and that no plan has freed yet; each is given
-        once.
-        """
+        """Return the ``FreeSlot`` of each freed sequence since the last call."""
         freed = self._freed
         self._freed = []
         return freed

@@ -1,14 +1,14 @@
-"""Recurrent states in the prefix cache: snapshots, and where they are made.
+"""Recurrent states in the prefix cache: snapshots, and the boundaries of snapshots.
 
-A slot holds the state after all its positions, and needs no block for it. A block holds a copy: the state
-after a prefix. A sequence with exactly that prefix can start from it; earlier snapshots are not needed.
+A slot has the state after the last position and needs no block. A block has a copy: the state after a prefix.
+A sequence with exactly the same prefix can start from the copy; earlier snapshots are not needed.
 
     positions   0 ......... boundary ....... num_scheduled
     blocks          [one snapshot]           the live state, in the slot
 
-Snapshots are optional: one that no plan in flight names can be evicted when another is made, and where none
-can be evicted, no new one is made. A snapshot has a
-reference while the plan that saves it is in flight, and while one that loads it is.
+Snapshots are optional. A snapshot outside the plans in flight can be evicted for a new snapshot; if no
+snapshot is evictable, no new one is made. A snapshot has a reference while a plan with its save or load is in
+flight.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ from weft.types.plan import LoadState, Op, SaveState
 from weft.types.rooms import Blocks
 
 DECODE_STRIDE = 64
-"""Positions between two snapshots of a sequence that decodes, unless the stride of prompts is less."""
+"""Positions between two snapshots of a decoding sequence, unless the prompt stride is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """At which boundaries a sequence should leave snapshots, and where its chunks end for that.
+    """The boundaries at which a sequence saves snapshots, and the resulting chunk ends.
 
-    Boundaries are multiples of ``unit``. Below ``known``, the ids known at admission, chunks are made to end
+    Boundaries are multiples of ``unit``. Below ``known``, the number of ids at admission, chunks end
 
-    * at each of ``ends``: the last boundary before the last known id, for requests with the same prompt or a
-      longer one; and the *branch*, where the cached entries of others end, for requests that share that much
-      (after Marconi, arXiv 2411.19379);
-    * where a snapshot is due, ``stride`` after the last one, at the last boundary of what the chunk would be.
-      So it costs no step of its own.
+    * at each of ``ends``: the last boundary before the last known id, for requests with the same or a longer
+      prompt; and the *branch*, where the cached entries of other sequences end, for requests with the same
+      prefix (after Marconi, arXiv 2411.19379);
+    * where a snapshot is due, ``stride`` after the last snapshot, at the last boundary inside the chunk. Such
+      a snapshot costs no extra step.
 
-    From ``known`` on, where only the newest is kept, every ``decode_stride``: for the next turn of a chat.
+    From ``known`` on, a snapshot every ``decode_stride`` serves the next turn of a chat; only the newest is
+    kept.
     """
 
     unit: int
     stride: int
     known: int
     ends: tuple[int, ...]
-    """Increasing."""
+    """In ascending order."""
 
     @property
     def decode_stride(self) -> int:
         return min(self.stride, DECODE_STRIDE)
 
     def cut(self, start: int, end: int, last: int) -> int:
-        """Where a chunk from ``start`` ends, at most ``end``; ``last``: where the last snapshot was made."""
+        """Return where a chunk from ``start`` ends, at most ``end``. ``last``: position of the last
+        snapshot."""
         for mark in self.ends:
             if start < mark < end:
                 return mark
@@ -62,37 +64,39 @@ class Marks:
         return boundary if due else end
 
     def wants(self, boundary: int, last: int) -> bool:
-        """Whether to make a snapshot at ``boundary``, which the sequence has reached exactly."""
+        """Return True if a snapshot is wanted at ``boundary``. The sequence must be exactly at
+        ``boundary``."""
         if boundary in self.ends:
             return True
         return boundary - last >= (self.stride if boundary < self.known else self.decode_stride)
 
 
 def marks_for(unit: int, stride: int, known: int, num_hit: int, branch: int) -> Marks:
-    """The marks of a sequence of ``known`` ids that starts from a hit of ``num_hit``.
+    """Return the marks of a sequence of ``known`` ids with a hit of ``num_hit``.
 
-    ``branch``: how far the other kinds have its prefix.
+    ``branch``: length of the prefix in the KV cache groups with block tables.
     """
     stride = max(stride, unit)
     ends = {(known - 1) // unit * unit, min(branch, known - 1) // unit * unit}
-    # Each costs a step's end. One that saves less than decoding leaves to be computed again is not worth it.
+    # Each end costs a shorter chunk. A snapshot must save at least the decode stride.
     least = num_hit + min(stride, DECODE_STRIDE)
     return Marks(unit, stride, known, tuple(sorted(end for end in ends if end >= least)))
 
 
 @dataclass(slots=True)
 class _Saving:
-    """A snapshot that is being made."""
+    """A snapshot in the making."""
 
     slot: int
     block: int
     key: bytes
     sound: bool = True
-    """Whether it may be published when its step commits."""
+    """True if the snapshot may be published when the step commits."""
 
 
 class StateKind:
-    """The snapshots of one recurrent kind. Slots have no tables here: ``needed`` is always 0."""
+    """The snapshots of one recurrent KV cache group. Slots have no block tables here: ``needed`` is
+    always 0."""
 
     slides = True
 
@@ -103,13 +107,13 @@ class StateKind:
         self.stride = spec.stride
         self._base = base_block
         self.pool = BlockPool(spec.num_blocks)
-        self._loaded: dict[int, int] = {}  # slot -> the block that its first plan loads
-        self._fetched: dict[int, int] = {}  # number of a fetch -> the block that its state comes to
-        self._saving: dict[int, list[_Saving]] = {}  # step -> what its plan saves
-        self._newest: dict[int, bytes] = {}  # slot -> its snapshot that a newer one replaces
-        self._owner: dict[bytes, int] = {}  # the same the other way round
+        self._loaded: dict[int, int] = {}  # slot -> block loaded by the first plan
+        self._fetched: dict[int, int] = {}  # number of a fetch -> destination block of the state
+        self._saving: dict[int, list[_Saving]] = {}  # step -> snapshots saved by the plan
+        self._newest: dict[int, bytes] = {}  # slot -> key of the snapshot to be replaced by the next
+        self._owner: dict[bytes, int] = {}  # inverse of _newest
 
-    # ---- of every kind
+    # ---- interface of all KV cache groups
 
     def available(self) -> int:
         return self.pool.available()
@@ -119,6 +123,7 @@ class StateKind:
 
     def hit(self, hashes: Sequence[bytes], limit: int) -> int:
         unit = self.block_size
+        # Longest first: any one snapshot is enough to continue.
         for boundary in range(min(limit, len(hashes) * self._base) // unit * unit, 0, -unit):
             if self.pool.find(hashes[boundary // self._base - 1]) != NULL_BLOCK:
                 return boundary
@@ -153,7 +158,7 @@ class StateKind:
         return
 
     def slide(self, slot: int, committed: int, after_step: int) -> None:
-        """A plan of the slot has committed, and so has the plan that loaded its snapshot."""
+        """Release the loaded snapshot: the plan with the load has committed."""
         self._unload(slot, after_step)
 
     def slide_each(self, slots: np.ndarray, committed: np.ndarray, after_step: np.ndarray) -> None:
@@ -171,6 +176,7 @@ class StateKind:
             del self._owner[key]
 
     def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        # Snapshots of steps in flight are not in the index yet.
         made = {one.key for savings in self._saving.values() for one in savings if one.sound}
         return next(([key] for key in reversed(hashes) if key in made or self.has(key)), [])
 
@@ -194,7 +200,7 @@ class StateKind:
         return 0
 
     def fetch_hit(self, hashes: Sequence[bytes], limit: int, position: int) -> int:
-        return limit  # the state after ``position`` tokens comes in any case
+        return limit  # the state after `position` tokens is always sent
 
     def fetch_needed(self, hashes: Sequence[bytes], start: int, position: int, upto: int) -> int:
         return 1
@@ -221,22 +227,24 @@ class StateKind:
     # ---- snapshots
 
     def take(self, slot: int, after_step: int) -> tuple[Op, int]:
-        """(op, block): saves the state of ``slot`` to a block of its own, which nobody else finds. It is
-        free when ``after_step`` has committed, unless it is on hold. There must be one available.
+        """Save the state of ``slot`` to a private block. Return (slot update, block).
+
+        The block is free when ``after_step`` has committed, unless pinned. A block must be available.
         """
         block = self.pool.take()
         self.pool.release(block, after_step)
         return SaveState(slot=slot, kind=self.number, block=block), block
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a snapshot of ``key`` to hit."""
+        """Return True if there is a committed snapshot of ``key``."""
         return self.pool.find(key) != NULL_BLOCK
 
     def save(self, slot: int, key: bytes, back: int, keep: bool, step: int) -> Op | None:
-        """Makes a snapshot of ``key`` in plan ``step``; None when there is one, or no block for it.
+        """Save a snapshot of ``key`` in plan ``step``. Return None if the snapshot exists or no block is
+        free.
 
-        It can be hit when ``step`` has committed. Unless it is one to ``keep``, the slot's next that is not
-        replaces it, and it replaces the one before.
+        The snapshot can be hit once ``step`` has committed. Without ``keep``, the snapshot replaces the
+        slot's previous snapshot without ``keep``.
         """
         if self.has(key):
             self._touch(key, keep)
@@ -247,13 +255,14 @@ class StateKind:
             return None
         block = self.pool.take()
         self._saving.setdefault(step, []).append(_Saving(slot, block, key))
+        # Another slot may already own the snapshot of the same prefix.
         if not keep and key not in self._owner:
             self._newest[slot] = key
             self._owner[key] = slot
         return SaveState(slot=slot, kind=self.number, block=block, back=back)
 
     def spoil(self, slot: int) -> None:
-        """Drops the slot's unfinished snapshot, because its step failed."""
+        """Invalidate the unfinished snapshots of the slot, because a step failed."""
         for savings in self._saving.values():
             for saving in savings:
                 saving.sound = saving.sound and saving.slot != slot
@@ -266,21 +275,22 @@ class StateKind:
             self.pool.release(block, after_step)
 
     def _touch(self, key: bytes, keep: bool) -> None:
-        """``key`` was used: it becomes the last to be evicted."""
+        """Mark ``key`` as most recently used."""
         block = self.pool.find(key)
         self.pool.share(block)
+        # A share followed by a release moves the block to the end of the LRU list.
         self.pool.release(block, -1)
         if keep:
             self._keep(key)
 
     def _keep(self, key: bytes) -> None:
-        """Keeps ``key``: newer snapshots of the slot do not replace it."""
+        """Keep ``key``: newer snapshots of the slot no longer replace the snapshot."""
         slot = self._owner.pop(key, None)
         if slot is not None:
             del self._newest[slot]
 
     def _replace(self, slot: int) -> None:
-        """Frees the slot's newest snapshot, unless a plan in flight loads it."""
+        """Free the newest snapshot of the slot, unless a plan in flight loads the snapshot."""
         key = self._newest.pop(slot, None)
         if key is not None:
             del self._owner[key]

@@ -1,1 +1,1 @@
-"""Running models' step generators: one alone, or two interleaved."""
+"""Drive the step generators of models: one alone, or two interleaved."""

@@ -1,7 +1,7 @@
-"""Running a model's step generator.
+"""Run a model's step generator.
 
-A generator launches a collective, yields its ``Pending`` and takes ``.result()`` when it is resumed. So
-its driver decides what else runs in between, on one thread, with ordinary exceptions.
+The generator launches a collective, yields its ``Pending`` and calls ``.result()`` when resumed. So the
+driver decides what runs in between, on one thread, with ordinary exceptions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def drive(steps: Generator[Pending, None, R]) -> R:
-    """Runs one generator to its end and returns what it returns. Its exceptions pass through."""
+    """Run a generator to the end and return the return value. Exceptions pass through."""
     try:
         while True:
             next(steps)

@@ -1,12 +1,13 @@
-"""Two micro-batches of a step in turns, on one thread.
+"""Run the two micro-batches of a step alternately, on one thread.
 
     first    compute ─ launch  ..........  take ─ compute ─ launch  ..........
     second              compute ─ launch  ..........  take ─ compute ─ launch
-                        └ under the first one's collective
+                        └ under the first micro-batch's collective
 
-A micro-batch runs from one communication point to its next; then it is the other's turn. So the first
-micro-batch is always ahead, by no more than one stretch: whatever it computes between two of its points (a
-layer's caches and states, for one) is there before the second micro-batch comes to the same stretch.
+A micro-batch runs from one communication point to the next; then the other micro-batch runs. So the first
+micro-batch is always ahead by at most one stretch. Whatever the first micro-batch computes between two
+communication points (for example the caches and states of a layer) is there before the second micro-batch
+reaches the same stretch.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ def interleave(
     second: Generator[Pending, None, R],
     turn: Callable[[int], None] | None = None,
 ) -> tuple[R, R]:
-    """Runs both to their ends and returns what they return. Both must yield equally often.
+    """Run both generators to the end and return both return values. Both must yield equally often.
 
-    ``turn(micro_batch)`` is called before each stretch of micro-batch 0 or 1. What one of them raises closes
-    the other and passes through; collectives that were in flight are left to the communicator, which has to
-    be aborted, as the other ranks wait in them. Raises EngineDead when only one of them ends.
+    ``turn(micro_batch)`` is called before each stretch of micro-batch 0 or 1. An exception in one micro-batch
+    closes the other and passes through. Collectives in flight are left to the communicator: the caller must
+    abort the communicator, because other ranks wait in the collectives. Raises EngineDead when only one
+    generator ends.
     """
     micro_batches = (first, second)
     made: list[R] = []
     try:
+        # `made` gets two values in the same round, or the check below fails.
         while not made:
             for micro_batch, steps in enumerate(micro_batches):
                 if turn is not None:

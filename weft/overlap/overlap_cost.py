@@ -1,15 +1,15 @@
-"""Whether a step in micro-batches is worth it: what it takes whole and in micro-batches, from measured steps.
+"""Predict whether micro-batches pay for a step, from measured steps.
 
-With C the compute and M the communication of a step, and 1 and 2 its micro-batches,
+C is the compute and M the communication of a step; 1 and 2 are the micro-batches:
 
     whole               C + M
-    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all communication of one under the compute of
-                                                            the other, as far as there is any
+    in micro-batches    max(C1 + C2, C1 + M1, C2 + M2)      all communication of one micro-batch runs under
+                                                            the compute of the other, as far as possible
 
-C is the cost model of steps, fitted to the compute of whole ones; M is linear in tokens. Both sums are wrong
-in their own way for every kind of step (micro-batches read all weights twice, a link may be idle or not,
-threads take cores from each other), so each is corrected by what steps of the kind really took, whole and in
-micro-batches.
+C comes from the cost model of steps, fitted to the compute of whole steps; M is linear in tokens. Both
+formulas have a different error for every class of step: micro-batches read all weights twice, a link may be
+idle or not, threads compete for cores. So each formula is corrected by the measured times of steps of the
+same class, whole and in micro-batches.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from weft.scheduler.step_cost import shape_of
 from weft.types.plan import PlannedRows
 
 LATEST = 8
-"""Steps of a kind that a correction is the median of."""
+"""Number of latest steps of a class; a correction is the median."""
 LINKS = 128
-"""Steps that the line of communication is fitted to."""
+"""Number of latest steps used to fit the line of communication."""
 
 
 class LinkFit:
@@ -38,16 +38,18 @@ class LinkFit:
         self._fitted: tuple[float, float] | None = (0.0, 0.0)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Takes in one step."""
+        """Record one step. Times <= 0 are ignored."""
         if seconds > 0.0:
             self._seen.append((float(tokens), seconds))
             self._fitted = None
 
     def predict(self, tokens: int) -> float:
-        """Seconds; 0 before the first observation."""
+        """Return the predicted seconds; 0 before the first observation."""
         if self._fitted is None:
             x, y = np.array(self._seen).T
+            # [n, 2], features (1, tokens) divided by the measured seconds
             share = np.stack([1.0 / y, x / y], axis=1)
+            # Scale both features to 1, so that one small ridge term suits both.
             size = np.maximum(share.max(axis=0), 1e-300)
             share = share / size
             found = solve_non_negative(share.T @ share + 1e-6 * np.eye(2), share.sum(axis=0)) / size
@@ -56,24 +58,24 @@ class LinkFit:
 
 
 class Ratios:
-    """Observed over predicted: the median of the latest."""
+    """Ratios of observed to predicted seconds of the latest steps."""
 
     def __init__(self) -> None:
         self.seen: deque[float] = deque(maxlen=LATEST)
 
     def add(self, observed: float, predicted: float) -> None:
-        """Takes in one step; ignores what cannot be."""
+        """Record one step. Values <= 0 are ignored."""
         if observed > 0.0 and predicted > 0.0:
             self.seen.append(observed / predicted)
 
     @property
     def factor(self) -> float:
-        """1 before the first observation."""
+        """The median ratio; 1 before the first observation."""
         return float(np.median(self.seen)) if self.seen else 1.0
 
 
 class OverlapCost:
-    """Predicts a step whole and in micro-batches; learns from both."""
+    """Predicts the seconds of a step, whole and in micro-batches. Learns from whole steps."""
 
     def __init__(self) -> None:
         self._compute = CostFitter()
@@ -81,25 +83,26 @@ class OverlapCost:
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to predict from."""
+        """True after the first observation."""
         return self._compute.observations > 0
 
     def observe(self, plan: PlannedRows, times: StepTimes) -> None:
-        """Takes in a step that was computed whole."""
+        """Record the times of a step that was computed whole."""
         self._compute.observe(shape_of(plan), times.compute)
         self._link.observe(plan.tokens, times.communication)
 
     def whole(self, plan: PlannedRows) -> float:
-        """Seconds."""
+        """Return the predicted seconds of the whole step."""
         return self._compute.model.predict(shape_of(plan)) + self._link.predict(plan.tokens)
 
     def share(self, plan: PlannedRows) -> float:
-        """The share of communication in a step computed whole: no more than this can be hidden."""
+        """Return the predicted share of communication in a whole step: the upper bound of what overlap can
+        hide."""
         whole = self.whole(plan)
         return self._link.predict(plan.tokens) / whole if whole > 0.0 else 0.0
 
     def overlapped(self, micro_batches: MicroBatches) -> float:
-        """Seconds."""
+        """Return the predicted seconds in micro-batches."""
         parts = (micro_batches.first, micro_batches.second)
         compute = [self._compute.model.predict(shape_of(part)) for part in parts]
         links = [self._link.predict(part.tokens) for part in parts]

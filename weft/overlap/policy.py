@@ -1,14 +1,14 @@
-"""Which steps are computed in micro-batches. The head decides, and the plan says it to every rank.
+"""Choose steps to compute in micro-batches. The engine process decides; the plan informs every rank.
 
     off        none
-    prefill    those with prompts in them, if they split
-    all        all that split
-    auto       those that measured costs say it pays for (``weft.overlap.overlap_cost``)
+    prefill    steps with prompts, if splittable
+    all        all splittable steps
+    auto       steps for which measured costs predict a gain (``weft.overlap.overlap_cost``)
 
-``auto`` starts whole. A kind of step goes into micro-batches when that is predicted to save ``ENTER``, and
-back when it saves less than ``LEAVE``. What was never tried is predicted without its correction, so it is
-tried a few times; when that did not pay, the next trial of the kind waits twice as long. What runs in
-micro-batches is computed whole now and then, so that both sides stay measured.
+``auto`` starts with whole steps. A class of steps switches to micro-batches if the predicted saving is at
+least ``ENTER``, and back if the saving falls below ``LEAVE``. Without trials the prediction has no
+correction, so a class is tried for a few steps. After a failed trial, the next trial of the class waits twice
+as long. A class in micro-batches computes a whole step now and then, to keep both forms measured.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from weft.scheduler.plan_builder import PlanBuilder
 from weft.types.plan import PlannedRows, StepPlan
 
 ENTER, LEAVE = 0.05, 0.01
-"""Shares of a step's time that micro-batches must save."""
+"""Minimum saving by micro-batches, as shares of step time: to start, and to continue."""
 FEW = 3
-"""Steps of a kind in micro-batches that decide whether they pay."""
+"""Number of steps in micro-batches in a trial of a class."""
 WARM = 4
-"""Whole steps of a kind before the first one in micro-batches."""
+"""Number of whole steps of a class before the first step in micro-batches."""
 WHOLE_EVERY = 32
-"""Steps of a kind that runs in micro-batches, of which one is computed whole."""
+"""One of so many steps of a class in micro-batches is computed whole."""
 NOW_AND_THEN = 8
-"""Steps of a kind that is known, of which one is looked at."""
+"""One of so many steps of a known class is evaluated."""
 RETRY_FIRST, RETRY_LAST = 256, 8192
-"""Whole steps of a kind between trials."""
+"""First and maximum number of whole steps of a class between two trials."""
 
 
 def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
-    """The mode that ``parallel`` comes to: off without a configuration, and where no ranks communicate.
+    """Return the effective mode for ``parallel``: "off" without configuration or without communicating ranks.
 
-    So is ``auto`` on a GPU: it goes by times of the host, which launches there and does not compute.
+    ``auto`` becomes "off" on a GPU: ``auto`` uses host times, but on a GPU the host only launches work.
     """
     if device == "cuda" and parallel is not None and parallel.overlap == "auto":
         return "off"
@@ -53,37 +53,39 @@ def mode_of(parallel: ParallelSection | None, device: str = "cpu") -> str:
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps that are alike."""
+    """A class of similar steps."""
 
     whole: Ratios = field(default_factory=Ratios)
     overlapped: Ratios = field(default_factory=Ratios)
     pays: bool = False
     steps: int = 0
-    """Since the last one of the other form."""
+    """Number of steps since the last change of form or trial."""
     retry: int = RETRY_FIRST
     observed: int = 0
 
 
 class OverlapPolicy:
-    """Decides for one head, and counts what came of it."""
+    """Decides for one engine process and counts the effects."""
 
     def __init__(self, mode: str = "off") -> None:
         self.mode = mode
         self.steps = 0
-        """Computed in micro-batches."""
+        """Number of steps computed in micro-batches."""
         self.communication = self.hidden = 0.0
-        """Seconds on this rank: in which collectives were under way, and of those under compute."""
+        """Seconds on this rank with a collective in flight, and the part hidden under compute."""
         self._cost = OverlapCost()
         self._kinds: dict[tuple[int, ...], _Kind] = {}
 
     def ask(self, builder: PlanBuilder) -> None:
-        """Has the step computed in micro-batches if that is wanted."""
+        """Set ``builder.micro_batches`` for the step."""
         builder.micro_batches = 1 + self.wants(builder)
 
     def wants(self, plan: PlannedRows) -> bool:
-        """Whether the plan should be computed in micro-batches. An idle replica's wants what others want."""
+        """Return True if the plan should be computed in micro-batches. An idle replica agrees with the
+        others."""
         if self.mode == "off":
             return False
+        # An empty plan has two empty micro-batches, so agreeing costs nothing.
         if not plan.rows:
             return True
         if self.mode == "prefill":
@@ -93,7 +95,7 @@ class OverlapPolicy:
         return splits(plan) and self._pays(plan)
 
     def observe(self, plan: StepPlan, times: StepTimes | None) -> None:
-        """A step has run; None on a rank alone."""
+        """Record a completed step. ``times`` is None on a single rank."""
         if times is None:
             return
         self.steps += times.micro_batches > 1
@@ -103,11 +105,12 @@ class OverlapPolicy:
             self._learn(plan, times)
 
     def _learn(self, plan: StepPlan, times: StepTimes) -> None:
-        """Takes in a step; of a form that a kind is known in, one now and then."""
+        """Learn from a step. If the form of the class is known, learn from one of ``NOW_AND_THEN`` steps."""
         kind = self._kind(plan)
         overlapped = times.micro_batches > 1
         ratios = kind.overlapped if overlapped else kind.whole
         kind.observed += 1
+        # Enough measurements of the form in use; the other form is always worth a measurement.
         known = len(ratios.seen) >= LATEST and overlapped == kind.pays
         if known and kind.observed % NOW_AND_THEN:
             return
@@ -121,7 +124,7 @@ class OverlapPolicy:
         self._cost.observe(plan, times)
 
     def describe(self) -> str | None:
-        """For the log; None where nothing communicated."""
+        """Return a log line; None if nothing communicated."""
         if not self.communication:
             return None
         share = self.hidden / self.communication
@@ -131,8 +134,11 @@ class OverlapPolicy:
         )
 
     def saves(self, plan: PlannedRows) -> float:
-        """Predicted: what share of the step's time micro-batches save; negative where they cost. Never more
-        than the share of its communication, whatever a model of compute that is off says."""
+        """Return the predicted share of step time saved by micro-batches; negative if micro-batches cost
+        time.
+
+        At most the share of communication, even if the compute model is wrong.
+        """
         micro_batches = split(plan)
         if micro_batches is None or not self._cost.ready:
             return 0.0
@@ -144,13 +150,16 @@ class OverlapPolicy:
         return min(saved, self._cost.share(plan))
 
     def _pays(self, plan: PlannedRows) -> bool:
-        """``auto``: as the module's docstring says. A prediction takes a part of a millisecond, so what is
-        known is looked at now and then."""
+        """Return True if class statistics favor micro-batches for ``plan`` (mode ``auto``).
+
+        A prediction takes part of a millisecond, so a known class is evaluated only now and then.
+        """
         kind = self._kind(plan)
         kind.steps += 1
         if not kind.pays:
             return self._may_enter(kind, plan)
         tried = len(kind.overlapped.seen)
+        # During a trial: measure before judging.
         if tried < FEW:
             return True
         if (tried < LATEST or kind.steps % NOW_AND_THEN == 0) and self.saves(plan) < LEAVE:
@@ -158,14 +167,14 @@ class OverlapPolicy:
             kind.steps = 0
             kind.retry = min(2 * kind.retry, RETRY_LAST)
             return False
-        if kind.steps >= kind.retry:  # it has paid for long
+        if kind.steps >= kind.retry:  # micro-batches have paid for long
             kind.retry = RETRY_FIRST
         return kind.steps % WHOLE_EVERY != 0
 
     def _may_enter(self, kind: _Kind, plan: PlannedRows) -> bool:
         if len(kind.whole.seen) < WARM or (kind.steps > LATEST and kind.steps % NOW_AND_THEN):
             return False
-        if kind.overlapped.seen and kind.steps >= kind.retry:  # a trial, as if it were the first
+        if kind.overlapped.seen and kind.steps >= kind.retry:  # a new trial: forget the old measurements
             kind.overlapped.seen.clear()
             kind.steps = 0
         if self.saves(plan) < ENTER:
@@ -175,7 +184,7 @@ class OverlapPolicy:
         return True
 
     def _kind(self, plan: PlannedRows) -> _Kind:
-        """Of steps that are alike: powers of two of prompt tokens, decode rows and drafts."""
+        """Return the class of the plan: powers of two of prompt tokens, decode rows and drafts."""
         rows = plan.decode.rows
         tokens = plan.decode.tokens
         key = (plan.prefill.tokens.bit_length(), rows.bit_length(), (tokens - rows).bit_length())

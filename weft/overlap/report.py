@@ -1,4 +1,5 @@
-"""What a trace says of communication: ``python -m weft.overlap.report TRACE``, one line a kind of step."""
+"""Summarize the communication in a trace: ``python -m weft.overlap.report TRACE``, one line per class of
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Sum:
-    """Sums over the steps of one kind, in seconds."""
+    """Sums over the steps of one class, in seconds."""
 
     steps: int = 0
     compute: float = 0.0
@@ -21,15 +22,17 @@ class Sum:
 
     @property
     def share(self) -> float:
-        """The share of communication that went on under compute: 0 .. 1."""
+        """The share of communication hidden under compute, 0 .. 1."""
         return self.hidden / self.communication if self.communication else 0.0
 
 
 def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
-    """Sums of a trace's events: by kind of step (prompts, decode; whole or in micro-batches), and ``all``."""
+    """Return the sums of a trace's events by class (prompts or decode; whole or in micro-batches), and
+    ``all``."""
     result: dict[str, Sum] = {}
     for event in events:
         args = event.get("args", {})
+        # Only step events with communication times; other events have other arguments.
         if event.get("cat") != "step" or "communication_us" not in args:
             continue
         kind = "prompts" if args["prefill_rows"] else "decode"
@@ -44,7 +47,7 @@ def sums(events: Iterable[Mapping[str, Any]]) -> dict[str, Sum]:
 
 
 def table(found: Mapping[str, Sum]) -> str:
-    """As Markdown."""
+    """Return the sums as a Markdown table."""
     lines = [
         "| steps | number | compute s | communication s | of it hidden |",
         "|---|---:|---:|---:|---:|",
@@ -58,12 +61,12 @@ def table(found: Mapping[str, Sum]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The command."""
+    """Run the command. Return the exit code."""
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m weft.overlap.report TRACE\n")
         return 2
     text = Path(arguments[0]).read_text(encoding="utf-8").rstrip().rstrip(",")
-    if not text.endswith("]"):  # the engine still writes to it
+    if not text.endswith("]"):  # the engine is still writing the trace
         text += "]"
     sys.stdout.write(table(sums(json.loads(text))) + "\n")
     return 0

@@ -1,17 +1,17 @@
-"""A step as two micro-batches, of which one communicates while the other computes.
+"""Split a step into two micro-batches: one communicates while the other computes.
 
-Rows keep their order: the first micro-batch has the first rows of each segment, the second the rest. Decode
-rows go by their number, prompts by tokens; where no boundary of rows balances, the cut goes through a long
+Rows keep their order: the first micro-batch has the first rows of each segment, the second has the rest.
+Decode rows are halved by count, prompts by tokens. If no row boundary balances, the cut goes through a long
 prompt:
 
     plan      [p0 | p1 ............ | p2 | d0 d1 d2 d3]
     first     [p0 | p1 .....  | d0 d1]
-    second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1's
+    second          [. p1 ... | p2 | d2 d3]         its first row begins ``cut`` tokens into p1
 
-Each micro-batch is a plan of rows alone (ops come once, before both), the second after the first.
-Interleaved, the second micro-batch of a cut prompt reads, in every layer, what the first micro-batch wrote in
-that layer: the first is always one layer's stretch ahead (see ``interleave``). Pure: numbers alone, the same
-on all ranks.
+Each micro-batch is a plan of rows only. Slot updates apply once, before both. The second micro-batch comes
+after the first. When a prompt is cut, the second micro-batch reads in every layer the caches written by the
+first micro-batch in the same layer: when interleaved, the first micro-batch is always one stretch of a layer
+ahead (see ``interleave``). Pure: depends on numbers only, with equal results on all ranks.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ import numpy as np
 from weft.types.plan import PlannedRows, Segment, StepPlan, column
 
 LEAST = 16
-"""Tokens that a part of a cut prompt has at least: fewer are not worth a row of their own."""
+"""Minimum tokens of each part of a cut prompt: fewer tokens do not justify an extra row."""
 
 
 class MicroBatches(NamedTuple):
-    """The two micro-batches that ``split`` made of a plan."""
+    """The two micro-batches of a plan."""
 
     first: StepPlan
     second: StepPlan
     cut: int
-    """Tokens of the second micro-batch's first prompt row that the first micro-batch computes; 0: no prompt
-    is cut.
-    """
+    """Number of tokens of the cut prompt row computed in the first micro-batch; 0 if no prompt is cut."""
 
 
 def split(plan: PlannedRows) -> MicroBatches | None:
-    """The plan as two micro-batches, neither of them empty; None where it has but one row that cannot be cut.
+    """Return the plan as two non-empty micro-batches; None if the plan has a single row and no cut is
+    possible.
 
-    A plan without rows (an idle replica's) gives two like it.
+    A plan without rows (an idle replica) gives two empty micro-batches.
     """
     if not plan.rows:
         return _micro_batches(plan, 0, 0, 0)
@@ -50,6 +49,8 @@ def split(plan: PlannedRows) -> MicroBatches | None:
     counts = plan.decode.count
     best: tuple[int, int, int, int, int] | None = None
     few = plan.decode.rows // 2
+    # With an odd number of decode rows, try both halves. The best split has the smallest difference in
+    # tokens; ties prefer no cut.
     for decodes in range(few, few + plan.decode.rows % 2 + 1):
         decoded = int(counts[:decodes].sum())
         for rows, cut, tokens in _places(plan.prefill, total // 2 - decoded):
@@ -61,18 +62,19 @@ def split(plan: PlannedRows) -> MicroBatches | None:
 
 
 def splits(plan: PlannedRows) -> bool:
-    """What a replica votes: whether its plan has two micro-batches. An idle one's has two empty ones."""
+    """Return True if the plan can be split, as a replica's vote. A plan without rows can be split."""
     return plan.rows != 1 or split(plan) is not None
 
 
 def larger_micro_batch(plan: PlannedRows) -> int:
-    """Tokens of the larger micro-batch of a plan that splits."""
+    """Return the tokens of the larger micro-batch; 0 if the plan cannot be split."""
     micro_batches = split(plan)
     return 0 if micro_batches is None else max(micro_batches.first.tokens, micro_batches.second.tokens)
 
 
 def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
-    """Where the first ``want`` tokens of a segment might end: (whole rows, tokens of the next, tokens)."""
+    """Yield candidate ends after about ``want`` tokens: (whole rows, tokens of the next row, total
+    tokens)."""
     ends = np.cumsum(prefill.count)
     rows = int(np.searchsorted(ends, max(want, 0), side="right"))
     before = int(ends[rows - 1]) if rows else 0
@@ -81,6 +83,7 @@ def _places(prefill: Segment, want: int) -> Iterator[tuple[int, int, int]]:
         return
     yield rows + 1, 0, int(ends[rows])
     count = int(prefill.count[rows])
+    # Both parts of a cut prompt must have at least LEAST tokens.
     if count >= 2 * LEAST:
         cut = min(max(want - before, LEAST), count - LEAST)
         yield rows, cut, before + cut
@@ -91,7 +94,9 @@ def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Micr
     decode = plan.decode
     first = _rows(prefill, 0, rows + int(cut > 0))
     second = _rows(prefill, rows, prefill.rows)
+    # The cut row appears in both: only the second part samples, and trailing logits are divided.
     if cut:
+        # Trailing logits belong to the last positions: the second part gets as many as fit.
         rest = int(prefill.count[rows]) - cut
         trailing = int(prefill.logits[rows])
         first = _with(first, -1, count=cut, logits=max(trailing - rest, 0), sample=0, next_k=0)
@@ -106,12 +111,12 @@ def _micro_batches(plan: PlannedRows, decodes: int, rows: int, cut: int) -> Micr
 
 
 def _rows(segment: Segment, begin: int, end: int) -> Segment:
-    """Rows begin .. end; views."""
+    """Return rows begin .. end - 1 as views."""
     return Segment(**{name: getattr(segment, name)[begin:end] for name in segment.__struct_fields__})
 
 
 def _with(segment: Segment, row: int, **values: int) -> Segment:
-    """The segment with other values in one row."""
+    """Return the segment with other values in one row. Changed columns are copied."""
     changed = {}
     for name, value in values.items():
         copy = getattr(segment, name).copy()

@@ -1,4 +1,4 @@
-"""What a step's time went into: compute and communication, of each micro-batch."""
+"""The times of a step: compute and communication, of each micro-batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from weft.parallel.launcher import Flight
 
 
 class Stretch(NamedTuple):
-    """A micro-batch at work, from one communication point to its next. Seconds of ``time.monotonic``."""
+    """An uninterrupted run of a micro-batch, between two communication points. Seconds of
+    ``time.monotonic``."""
 
     micro_batch: int
     began: float
@@ -19,31 +20,31 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """One step up to its logits on one rank. Seconds."""
+    """The times of one step up to its logits on one rank, in seconds."""
 
     micro_batches: int
-    """2 if it was computed in micro-batches."""
+    """2 if the step was computed in micro-batches, else 1."""
     seconds: float
     stretches: Sequence[Stretch] = ()
-    """In order of time; of a whole step one."""
+    """Stretches in order of time; a whole step has one."""
     flights: Sequence[Flight] = ()
-    """Its collectives, in order of launch."""
+    """Collectives in order of launch."""
     drafting: Sequence[Flight] = field(default=())
-    """Those of sampling and drafting behind it, which nothing hides."""
+    """Collectives of sampling and drafting after the step; nothing hides such collectives."""
 
     @property
     def waited(self) -> float:
-        """Compute stood still for communication."""
+        """Seconds in which compute waited for communication."""
         return sum(flight.waited for flight in self.flights)
 
     @property
     def communication(self) -> float:
-        """At least one collective was under way."""
+        """Seconds in which at least one collective was in flight."""
         return covered((flight.began, flight.ended) for flight in self.flights)
 
     @property
     def hidden(self) -> float:
-        """Seconds of ``communication`` that went on under compute."""
+        """Seconds of ``communication`` under compute."""
         return max(self.communication - self.waited, 0.0)
 
     @property
@@ -52,9 +53,10 @@ class StepTimes:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of ``spans``."""
+    """Return the length of the union of ``spans``."""
     total = 0.0
     reached = float("-inf")
+    # Overlapping spans count once: add only the time after `reached`.
     for began, ended in sorted(spans):
         total += max(ended - max(began, reached), 0.0)
         reached = max(reached, ended)

@@ -1,8 +1,8 @@
-"""Commit: what a step's result changes. Rows of sequences that left their slot since the plan was made are
-dropped.
+"""Apply the result of a step to the sequences. Rows are dropped if the sequence has left the slot since
+planning.
 
-Most rows are quiet: a decode row whose one token ends nothing, and that has nothing else to tell. Those
-commit together, as columns; every other row by itself.
+Most rows are quiet: a decode row with one token, without an end of the sequence and without further fields in
+the event. Quiet rows commit together, as columns. Every other row commits alone.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ from weft.types.plan import LogprobRows, Segment, StepPlan, StepResult
 
 @dataclass(slots=True)
 class _Row:
-    """A plan's row that is alive, as Python values."""
+    """A row of a plan with a live sequence, as Python values."""
 
     sequence: Sequence
     run: Running
     computed: int
-    """``num_computed`` before this commit."""
+    """``num_computed`` before the commit of the row."""
     count: int
     logits: int
     sample: int
     answer: int
-    """Its row of the result; -1 of a row without logits."""
+    """Index of the row in the result; -1 for a row without logits."""
     error: ErrorInfo | None
     tokens: list[int]
-    """Accepted drafts and one more, not valid with ``error``; none of a row that does not sample."""
+    """Accepted drafts and one more token; [] for a row that does not sample. The last is invalid with
+    ``error``."""
     embedding: bytes = b""
-    """Of a prompt that is complete with this row, where it ends with one."""
+    """The pooled embedding as little-endian float32 bytes, if the row completes an embedding prompt; else
+    b""."""
 
 
 def commit(
     state: SchedulerState, plan: StepPlan, result: StepResult, policy: DraftPolicy | None = None
 ) -> list[TokenEvent]:
-    """Applies the result of the oldest plan in flight and returns what clients should hear, in plan order.
+    """Apply the result of the oldest plan in flight and return the client events in plan order.
 
-    ``policy`` hears what became of drafts. Raises EngineDead when plan or result is another step's.
+    ``policy`` receives the numbers of verified and accepted drafts. Raises EngineDead when ``plan`` is not
+    the oldest plan in flight, or when ``result`` has another step or other rows than ``plan``.
     """
     if not state.in_flight or state.in_flight[0] is not plan or result.step != plan.step:
         raise EngineDead("steps must commit in the order they were planned, each with its own result")
@@ -59,19 +62,20 @@ def commit(
     calm = alive & _quiet(state, decode, tokens, result)
     if plan.constrained:
         _take_quietly(state, decode, tokens, calm)
-    told: list[tuple[int, TokenEvent]] = []  # with the number of decode rows before
+    told: list[tuple[int, TokenEvent]] = []  # (number of decode rows before the event, event)
     if prefill.rows:
         for _, row in _rows(state, prefill, _alive(state, prefill), 0, result):
             event = _commit_row(state, row, result)
             told += [(0, event)] if event is not None else []
     quiet = calm.nonzero()[0]
-    if len(quiet) == decode.rows:  # as in most steps
+    if len(quiet) == decode.rows:  # as in most steps: no fancy indexing
         plain = _commit_quiet(state, decode.slot, tokens)
     else:
         plain = _commit_quiet(state, decode.slot[quiet], tokens[quiet])
         for number, row in _rows(state, decode, alive & ~calm, prefill.rows, result):
             event = _commit_row(state, row, result)
             told += [(number, event)] if event is not None else []
+    # Only after the commit: the proposed drafts continue the tokens just taken by the matchers.
     if plan.constrained and state.kv.drafts:
         keep_drafts(plan, result, state.columns.gen, state.in_slot)
     state.counts.constrained_steps += plan.constrained
@@ -94,7 +98,8 @@ def _check_rows(plan: StepPlan, result: StepResult) -> None:
 
 
 def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
-    """bool: the rows whose sequences are still in their slots."""
+    """Return bool [rows]: True for rows with the sequence still in the slot."""
+    # `gen` of the slot changes with each new sequence
     alive: np.ndarray = state.columns.gen[segment.slot] == segment.gen
     return alive
 
@@ -102,7 +107,8 @@ def _alive(state: SchedulerState, segment: Segment) -> np.ndarray:
 def _count_drafts(
     state: SchedulerState, decode: Segment, alive: np.ndarray, result: StepResult, policy: DraftPolicy
 ) -> None:
-    """Drafts verified and accepted, of the rows ``alive``, by their place in the row."""
+    """Count verified and accepted drafts of the rows ``alive`` by position in the row, and notify
+    ``policy``."""
     rows = np.flatnonzero(alive & (decode.count > 1))
     if not len(rows):
         return
@@ -118,15 +124,18 @@ def _count_drafts(
 
 
 def _first_tokens(decode: Segment, result: StepResult) -> np.ndarray:
-    """The first token of each decode row: all of them have logits, and they are the last of the result."""
+    """Return the first token of each decode row, [decode rows].
+
+    Every decode row has logits, and decode rows are the last rows of the result.
+    """
     tokens: np.ndarray = result.tokens[result.offsets[len(result.rows) - decode.rows : -1]]
     return tokens
 
 
 def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: StepResult) -> np.ndarray:
-    """bool: the decode rows that are certainly quiet.
+    """Return bool [decode rows]: True for certainly quiet rows.
 
-    It is for ``Sequence.ending`` to say what ends a sequence, here only that nothing can have.
+    The check is conservative: ``Sequence.ending`` decides about the end of a sequence.
     """
     if not decode.rows:
         return np.zeros(0, bool)
@@ -141,8 +150,8 @@ def _quiet(state: SchedulerState, decode: Segment, tokens: np.ndarray, result: S
 
 
 def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, calm: np.ndarray) -> None:
-    """Tokens of quiet rows go into their sequences' grammars; a row whose grammar refuses it is quiet no
-    more (in ``calm``, bool)."""
+    """Feed the tokens of quiet rows into the grammars. If a grammar refuses a token, clear the row in
+    ``calm``."""
     rows = np.flatnonzero(calm & state.columns.constrained[decode.slot])
     sequences = state.in_slot[decode.slot[rows]].tolist()
     for row, sequence, token in zip(rows.tolist(), sequences, tokens[rows].tolist(), strict=True):
@@ -151,7 +160,7 @@ def _take_quietly(state: SchedulerState, decode: Segment, tokens: np.ndarray, ca
 
 
 def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) -> list[TokenEvent]:
-    """Advances each of ``slots`` by one position and one token: an event for each."""
+    """Advance each of ``slots`` by one position and one token. Return one event per slot."""
     if not len(slots):
         return []
     columns = state.columns
@@ -183,7 +192,8 @@ def _commit_quiet(state: SchedulerState, slots: np.ndarray, tokens: np.ndarray) 
 def _merge(
     quiet: np.ndarray, plain: list[TokenEvent], told: list[tuple[int, TokenEvent]]
 ) -> list[TokenEvent]:
-    """``plain``, of the decode rows ``quiet``, and what other rows ``told``, in the order of the plan."""
+    """Return all events in plan order: ``plain`` of the decode rows ``quiet``, merged with ``told`` of other
+    rows."""
     if not told:
         return plain
     places = np.searchsorted(quiet, [number for number, _ in told]).tolist()
@@ -202,9 +212,9 @@ def _merge(
 def _rows(
     state: SchedulerState, segment: Segment, which: np.ndarray, first: int, result: StepResult
 ) -> list[tuple[int, _Row]]:
-    """The rows ``which`` (bool) of ``segment``, all alive, each with its number in the segment.
+    """Return the rows ``which`` (bool [rows]) of ``segment``, each with the row number in the segment.
 
-    ``first``: rows of the plan before the segment.
+    All rows must be alive. ``first``: number of plan rows before the segment.
     """
     numbers = which.nonzero()[0]
     if not len(numbers):
@@ -212,9 +222,11 @@ def _rows(
     slots = segment.slot[numbers]
     logits = segment.logits[numbers]
     sample = segment.sample[numbers]
+    # Rows without logits have no entry in the result: index -1 reads an unused dummy value.
     answers = result.rows.searchsorted(numbers + first)
     answers[logits == 0] = -1
     begins = result.offsets[answers]
+    # sample > 0: accepted drafts and one more token
     ends = begins + (sample > 0) * (np.append(result.accepted, 0)[answers] + 1)
     errors = dict(result.row_error)
     embeddings = _embeddings(result)
@@ -242,7 +254,7 @@ def _rows(
 
 
 def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]:
-    """By row of the plan: the embedding, and what is wrong with it."""
+    """Return {plan row: (embedding bytes, error)}. The error is set if a value is not finite."""
     made = result.embeddings
     if made is None:
         return {}
@@ -253,7 +265,7 @@ def _embeddings(result: StepResult) -> dict[int, tuple[bytes, ErrorInfo | None]]
 
 
 def _running(sequence: Sequence) -> tuple[Sequence, Running]:
-    """A sequence in a slot, and its running state."""
+    """Return the sequence with its running state. Raises EngineDead if the sequence does not run."""
     run = sequence.state
     if not isinstance(run, Running):
         raise EngineDead("a slot has a sequence that does not run")
@@ -267,15 +279,15 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     accepted = max(len(tokens) - 1, 0)
     drafts = max(row.sample - 1, 0)
     if error is not None:
-        tokens = tokens[:-1]
+        tokens = tokens[:-1]  # the token of a failed row is invalid
     rejected = drafts - accepted
     if rejected:
         row.run.num_scheduled -= rejected
-        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row has been planned
+        if row.run.num_scheduled == row.computed + row.count - rejected:  # no later row was planned
             row.run.exact = row.count - rejected
-    made, ending = _append(sequence, tokens)  # first: blocks are published by the ids in them
+    made, ending = _append(sequence, tokens)  # first: blocks enter the prefix cache by token ids
     prompt_logprobs = None
-    if error is None:  # else its blocks must not be found
+    if error is None:  # else the blocks must not be found
         _advance(state, row, row.computed + row.count - rejected)
         prompt_logprobs = _deliver_prompt_logprobs(row, result)
     state.counts.generation_tokens += len(made)
@@ -290,6 +302,7 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
     logprobs = None
     if made and sequence.params.logprobs >= 0:
         logprobs = _columns(result.logprobs, row.answer, len(made), sequence.params.logprobs)
+    # A sender hands the sequence off with the first token instead of continuing here.
     if made and ending is None and sequence.sends:
         state.rooms.moved(sequence, made[0], logprobs)
         ending = ("moved", None)
@@ -317,7 +330,8 @@ def _commit_row(state: SchedulerState, row: _Row, result: StepResult) -> TokenEv
 
 
 def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | None) -> ErrorInfo | None:
-    """What ends a sequence whose row failed with ``error``, or that its grammar ends."""
+    """Return the error that ends a sequence: the grammar's own error if present, else ``error``. Update the
+    error counters."""
     constraint = sequence.constraint
     own = None if constraint is None else constraint.explain(sequence.tokens, sequence.num_prompt)
     if own is not None:
@@ -328,7 +342,8 @@ def _own_error(state: SchedulerState, sequence: Sequence, error: ErrorInfo | Non
 
 
 def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
-    """Moves the committed length; at block boundaries publishes what is full and slides windows."""
+    """Advance the committed length. At block boundaries, insert full blocks into the prefix cache and slide
+    windows."""
     sequence = row.sequence
     run = row.run
     block = state.kv.block_size
@@ -341,8 +356,10 @@ def _advance(state: SchedulerState, row: _Row, num_computed: int) -> None:
 
 
 def _append(sequence: Sequence, tokens: list[int]) -> tuple[list[int], tuple[str, int | None] | None]:
-    """Appends as many of ``tokens`` as the sequence takes: (those, how it ended). One that its grammar
-    refuses, which is an error, is not among them."""
+    """Append ``tokens`` up to the end of the sequence. Return (appended tokens, ending or None).
+
+    A token refused by the grammar ends the sequence with an error and is not returned.
+    """
     for count, token in enumerate(tokens, 1):
         sequence.take(token)
         ending = sequence.ending()
@@ -361,7 +378,10 @@ def _deliver_prompt_logprobs(row: _Row, result: StepResult) -> LogprobColumns | 
 
 
 def _columns(rows: LogprobRows | None, index: int, count: int, top: int) -> LogprobColumns:
-    """The first ``count`` entries of row ``index``, cut to ``1 + top`` columns."""
+    """Return the first ``count`` logprob entries of row ``index``, cut to ``1 + top`` columns.
+
+    Raises EngineDead if the result lacks the logprobs.
+    """
     if rows is None or rows.ids.shape[1] <= top:
         raise EngineDead("a step's result lacks logprobs that its sequences asked for")
     begin = int(rows.offsets[index])

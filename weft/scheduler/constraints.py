@@ -1,15 +1,15 @@
-"""Sequences whose output a grammar constrains: where each of them is in it, and the masks of a step.
+"""Sequences with a grammar: the position of each sequence in the grammar, and the masks of a step.
 
-    add         the grammar is compiled elsewhere; the sequence awaits it
-    constrain   its matcher is walked along the output that came with the Submit
-    plan        a row of such a sequence that samples makes the plan ``constrained``
-    masks       once all plans before it have committed: then each matcher is behind the sequence's last
-                token. It is walked along the drafts that the row verifies, and back
-    commit      tokens that are told go into the matcher; drafts that were proposed are kept for the masks of
-                the row that verifies them
+    add         the grammar is compiled elsewhere; the sequence is blocked
+    constrain   the matcher is walked along the output of the Submit
+    plan        a sampling row of such a sequence makes the plan ``constrained``
+    masks       after all earlier plans have committed: each matcher is behind the last committed token.
+                The matcher is walked along the drafts that the row verifies, and back
+    commit      committed tokens advance the matcher; proposed drafts are stored for the masks of the row
+                that verifies the drafts
 
-A matcher belongs to its sequence and is changed by commits alone, so preemption, lost ranks and a change of
-slots leave it as it is. It stays at the head: ranks only see masks.
+A matcher belongs to a sequence. Only commits change the matcher, so preemption, lost ranks and a change of
+slots do not matter. The matcher stays in the engine process: ranks receive only masks.
 """
 
 from __future__ import annotations
@@ -28,38 +28,42 @@ from weft.types.sampling import TokenParams
 log = get_logger(__name__)
 
 WORD = 32
-"""Tokens of a word of a mask."""
+"""Tokens per word of a mask."""
 
 
 class TokenMatcher(Protocol):
-    """``weft.grammar.base.Matcher``: where one sequence is in its grammar."""
+    """The position of a sequence in a grammar. See ``weft.grammar.base.Matcher``."""
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; False, and nothing changes, when the grammar does not allow it."""
+        """Accept the next token. Return False, without any change, if the grammar does not allow the
+        token."""
 
     def rollback(self, tokens: int) -> None:
-        """Takes back the last ``tokens`` that were accepted."""
+        """Undo the last ``tokens`` accepted tokens."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Writes which tokens may follow: int32 [ceil(vocabulary / 32)]."""
+        """Write the mask of possible next tokens, one bit per token, into ``words``: int32 [ceil(vocabulary /
+        32)]."""
 
     def fill_each(self, matchers: Sequence[Any], words: np.ndarray) -> list[int]:
-        """``fill`` of each of ``matchers`` into its row of ``words``; the numbers of those that failed."""
+        """Fill one row of ``words`` for each of ``matchers``. Return the indices of failed matchers."""
 
     @property
     def ended(self) -> bool:
-        """Whether the output is complete, and only an end-of-turn id may follow."""
+        """True if the output is complete and only an end-of-turn id may follow."""
 
 
 class Constraint:
-    """One sequence's place in its grammar: behind its last token that was told."""
+    """The position of one sequence in a grammar: behind the last committed token."""
 
     def __init__(
         self, matcher: TokenMatcher, end_ids: Iterable[int], params: TokenParams, vocab_size: int
     ) -> None:
-        """``matcher``: at the start of the output. ``end_ids``: those that it allows where the grammar may
-        end. One that does not end the sequence (with ``ignore_eos``) is never allowed: where nothing else is
-        left, the sequence ends by itself.
+        """Create the constraint with ``matcher`` at the start of the output.
+
+        ``end_ids``: ids allowed by the matcher where the grammar may end. An end id without effect on the
+        sequence (``ignore_eos``) is never allowed. If such ids are the only possible end, a complete output
+        ends the sequence without an end id.
         """
         ends = frozenset(end_ids)
         self._matcher = matcher
@@ -69,14 +73,14 @@ class Constraint:
         self._params = params
         self._vocab_size = vocab_size
         self.drafts: Sequence[int] = ()
-        """Those that its last committed row proposed: its next row verifies as many of them as it has room
-        for."""
+        """Drafts proposed by the last committed row. The next row verifies a prefix of the drafts."""
         self.failure: ErrorInfo | None = None
-        """Why the sequence cannot go on, by its grammar."""
+        """Why the grammar ends the sequence; None while the sequence can continue."""
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete, and no id can end the sequence."""
+        """True if the output is complete and no id can end the sequence. A failing matcher sets
+        ``failure``."""
         try:
             return self._ends_itself and self._matcher.ended
         except Exception as error:
@@ -84,7 +88,7 @@ class Constraint:
             return False
 
     def walk(self, tokens: Iterable[int]) -> None:
-        """Takes the output that came with the Submit. Sets ``failure`` where the grammar refuses it."""
+        """Accept the output of the Submit. Set ``failure`` if the grammar refuses a token."""
         for number, token in enumerate(tokens):
             if not self._accept(token):
                 why = f"the output so far does not match the grammar: its token {number} is not allowed"
@@ -92,14 +96,16 @@ class Constraint:
                 return
 
     def take(self, token: int) -> None:
-        """The next token was told. Sets ``failure`` where the grammar refuses it, unless it ends the
-        sequence."""
+        """Accept the next committed token. Set ``failure`` if the grammar refuses a token other than a stop
+        id."""
         if not self._accept(token) and token not in self._stops and self.failure is None:
             self.failure = _refusal("a token was sampled that the grammar does not allow", "grammar_mismatch")
 
     def goes_on(self, token: int) -> bool:
-        """``take`` of a token that ends nothing, where the grammar allows it and goes on behind it; False,
-        and it was not taken."""
+        """Accept ``token``, which ends nothing, if the grammar can continue. Return False if not.
+
+        On False the token is not accepted, or accepting the token set ``failure``.
+        """
         if self.failure is not None or not self._accept(token):
             return False
         if self.finished:
@@ -108,9 +114,11 @@ class Constraint:
         return self.failure is None
 
     def fill(self, masks: np.ndarray) -> int:
-        """Writes the masks of a row that samples as many positions: int32 [positions, words], each behind one
-        more draft. Returns how many of them can be reached; what lies behind the draft that the grammar
-        refuses, or that ends the sequence, cannot.
+        """Write the masks of one row, int32 [positions, words]; each mask follows one more draft.
+
+        Return how many masks are reachable. Masks after a refused draft, or after the end of the sequence,
+        are not reachable. The matcher returns to the committed position. Raises EngineDead if drafts are
+        missing.
         """
         if len(masks) - 1 > len(self.drafts):
             raise EngineDead("a row verifies drafts of which the head was not told")
@@ -118,6 +126,7 @@ class Constraint:
             return 0
         if len(masks) == 1:
             return int(self._try_fill(masks[0]))
+        # Walk along the drafts: mask, check the draft against the mask, accept the draft, next mask.
         walked = reached = 0
         try:
             for place, words in enumerate(masks):
@@ -135,7 +144,7 @@ class Constraint:
         return 0 if self.failure is not None else reached
 
     def explain(self, tokens: Sequence[int], num_prompt: int) -> ErrorInfo | None:
-        """Why nothing could be sampled behind ``tokens``; None when something was left by masks and lists."""
+        """Return why no token could be sampled behind ``tokens``; None if masks and lists left a token."""
         if self.failure is not None:
             return self.failure
         vocab_size = self._vocab_size
@@ -146,6 +155,7 @@ class Constraint:
         place = len(tokens) - num_prompt
         if not left.any():
             return _refusal(f"the grammar allows no token at output token {place}", "no_token_allowed")
+        # Apply the lists one by one: blame each parameter with an effect.
         to_blame = []
         for name, kept in _lists(self._params, tokens, place, vocab_size):
             if (left & ~kept).any():
@@ -168,7 +178,7 @@ class Constraint:
             return False
 
     def _take_back(self, tokens: int) -> None:
-        """A matcher that has failed may refuse this as well: what it said first is why the sequence ends."""
+        """Undo ``tokens``. After an earlier failure, a failing rollback keeps the first error."""
         if not tokens:
             return
         try:
@@ -192,19 +202,23 @@ class Constraint:
             words[places] &= kept
 
     def _follows(self, words: np.ndarray, token: int) -> bool:
-        """Whether the sequence may go on behind ``token``, which has to be allowed by ``words``."""
+        """Return True if the sequence may continue behind ``token``: allowed by ``words`` and no stop id."""
         return token not in self._stops and bool(int(words[token // WORD]) >> token % WORD & 1)
 
     def _fail(self, error: Exception) -> None:
-        """A matcher is another library's: what it raises ends its sequence, and nothing else."""
+        """Record an exception of the matcher. The matcher is foreign code: the exception ends only one
+        sequence."""
         log.warning("a grammar's matcher failed: %s", error, exc_info=not isinstance(error, WeftError))
         unknown = EngineDead("the grammar could not be followed", code="grammar_failed")
         self.failure = (error if isinstance(error, WeftError) else unknown).info()
 
 
 def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]:
-    """``Constraint.fill`` of rows that sample one position each: int32 [constraints, words], contiguous.
-    Returns the numbers of those that can go on; other rows are arbitrary."""
+    """Fill masks of rows with one position each, like ``Constraint.fill``: int32 [constraints, words],
+    contiguous.
+
+    Return the indices of rows with a mask. Other rows of ``words`` are arbitrary.
+    """
     able = [number for number, one in enumerate(constraints) if one.failure is None]
     if len(able) < len(constraints):
         part = np.empty((len(able), words.shape[1]), np.int32)
@@ -216,22 +230,21 @@ def fill_each(constraints: Sequence[Constraint], words: np.ndarray) -> list[int]
     matchers = [one._matcher for one in constraints]
     try:
         failed = matchers[0].fill_each(matchers, words)
-    except Exception:  # of one of them, and nobody says whose
+    except Exception:  # one matcher failed, and the exception does not name the matcher
         failed = able
     for hidden, rows in _by_hidden(constraints):
         places, kept = hidden
         words[np.array(rows)[:, None], places] &= kept
     if not failed:
         return able
-    # Whoever failed says why when it is asked by itself.
+    # Fill the failed rows one by one: each failing matcher then records an error.
     wrong = {number for number in failed if not constraints[number]._try_fill(words[number])}
     return [number for number in able if number not in wrong]
 
 
 @functools.lru_cache(maxsize=64)
 def _cleared(hidden: frozenset[int]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(places int64 [.], int32 [.]): the words of a mask that hold the bits of ``hidden``, and what leaves
-    the others; None without any."""
+    """Return (word indices int64 [n], masks int32 [n]) to clear the bits of ``hidden``; None without ids."""
     if not hidden:
         return None
     places = sorted({token // WORD for token in hidden})
@@ -242,7 +255,9 @@ def _cleared(hidden: frozenset[int]) -> tuple[np.ndarray, np.ndarray] | None:
 def _by_hidden(
     constraints: Sequence[Constraint],
 ) -> list[tuple[tuple[np.ndarray, np.ndarray], list[int]]]:
-    """The constraints that hide ids, by what they hide."""
+    """Group the constraints with hidden ids by the hidden ids: [((word indices, masks), constraint
+    indices)]."""
+    # `_cleared` is cached, so equal sets usually have the same object
     groups: dict[int, tuple[tuple[np.ndarray, np.ndarray], list[int]]] = {}
     for number, one in enumerate(constraints):
         if (hidden := one._hidden) is not None:
@@ -251,7 +266,7 @@ def _by_hidden(
 
 
 def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """bool [vocab_size]: the tokens that a mask allows."""
+    """Return the allowed tokens of a mask as bool [vocab_size]."""
     bits = np.unpackbits(np.ascontiguousarray(words, "<i4").view(np.uint8), bitorder="little")
     result: np.ndarray = bits[:vocab_size].astype(bool)
     return result
@@ -260,7 +275,8 @@ def unpacked(words: np.ndarray, vocab_size: int) -> np.ndarray:
 def _lists(
     params: TokenParams, tokens: Sequence[int], place: int, vocab_size: int
 ) -> list[tuple[str, np.ndarray]]:
-    """What each parameter that forbids tokens leaves at output token ``place``: bool [vocab_size]."""
+    """Return (parameter, bool [vocab_size] of allowed tokens) for each parameter with forbidden tokens at
+    ``place``."""
 
     def all_but(ids: Iterable[int]) -> np.ndarray:
         kept = np.ones(vocab_size, bool)
@@ -291,7 +307,7 @@ def _refusal(message: str, code: str, param: str = "grammar") -> ErrorInfo:
 
 
 class HasConstraint(Protocol):
-    """A sequence, as far as it matters here."""
+    """A sequence, as far as masks need one."""
 
     constraint: Constraint | None
 
@@ -299,12 +315,12 @@ class HasConstraint(Protocol):
 def masks_of(
     plan: StepPlan, vocab_size: int, gens: np.ndarray, constrained: np.ndarray, in_slot: np.ndarray
 ) -> TokenMasks:
-    """The masks of ``plan``; all before it have committed.
+    """Return the masks of ``plan``. All earlier plans must have committed.
 
-    gens: int32 [slots], constrained: bool [slots], and in_slot [slots] the sequences: those that are running
-    now. A row whose sequence has left its slot since the plan was made has none: what it samples is dropped.
+    gens: int32 [slots]. constrained: bool [slots]. in_slot: object [slots], the running sequences. If the
+    sequence has left the slot since planning, the row gets no mask: the sampled token is dropped.
     """
-    # Few and plain operations: each is cold here, as the forward has had the caches since the last step.
+    # Few and plain operations: caches are cold here, because the forward pass ran since the last step.
     begins: list[int] = []
     samples: list[int] = []
     constraints: list[Constraint] = []
@@ -320,7 +336,7 @@ def masks_of(
                 begins.append(first)
                 samples.append(sampled)
                 constraints.append(sequence.constraint)
-            first += sampled
+            first += sampled  # entries count sampled positions of all rows, constrained or not
     if not constraints:
         return TokenMasks()
     words = np.empty((sum(samples), -(-vocab_size // WORD)), np.int32)
@@ -339,8 +355,8 @@ def masks_of(
 
 
 def keep_drafts(plan: StepPlan, result: StepResult, gens: np.ndarray, in_slot: np.ndarray) -> None:
-    """Keeps the drafts that were proposed after ``plan`` at the sequences that will verify them."""
-    begin = 0
+    """Store the drafts proposed after ``plan`` in the constraints of the verifying sequences."""
+    begin = 0  # result.drafts [all proposed drafts], row after row in plan order
     drafts = result.drafts.tolist()
     for segment in (plan.prefill, plan.decode):
         alive = (gens[segment.slot] == segment.gen).tolist()

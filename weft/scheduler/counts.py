@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""The counters of a scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Counts:
-    """Counters since start; names as in HeadStats."""
+    """Counters since start, named as in HeadStats."""
 
     steps: int = 0
     mixed_steps: int = 0
@@ -26,5 +26,5 @@ class Counts:
     constrained_steps: int = 0
     grammar_errors: int = 0
     drafts: list[int] = field(default_factory=list)
-    """Drafts verified, by their place in the row."""
+    """Number of verified drafts by draft position in the row."""
     drafts_accepted: list[int] = field(default_factory=list)

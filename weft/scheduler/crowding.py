@@ -1,4 +1,4 @@
-"""Who gives up its slot for a sequence that waits while all slots are taken."""
+"""Choose a running sequence to give up its slot for a waiting sequence when all slots are taken."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from weft.scheduler.state import SchedulerState
 
 
 def crowding(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """The sequence that should give up its slot for ``sequence``, or None."""
+    """Return the running sequence chosen to give up its slot for ``sequence``, or None."""
     return _of_larger_share(state, sequence) or _of_longer_turn(state, sequence)
 
 
 def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """The last sequence, in order, of the share of the same priority that runs most; None if that share does
-    not run at least two sequences more than the share of ``sequence``.
+    """Return the last sequence of the largest share with the same priority; None if the difference is too
+    small.
 
-    With two more, the difference between the shares falls, so two shares never take a slot from each other in
-    turns. Never a victim: a sequence that gave way before, a protected one, and one that was admitted in this
-    plan (ranks do not know of it yet, and could not free its slot).
+    The largest share must run at least two sequences more than the share of ``sequence``. Then the difference
+    falls with the handover, so two shares never take a slot from each other in turns. Not a victim: a
+    sequence preempted for others before, a protected sequence, and a sequence admitted in this plan (the
+    ranks do not know the slot yet).
     """
     share, victim = sequence.share, None
     if share is None or not state.waiting.large:
         return None
     most = share.running + 1
+    # Even a share with all other sequences would not be larger by two.
     if len(state.running) - share.running <= most:
         return None
     for other in reversed(state.running):
@@ -36,15 +38,16 @@ def _of_larger_share(state: SchedulerState, sequence: Sequence) -> Sequence | No
 
 
 def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | None:
-    """The last sequence, in order, that has had ``TURN`` tokens since it was admitted.
+    """Return the last sequence, in scheduling order, with at least ``TURN`` tokens since admission, or None.
 
-    For a newcomer: one of a lower priority, or one of the same priority whose share runs more sequences (so
-    it is no sibling, and would not take the slot back). So short and urgent requests get in where long ones
-    have all slots. For a sequence that gave way before: only one of those that also comes after it in order.
-    So a newcomer that turns out to be long returns the slot, and the order is first come, first served again.
+    Short and urgent requests thus get slots while long requests have all slots. For a newcomer: a sequence of
+    a lower priority, or of the same priority from a share with more running sequences. Parallel samples
+    belong to the same share and are no victims, so a slot is not taken back at once. For a sequence preempted
+    for others before: also later in scheduling order. A long newcomer thus returns the slot, and the order is
+    first come, first served again.
 
-    None without prefix caching, where all that the victim had would be computed again. Never a sequence whose
-    cache came by a room: it would have to be sent again.
+    None without prefix caching, because the victim would recompute everything. A sequence with KV from a
+    transfer is no victim, because the KV would have to be sent again.
     """
     share = sequence.share
     if share is None or not state.kv.enable_prefix_caching:
@@ -53,7 +56,7 @@ def _of_longer_turn(state: SchedulerState, sequence: Sequence) -> Sequence | Non
     had = columns.num_computed[slots] - columns.known[slots]
     for other in state.in_slot[slots[had >= TURN][::-1]].tolist():
         if not sequence.newcomer and other.key < sequence.key:
-            return None  # the rest come before ``sequence`` as well
+            return None  # all further candidates precede `sequence` as well
         if other.key[0] < sequence.key[0] or other.protected or other.yielded >= MOST_YIELDS:
             continue
         urgent = other.key[0] > sequence.key[0]

@@ -1,19 +1,18 @@
-"""What drafts have cost beyond what the same tokens would have cost without, and how much more they may.
+"""The loss by drafts, compared with the same tokens without drafts, and the allowed loss.
 
-Every step with drafts and no prompts is set against plain steps: the tokens it made, at the price of a
-plain step of as many rows as measured here. What it took beyond that, op by op or capture included, is
-loss; what it saved makes up for loss. Drafts are allowed while the loss so far and what another try is
-expected to lose stay within a share of the time that steps took; that holds for all steps together, and for
-those of each size of batch. The first size may lose some steps' worth in any case, so that a first try is
-possible at once where steps are of few rows. So whatever a cost model believes, and whatever a try costs,
-drafts make an engine slower by no more than that share, but for those steps and for a try that turned out
-worse than expected.
+Every step with drafts and without prompts is compared with plain steps. The tokens of the step are priced at
+a measured plain step with as many rows. Time beyond the price is loss, including capture or slow operators;
+time below the price reduces the loss. Drafts are allowed while the loss so far plus the expected loss of
+another try stays within a share of the total step time. The limit holds for all steps together and per batch
+size. The first batch size may lose some plain steps in any case: the grant. With the grant, an engine with
+few rows can try drafts at once. So drafts slow an engine by no more than the share, except for the grant and
+a try worse than expected, whatever the cost model predicts.
 
-How much may be lost goes by what became of drafts lately: where none was right, half the share and few steps;
-the whole of both from one right draft a row on.
+The allowed loss depends on recent acceptance: half the share and a small grant without accepted drafts, the
+full amounts from one accepted draft per row on.
 
-What was gained is no credit: it only ever makes up for loss before it. Sums fade, so that an hour does not
-pay for minutes of loss.
+A gain is no credit: a gain only reduces earlier loss. Sums decay, so an hour of gain does not pay for minutes
+of loss.
 
 Pure: no clock, no randomness.
 """
@@ -28,48 +27,48 @@ import numpy as np
 from weft.types.plan import StepPlan
 
 SHARE = 0.02
-"""Most of the time that drafts may lose, before the first and where one of a row is right; half of it where
-none is, as a try may lose more than was expected of it: a capture is not foreseen."""
+"""Maximum share of step time that drafts may lose, before the first draft and with one accepted draft per
+row. Half of the share without accepted drafts, because a try may lose more than expected: captures are not
+foreseen."""
 GRANT = 128
-"""Plain steps that may be lost in any case with the first size of batch, if that is one row. Of more rows
-less, by ``rows ** GRANT_FALLS``: the fewer, the likelier drafts pay, and the dearer is a capture beside a
-step."""
+"""Plain steps that the first batch size may lose in any case, for one row. Divided by ``rows **
+GRANT_FALLS``: with fewer rows drafts pay more often, and a capture is longer relative to a step."""
 LEAST_GRANT = 5
 LEAST_GRANT_SECONDS = 0.05
-"""The same where no draft was right, the larger of both: steps, and seconds. A capture takes tens of
-milliseconds whatever a step takes, so of fast steps there must be many."""
+"""The grant without accepted drafts, in steps and in seconds; the larger applies. A capture takes tens of
+milliseconds, so fast steps need a grant of many steps."""
 RIGHT_KEEP = 0.97
-"""How the number of right drafts fades, for each step that verified some."""
+"""Decay of the acceptance sums per step with verified drafts."""
 GRANT_FALLS = 5 / 3
 GUESS = 2.0
-"""Loss of a step with drafts before the first, in plain steps."""
+"""Expected loss of the first step with drafts, in plain steps."""
 AHEAD = 2
-"""Steps that a try takes: one that drafts, one that verifies. Another under way is one more."""
+"""Steps of a try: one step proposes and one step verifies. Each further step in flight adds one."""
 HALF_LIFE = 120.0
-"""Seconds of steps after which sums count half."""
+"""Half-life of the sums, in seconds of step time."""
 LATEST = 8
-"""Plain steps of as many rows behind other plain ones, whose median is their price."""
+"""Number of latest settled plain steps per row count; the price is the median."""
 SETTLED = 4
-"""Plain steps behind drafts that are no price: the first makes up for the drafter's entries, and until caches
-hold what plain steps read they take up to twice as long."""
+"""Plain steps after drafts without use as a price. The first step also fills the drafter's cache, and plain
+steps take up to twice as long until caches hold the data of plain steps."""
 _WEIGHT = 0.3
 
 
 @dataclass(slots=True)
 class Account:
-    """Of steps of some size of batch, or of all."""
+    """The account of one batch size class, or of all steps."""
 
     time: float = 0.0
-    """Seconds."""
+    """Decayed sum of step time in seconds."""
     loss: float = 0.0
-    """Seconds lost by drafts; never below 0."""
+    """Decayed sum of seconds lost by drafts; never below 0."""
     paused: float = 0.0
-    """Of ``time``, what sums have not faded by yet."""
+    """Part of ``time`` without decay applied yet."""
     expected: float = GUESS
-    """Loss of a step with drafts, in plain steps; below 0 it gains."""
+    """Expected loss of a step with drafts, in plain steps; a negative value is a gain."""
 
     def pause(self, seconds: float) -> None:
-        """``spend`` without a loss, for the least time."""
+        """Record ``seconds`` without loss and defer the decay; cheaper than ``spend``."""
         self.time += seconds
         self.paused += seconds
 
@@ -81,36 +80,40 @@ class Account:
 
 
 def has_drafts(plan: StepPlan) -> bool:
-    """Whether decode rows of the plan verify or propose any."""
+    """Return True if a decode row of the plan verifies or proposes drafts."""
     decode = plan.decode
     return bool(decode.rows and (decode.count.max() > 1 or decode.next_k.any()))
 
 
 class DraftBudget:
-    """Loss and allowance. For each step in order: ``step``; ``allows`` before each that would draft, and
-    ``drafting`` if it does."""
+    """The ledger of losses and the allowance.
+
+    For each step in order: ``allows`` before a step with drafts, ``drafting`` if the step drafts, and
+    ``step`` with the measured time.
+    """
 
     def __init__(self) -> None:
         self.all = Account()
         self.trials = 0.0
-        """Seconds given to trials of what is not expected to be best."""
+        """Seconds spent on trials with a worse expectation than the best choice."""
         self._sizes: dict[int, Account] = {}
-        """By size of batch (powers of two)."""
+        """Batch size class (power of two) -> account."""
         self._right = self._verified = 0.0
-        """Drafts that were right, and rows that had some; fading."""
+        """Decayed sums: accepted drafts, and rows with verified drafts."""
         self._under_way = 0
-        """Steps that draft, of which nothing is known yet; 0 again at a settled plain step."""
+        """Number of drafting steps without a measured time; reset at a settled plain step."""
         self._first = 0
-        """The first size that was asked for."""
+        """The first batch size class passed to ``allows``."""
         self._plain: dict[int, deque[float]] = {}
-        """By rows: the latest plain steps, in seconds."""
+        """Number of rows -> seconds of the latest plain steps."""
         self._behind = SETTLED
-        """Steps without drafts in a row, so far. Before the first there were none to settle from."""
+        """Number of consecutive plain steps. Starts as settled."""
         self._prices: tuple[list[int], list[float]] | None = None
-        """Rows, increasing, and the median of each; None when they are to be made again."""
+        """(row counts in ascending order, median seconds); None when outdated."""
 
     def plain(self, rows: int) -> float:
-        """Seconds of a step of ``rows`` without drafts, between those measured; 0 before the first."""
+        """Return the seconds of a plain step of ``rows``, interpolated between measured sizes; 0 before the
+        first."""
         if not self._plain:
             return 0.0
         if self._prices is None:
@@ -120,16 +123,16 @@ class DraftBudget:
 
     @property
     def settled(self) -> bool:
-        """Whether the last step, if it was plain, tells what plain steps take."""
+        """True if enough plain steps precede: the time of a plain step is then a price."""
         return self._behind > SETTLED
 
     @property
     def right(self) -> float:
-        """Drafts of a row that were right lately, at most 1; 0 before the first."""
+        """Recently accepted drafts per row, at most 1; 0 before the first."""
         return min(self._right / self._verified, 1.0) if self._verified else 0.0
 
     def of(self, rows: int) -> Account:
-        """The account of steps of ``rows``."""
+        """Return the account of the batch size class of ``rows``."""
         size = rows.bit_length()
         account = self._sizes.get(size)
         if account is None:
@@ -137,10 +140,10 @@ class DraftBudget:
         return account
 
     def step(self, plan: StepPlan, seconds: float, accepted: int, uncaptured: bool) -> None:
-        """``plan`` took ``seconds``, and ``accepted`` of its drafts were right.
+        """Record the ``seconds`` of ``plan`` and the number of accepted drafts.
 
-        ``uncaptured``: longer than others like it will. That is a loss all the same, but tells nothing of
-        others.
+        ``uncaptured``: the step took longer than later equal steps will. The time counts as loss, but changes
+        no expectation and no price.
         """
         decode = plan.decode
         lost = 0.0
@@ -151,6 +154,7 @@ class DraftBudget:
         if verified:
             self._right = RIGHT_KEEP * self._right + accepted
             self._verified = RIGHT_KEEP * self._verified + verified
+        # A step with prompts has no plain price: count only the time.
         if not rows or plan.prefill.rows:
             if plan.prefill.next_k.any() or has_drafts(plan):
                 self._behind = 0
@@ -166,23 +170,24 @@ class DraftBudget:
                 self._plain.setdefault(rows, deque(maxlen=LATEST)).append(seconds)
                 self._prices = None
         elif price := self.plain(rows):
-            lost = seconds - price * (1.0 + accepted / rows)
+            lost = seconds - price * (1.0 + accepted / rows)  # price of 1 + accepted / rows plain steps
             if not uncaptured:
                 account.expected += _WEIGHT * (lost / price - account.expected)
         account.spend(seconds, lost)
         self.all.spend(seconds, lost)
 
     def drafting(self) -> None:
-        """The step that was allowed proposes drafts."""
+        """Count a step with proposed drafts in flight."""
         self._under_way += 1
 
     def pause(self, rows: int, seconds: float) -> None:
-        """``step`` of ``rows`` without drafts, for the least time: no price is taken from it."""
+        """Record a plain step of ``rows`` cheaply, without use as a price."""
         self.all.pause(seconds)
         self.of(rows).pause(seconds)
 
     def allows(self, rows: int) -> bool:
-        """Whether a step of ``rows`` may draft: as it is expected to go, no more is lost than may be."""
+        """Return True if a step of ``rows`` may draft: the loss with the expected further loss stays within
+        limits."""
         price = self.plain(rows)
         if not price:
             return False
@@ -194,13 +199,14 @@ class DraftBudget:
         return all(of.loss + ahead <= max(share * of.time, granted) for of in (account, self.all))
 
     def _granted(self, rows: int) -> float:
-        """Plain steps of ``rows`` that may be lost in any case with the first size of batch."""
+        """Return the grant of the first batch size, in plain steps of ``rows``."""
         most = float(GRANT / rows**GRANT_FALLS)
         least = min(max(LEAST_GRANT, LEAST_GRANT_SECONDS / self.plain(rows)), most)
         return least + (most - least) * self.right
 
     def allows_trial(self, rows: int, drafts: int) -> bool:
-        """Whether ``drafts`` may be tried that are not expected to be best; if so, counts them."""
+        """Return True, and count the trial, if ``drafts`` drafts may be tried although not expected to be
+        best."""
         if self.trials > SHARE * self.all.time or not self.allows(rows):
             return False
         self.trials += AHEAD * (1 + drafts) * self.plain(rows)

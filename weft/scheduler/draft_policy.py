@@ -1,18 +1,18 @@
-"""How many drafts each sequence gets: the most tokens a second that acceptance and cost allow.
+"""The number of drafts per sequence: maximize tokens per second, given acceptance and cost.
 
-Speculation never changes a token, only how many of them a step makes. A row of ``1 + k`` tokens costs more
-than one of 1, and so do the drafts; it gives ``1 + a`` tokens, ``a`` the accepted drafts. So the policy keeps
-of every slot a running share of first drafts that were accepted, and of every later place in a row the share
-that was accepted after the one before it. What a step costs comes from the cost model, fitted to the steps as
-they ran. Drafts are then given out in the order of their chance to be accepted, as long as each makes the
-expected tokens a second more. So a sequence whose drafts are never right gets none, and none gets any where a
-step is bound by arithmetic.
+Speculation never changes a token, only the number of tokens per step. A row of ``1 + k`` tokens costs more
+than a row of one token, and proposing drafts costs time too. Such a row yields ``1 + a`` tokens for ``a``
+accepted drafts. The policy keeps, for every slot, a moving average of the acceptance of first drafts. For
+every later draft position, the policy keeps the share accepted after an accepted predecessor. The cost model,
+fitted to measured steps, predicts the cost of a step. Drafts are handed out in order of acceptance
+probability, as long as each draft raises the expected tokens per second. A sequence with useless drafts gets
+none, and nobody gets drafts if arithmetic limits the step.
 
-To know what it rejects the policy has to try: for every size of batch that lasts, a few steps without drafts,
-then the most drafts a few times, later fewer; steps without drafts now and then, and drafts where they do not
-pay, less and less often. All of that, and all that drafts lose where a model was wrong, is bounded: a ledger
-sets every step with drafts against what its tokens would have taken without
-(``weft/scheduler/draft_budget.py``).
+Rejected choices must be tried to be known. For every lasting batch size, the policy first runs a few steps
+without drafts, then tries the maximum number of drafts, later fewer. Steps without drafts are repeated now
+and then. Where drafts do not pay, drafts are probed less and less often. The total loss by trials and by a
+wrong cost model is bounded: a ledger compares every step with drafts to the time of the same tokens without
+drafts (``weft/scheduler/draft_budget.py``).
 
 Pure: no clock, no randomness.
 """
@@ -29,39 +29,39 @@ from weft.scheduler.step_cost import CostModel, StepShape, decode_shape, shape_o
 from weft.types.plan import StepPlan
 
 TRIALS = 4
-"""Steps that each number of drafts is tried, for each size of batch."""
+"""Number of steps in which each number of drafts is tried, per batch size."""
 PATIENCE = 32
-"""Plans of a size of batch before any of its steps drafts, but for the first size: a batch that ends passes
-the smaller ones in some steps each."""
+"""Plans of a batch size before the first trial, except for the first size: a batch that drains passes through
+the smaller sizes in a few steps each."""
 REPEATS = 12
-"""Trials of a number of drafts, on average, that are made again as they said nothing of later steps."""
+"""Average number of repeated trials per number of drafts; a trial without useful timing is repeated."""
 FIRST_PROBE, LAST_PROBE = 32, 512
-"""Steps between two probes while nothing is drafted: at first, and at most."""
+"""First and maximum number of steps between two probes while nothing is drafted."""
 PLAIN_EVERY = 400
-"""Steps after which ``PLAIN_STEPS`` have no drafts, to see again what they cost."""
+"""Period, in steps, after which ``PLAIN_STEPS`` steps run without drafts to measure the cost again."""
 PLAIN_STEPS = 12
 HOLD, LONGEST_HOLD = 8, 32
-"""Steps for which a sequence keeps its number of drafts: to reckon takes as long as a small op. Twice as many
-each time that nothing changed."""
+"""Steps for which draft counts stay fixed: a new choice costs as much as a small kernel. The number doubles,
+up to ``LONGEST_HOLD``, for each unchanged choice."""
 LEARN_EVERY = 5
-"""Steps of which one is learned from, while nothing changes. Nothing else comes every so many."""
+"""Learn from one step in so many while draft counts are stable. No other period has the same length."""
 MAX_IN_FLIGHT = 4
-"""Plans that may be under way, and more."""
+"""Upper bound of plans in flight."""
 IDLE_STEPS = 24
-"""Plans without a new choice once drafts do not pay, so that the policy costs nothing then."""
+"""Plans without a new choice once drafts do not pay, to save the time of the policy."""
 WORTH = 1.01
-"""Expected tokens a second with drafts over those without from which on there are drafts."""
+"""Minimum ratio of expected tokens per second with drafts to tokens per second without drafts."""
 
 
 class DraftPolicy:
-    """Chooses ``next_k`` for the rows of one plan after another.
+    """Chooses ``next_k`` for the rows of each plan.
 
-    For each plan: ``choose`` for its decode rows, then ``first`` for each prefill row that samples;
-    ``verified`` when its result commits, then ``observe`` when its time is known.
+    For each plan: ``choose`` for decode rows, then ``first`` for each sampling prefill row. ``verified`` when
+    the result commits, then ``observe`` when the time is known.
     """
 
     def __init__(self, most: int, adaptive: bool, columns: SlotColumns, fitter: CostFitter) -> None:
-        """``most``: drafts of a row, >= 1. Not ``adaptive``: always as many."""
+        """``most``: maximum drafts per row, >= 1. Without ``adaptive``, every row gets the maximum."""
         self.most = most
         self.adaptive = adaptive
         self.fitter = fitter
@@ -69,40 +69,38 @@ class DraftPolicy:
         self._columns = columns
         self._shares = Acceptance(most, columns)
         self._beside: StepPlan | None = None
-        """The last step that was looked at."""
+        """The last step used for learning."""
         self._least = np.inf
-        """Chance of the last draft that was worth its cost; infinite where none is."""
+        """Acceptance probability of the last draft worth its cost; infinity without such a draft."""
         self._accepted = 0
-        """Drafts that were right in the step that was committed last."""
+        """Number of accepted drafts in the last committed step."""
         self._tried: dict[int, np.ndarray] = {}
-        """By size of batch: trials of each number of drafts, [most + 1]."""
+        """Batch size class -> number of trials per number of drafts, [most + 1]."""
         self._met: dict[int, int] = {}
-        """By size of batch, before the first trial: plans."""
+        """Batch size class -> number of plans before the first trial."""
         self._repeats: dict[int, int] = {}
-        """By size of batch: trials that will still be made again if they must."""
+        """Batch size class -> number of repeatable trials left."""
         self._steps = self._idle = 0
-        """Steps chosen for, and since one had drafts."""
+        """Number of steps with a choice, and number of steps since a step with drafts."""
         self._next = self._size = 0
-        """When the numbers are reckoned again, and for what size of batch they were."""
+        """Step of the next recomputation of draft counts, and batch size class of the last."""
         self._hold, self._total = HOLD, 0
-        """Steps for which they are kept; and the drafts of all rows."""
+        """Steps for which draft counts stay fixed, and the total number of drafts of all rows."""
         self._probe = FIRST_PROBE
         self._forced = -1
-        """Drafts of every row of this plan; -1: as reckoned."""
+        """Number of drafts of every row of the plan; -1 if not forced by a trial."""
         self._observed = 0
-        """Steps that could have been learned from."""
+        """Number of steps usable for learning."""
         self._idle_left = self._rested = 0
-        """Plans for which drafting stays idle; and idle plans so far."""
+        """Number of idle plans left, and number of idle plans since the last choice."""
 
     def enter(self, slot: int) -> None:
-        """``slot`` has a new sequence."""
+        """Reset the acceptance and the draft count of ``slot`` for a new sequence."""
         self._shares.enter(slot)
         self._columns.wanted[slot] = self._wants()
 
     def idle(self) -> bool:
-        """Whether drafting is idle for the next plan: it has no drafts, and nothing is chosen. Call it once a
-        plan.
-        """
+        """Return True if the next plan has no drafts and needs no choice. Call at most once per plan."""
         if not self._idle_left:
             return False
         self._idle_left -= 1
@@ -111,9 +109,9 @@ class DraftPolicy:
         return True
 
     def choose(self, slots: np.ndarray, starts: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """int32 [rows]: drafts that each decode row proposes, at most ``room``, to be verified a step later.
+        """Return int32 [rows]: number of drafts to propose in each decode row, at most ``room``.
 
-        slots, starts (their positions) and room: integers [rows].
+        slots, starts (positions) and room: integers [rows]. The drafts are verified in the next step.
         """
         most: np.ndarray = np.minimum(room, self.most).astype(np.int32)
         self._forced = -1
@@ -125,8 +123,9 @@ class DraftPolicy:
         return chosen
 
     def _choose(self, slots: np.ndarray, starts: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """``choose`` where numbers are adapted; ``most``: int32 [rows], of each row."""
+        """Return the adaptive choice. ``most``: int32 [rows], maximum per row."""
         self._steps += 1
+        # Order of precedence: closed budget, trial, stable or recomputed choice, probe.
         if not self._opened(len(slots)):
             self._least = np.inf
             self._idle_left = IDLE_STEPS * (len(slots).bit_length() in self._tried)
@@ -148,7 +147,8 @@ class DraftPolicy:
         return chosen
 
     def _keep(self, size: int, total: int) -> None:
-        """Numbers were reckoned for batches of ``size``, in all ``total``."""
+        """Record a recomputation: ``total`` drafts for batch size class ``size``. A stable choice is kept
+        longer."""
         alike = size == self._size and total == self._total > 0
         self._hold = min(2 * self._hold, LONGEST_HOLD) if alike else HOLD
         self._next = self._steps + self._hold
@@ -156,44 +156,45 @@ class DraftPolicy:
         self._total = total
 
     def first(self, room: int) -> int:
-        """Drafts that a sequence proposes after its prompt."""
+        """Return the number of drafts to propose after a prompt, at most ``room``."""
         if not self.adaptive:
             return min(room, self.most)
         return min(room, self._forced if self._forced >= 0 else self._wants())
 
     def _wants(self) -> int:
-        """Drafts that were worth their cost lately, of a sequence of which nothing is known."""
+        """Return the number of drafts recently worth the cost, for a sequence without history."""
         if self._least == np.inf:
             return 0
         return int((self._shares.expected * self._shares.chain() >= self._least).sum())
 
     def verified(self, slots: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """What became of the drafts of rows that had some: integers [rows], ``accepted <= drafts``."""
+        """Record accepted drafts of rows with drafts: integers [rows], ``accepted <= drafts``."""
         if not self.adaptive or not len(slots):
             return
         self._accepted = int(accepted.sum())
         self._shares.see(slots, drafts, accepted, now=self._least == np.inf)
-        if self._shares.rose:  # better than it was: look again soon
+        if self._shares.rose:  # better than the average: look again soon
             self._shares.rose = False
             self._probe = FIRST_PROBE
             if self._least == np.inf:
                 self._next = self._steps
 
     def observe(self, plan: StepPlan, seconds: float, fit: bool, uncaptured: bool = False) -> None:
-        """``plan`` took ``seconds``. ``fit``: the cost model should learn from it; else it does already.
+        """Record the ``seconds`` of ``plan``. ``fit``: pass the time to the cost model.
 
-        ``uncaptured``: longer than later ones like it will, so the model learns nothing; a trial is made
-        again. While nothing is drafted, the model learns from one step in ``IDLE_STEPS``.
+        ``uncaptured``: the step took longer than later equal steps will, so the cost model does not learn,
+        and a trial is repeated. While drafting is idle, the model learns from one step in ``IDLE_STEPS``.
         """
         if not self.adaptive:
             return
-        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # no drafts were in flight when the pause began
+        if 0 < self._idle_left < IDLE_STEPS - MAX_IN_FLIGHT:  # No drafts were in flight when the pause began.
             self.budget.pause(plan.decode.rows, seconds)
             return
         self.budget.step(plan, seconds, self._accepted, uncaptured)
         self._accepted = 0
         if uncaptured:
             self._repeat(plan)
+        # Learn only from settled plain steps and from steps with prompts or drafts.
         elif not self._idle_left and (self.budget.settled or plan.prefill.rows or has_drafts(plan)):
             self._beside = plan
             self._observed += 1
@@ -201,7 +202,7 @@ class DraftPolicy:
                 self.fitter.observe(shape_of(plan), seconds)
 
     def _repeat(self, plan: StepPlan) -> None:
-        """If the plan was a trial, there is another."""
+        """Schedule one more trial if ``plan`` was a trial and repeats are left."""
         drafts = int(plan.decode.next_k.max(initial=0))
         size = plan.decode.rows.bit_length()
         tried = self._tried.get(size)
@@ -213,7 +214,8 @@ class DraftPolicy:
             self._repeats[size] = left - 1
 
     def _opened(self, rows: int) -> bool:
-        """Whether plans of that many rows may have drafts at all, as far as losses go."""
+        """Return True if plans of ``rows`` rows may have drafts: first trials, or the loss budget allows
+        drafts."""
         size = rows.bit_length()
         if self._tried and size not in self._tried:
             self._met[size] = met = self._met.get(size, 0) + 1
@@ -223,9 +225,10 @@ class DraftPolicy:
         return bool(tried[0] < TRIALS) or self.budget.allows(rows)
 
     def _trial(self, rows: int) -> int:
-        """Drafts to try with that many rows; -1 when there is nothing to try now."""
+        """Return the number of drafts to try with ``rows`` rows; -1 for no trial."""
         tried = self._tried[rows.bit_length()]
         drafts = 0
+        # Plain steps first: all other trials are compared with plain steps.
         if tried[0] >= TRIALS:
             if self._steps % PLAIN_EVERY >= PLAIN_EVERY - PLAIN_STEPS:
                 return 0
@@ -236,8 +239,8 @@ class DraftPolicy:
         return drafts
 
     def _probing(self, drafting: bool) -> bool:
-        """Whether rows without drafts get one in this plan, to see what would become of it."""
-        if drafting:  # rows without drafts try one beside the others
+        """Return True if rows without drafts get one draft in the plan, to measure acceptance."""
+        if drafting:  # a row without drafts tries one beside the other rows
             self._idle = 0
             self._rested = 0
             self._probe = FIRST_PROBE
@@ -251,14 +254,16 @@ class DraftPolicy:
         return True
 
     def _best(self, slots: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """int32 [rows]: the drafts that make the expected tokens a second the most."""
+        """Return int32 [rows]: the numbers of drafts with the maximum expected tokens per second."""
         places = np.arange(1, self.most + 1)
         self._shares.learn()
-        chances = self._columns.acceptance[slots][:, None] * self._shares.chain()
-        # Of equal chances the earlier place goes first: a row's drafts are always its first ones.
+        chances = self._columns.acceptance[slots][:, None] * self._shares.chain()  # [rows, most]
+        # Stable sort: with equal chances the earlier draft position comes first, because drafts of a row are
+        # a prefix.
         order = np.argsort(-chances, axis=None, kind="stable")
         gains = np.cumsum(chances.ravel()[order])
         deepest = np.maximum.accumulate(places[order % self.most])
+        # All [rows * most], cumulative over drafts in descending order of acceptance.
         pairs = np.cumsum((starts[order // self.most] + 1).astype(np.float64))
         plain, extra = self._costs(starts, deepest, pairs)
         rows = len(slots)
@@ -272,7 +277,8 @@ class DraftPolicy:
         return np.bincount(taken // self.most, minlength=rows).astype(np.int32)
 
     def _costs(self, starts: np.ndarray, deepest: np.ndarray, pairs: np.ndarray) -> tuple[float, np.ndarray]:
-        """(seconds of a step without drafts, what 1, 2, .. drafts in all add to it)."""
+        """Return (seconds of a step without drafts, [drafts] additional seconds of the first 1, 2, ..
+        drafts)."""
         model: CostModel = self.fitter.model
         rows = decode_shape(starts, np.ones(len(starts), np.int64))
         beside = StepShape() if self._beside is None else shape_of(self._beside)
@@ -286,6 +292,6 @@ class DraftPolicy:
         tokens = model.token_seconds(np.concatenate([[0], count]) + float(shape.tokens))
         extra = tokens[1:] - tokens[0] + model.coefficient("decode_pair") * pairs
         extra += model.coefficient("verify") + model.coefficient("draft_pass") * deepest
-        # A model that has seen few steps may say that one costs nothing.
+        # A model fitted to few steps may predict zero: bound the prediction by half the measured time.
         plain = max(model.predict(shape), 0.5 * self.budget.plain(shape.decode_rows))
         return plain, extra + model.coefficient("draft") * count

@@ -1,11 +1,11 @@
-"""Fits a cost model to the steps of a running system.
+"""Fit a cost model to the measured steps of a running system.
 
-Observations are kept by kind of step (powers of two of prefill tokens, decode rows, positions read and drafts
-verified, and the drafter's passes), a few of the latest of each, so that an hour of pure decode does not make
-the model forget what a prompt costs. The fit minimises squared *relative* errors under coefficients >= 0, by
-least squares with Huber weights: a step that a page fault or a paused process made long pulls no more than a
-small error does. It is pulled lightly towards the prior, scaled to the observed level, and a slope of merged
-tokens towards its neighbours, so that what was never seen is extrapolated from what was.
+Observations are grouped by class of step: powers of two of prefill tokens, decode rows, positions read,
+verified drafts, and drafter passes. Each class keeps the latest observations: an hour of pure decode does not
+erase the cost of prompts. The fit minimizes squared *relative* errors under coefficients >= 0, by least
+squares with Huber weights: a step slowed by a page fault or a paused process pulls no more than a small
+error. The fit is pulled lightly towards the prior, scaled to the measured level. Slopes of merged tokens are
+pulled towards neighbouring slopes, to extrapolate from seen to unseen sizes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from weft.scheduler.step_cost import FIRST_SLOPE, NAMES, NUM_SLOPES, PRIOR, CostModel, StepShape, features
 
 KINDS, LATEST = 192, 8
-"""Kinds of steps remembered, and observations of each."""
+"""Number of step classes, and number of observations per class."""
 _PRIOR_WEIGHT = 1e-3
 _SMOOTH_WEIGHT = 3e-3
 _HALF_LIFE = 4096.0
-"""Steps after which an observation counts half."""
+"""Number of steps after which an observation counts half."""
 _ROUNDS = 4
 _SURPRISE = 0.25
 _SOON = 4
@@ -30,17 +30,18 @@ _TINY = 1e-9
 
 
 class CostFitter:
-    """Takes observations, gives the model that fits them."""
+    """Collects observations and returns the fitted model."""
 
     def __init__(self, prior: CostModel = PRIOR) -> None:
         self._model = prior
         self.observations = 0
         self._since = 0
-        """Observations since the last fit, which takes a millisecond or two."""
+        """Number of observations since the last fit. A fit takes one or two milliseconds."""
         self._soon = _SOON
-        """Of those, how many there must be when the model was far off; more while new fits do not help."""
+        """Observations needed for a new fit when the model was far off; doubles while new fits do not
+        help."""
         self._due = False
-        """Whether the next read of ``model`` fits a new one; models are fitted only when read."""
+        """True if the next read of ``model`` fits a new model. Models are fitted only when read."""
         self._prior = np.array(prior.coefficients)
         self._rows: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._x = np.zeros((KINDS, LATEST, len(NAMES)))
@@ -50,10 +51,10 @@ class CostFitter:
         self._next = np.zeros(KINDS, np.int64)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """Takes in one step; ignores times <= 0.
+        """Record one step. Infinite times, NaN and times <= 0 are ignored.
 
-        The model is fitted again when the step is the first of its kind, within a few steps when the model
-        was far off, and now and then in any case.
+        A new fit is due after the first step of a class, within a few steps if the model was far off, and
+        after ``_AT_LEAST`` steps in any case.
         """
         if not seconds > 0.0 or not np.isfinite(seconds):
             return
@@ -68,6 +69,7 @@ class CostFitter:
         self._since += 1
         if self._due:
             return
+        # While new fits do not remove the surprise, fit less and less often.
         new = bool(self._filled[kind] == 1)
         surprised = abs(self._model.predict(shape) / seconds - 1.0) > _SURPRISE
         self._due = new or self._since >= (self._soon if surprised else _AT_LEAST)
@@ -76,11 +78,11 @@ class CostFitter:
 
     @property
     def model(self) -> CostModel:
-        """What fits the observations; the prior before the first one."""
+        """The fitted model; the prior before the first observation. May run a fit."""
         return self.fit() if self._due else self._model
 
     def fit(self) -> CostModel:
-        """Fits ``model`` to what was observed, and returns it."""
+        """Fit ``model`` to all observations and return the model."""
         used = np.arange(LATEST) < self._filled[:, None]
         if not used.any():
             return self._model
@@ -110,7 +112,7 @@ class CostFitter:
         if kind is None:
             kind = len(self._rows)
             if kind == KINDS:
-                _, kind = self._rows.popitem(last=False)  # the kind that was seen longest ago
+                _, kind = self._rows.popitem(last=False)  # the class not seen for the longest time
                 self._filled[kind] = self._next[kind] = 0
             self._rows[key] = kind
         else:
@@ -121,20 +123,21 @@ class CostFitter:
 def fit_relative(
     x: np.ndarray, y: np.ndarray, typical: np.ndarray, weight: np.ndarray, prior: np.ndarray
 ) -> np.ndarray:
-    """Coefficients >= 0 float64 [features] that make ``x @ c`` close to ``y`` in proportion.
+    """Return coefficients >= 0, float64 [features], with ``x @ c`` close to ``y`` in relative terms.
 
-    x float64 [n, features]; y [n], seconds > 0; typical [n], robust first guesses of y; weight [n] > 0;
-    prior [features].
+    x float64 [n, features]; y [n], seconds > 0; typical [n], robust guesses of y; weight [n] > 0; prior
+    [features].
     """
     scale = float(np.median(y / np.maximum(x @ prior, _TINY)))
     expected = prior * scale
-    share = x / typical[:, None]
+    share = x / typical[:, None]  # relative errors: divide by the typical seconds of the class
     size = _sizes(share, expected, float(np.median(typical)))
     share = share / size
     target = y / typical
     pull, goal = _regularisation(size, expected, float(weight.sum()))
     residual = target - 1.0
     found: np.ndarray = np.zeros(x.shape[1])
+    # Iteratively reweighted least squares; normal equations [features, features].
     for _ in range(_ROUNDS):
         w = weight * _huber(residual)
         weighted = share * w[:, None]
@@ -145,26 +148,28 @@ def fit_relative(
 
 
 def _huber(residual: np.ndarray) -> np.ndarray:
-    """Weights: 1 within 1.5 robust standard deviations, then falling as 1 / |residual|."""
+    """Return weights: 1 within 1.5 robust standard deviations, then falling as 1 / |residual|."""
     bound = max(1.5 * 1.4826 * float(np.median(np.abs(residual))), 0.02)
     weights: np.ndarray = bound / np.maximum(np.abs(residual), bound)
     return weights
 
 
 def _sizes(share: np.ndarray, expected: np.ndarray, seconds: float) -> np.ndarray:
-    """How much of a step a coefficient can account for: makes coefficients of all features comparable."""
+    """Return [features]: the largest share of a step per unit coefficient, which makes coefficients
+    comparable."""
     size: np.ndarray = share.max(axis=0)
     slopes = slice(FIRST_SLOPE, FIRST_SLOPE + NUM_SLOPES)
-    size[slopes] = size[slopes].max()  # one unit for all slopes, so that they can be compared
+    size[slopes] = size[slopes].max()  # one unit for all slopes, to compare slopes
     unseen = size <= 0.0
     size[unseen] = 1.0 / np.maximum(expected[unseen], _TINY * seconds)
     return size
 
 
 def _regularisation(size: np.ndarray, expected: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
-    """(quadratic, linear) terms that pull towards ``expected`` and slopes towards their neighbours."""
+    """Return (quadratic [n, n], linear [n]) terms with a pull towards ``expected``, and of slopes towards
+    neighbours."""
     strength = np.full(len(size), _PRIOR_WEIGHT * (1.0 + 0.01 * total))
-    strength[FIRST_SLOPE + 1 : FIRST_SLOPE + NUM_SLOPES] *= 1e-3  # these follow their neighbours instead
+    strength[FIRST_SLOPE + 1 : FIRST_SLOPE + NUM_SLOPES] *= 1e-3  # slopes follow neighbours instead
     pull = np.diag(strength)
     goal = strength * expected * size
     smooth = _SMOOTH_WEIGHT * (1.0 + 0.01 * total)
@@ -177,7 +182,7 @@ def _regularisation(size: np.ndarray, expected: np.ndarray, total: float) -> tup
 
 
 def solve_non_negative(h: np.ndarray, f: np.ndarray) -> np.ndarray:
-    """The u >= 0 that minimises u'hu / 2 - f'u; h [n, n] positive definite.
+    """Return the minimizer u >= 0 of u'hu / 2 - f'u; h [n, n] positive definite.
 
     The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23).
     """
@@ -190,6 +195,8 @@ def solve_non_negative(h: np.ndarray, f: np.ndarray) -> np.ndarray:
         if gradient[best] <= tolerance:
             break
         free[best] = True
+        # Solve on the free variables. While the solution leaves u >= 0, step to the border and fix a variable
+        # at 0.
         while True:
             at = np.flatnonzero(free)
             step = np.zeros(len(f))

@@ -1,4 +1,4 @@
-"""What a scheduler tells of itself."""
+"""The statistics that a scheduler reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from weft.types.messages import HeadStats, TransferStats
 
 
 def head_stats(state: SchedulerState, waiting: int, transfers: TransferStats | None) -> HeadStats:
-    """Counters and gauges. ``waiting``: sequences without a slot."""
+    """Return counters and gauges. ``waiting``: number of sequences without a slot."""
     counts, embeddings, media = state.counts, state.media.cache, state.kv.media
     return HeadStats(
         steps=counts.steps,

@@ -1,4 +1,5 @@
-"""Blocks on hold: a transfer outside the group may read or write them, so nobody is given them."""
+"""Pins of blocks: a transfer outside the group may read or write a pinned block, so the block is not
+reused."""
 
 from __future__ import annotations
 
@@ -8,33 +9,33 @@ from weft.kv.caches import Caches
 
 
 class Holds:
-    """The holds of one scheduler on blocks of ``caches``.
+    """The pins of one scheduler on blocks of ``caches``.
 
-    Each has a deadline, which gives nothing back: until then it excuses that others lack blocks.
+    A pin has a deadline. The deadline releases nothing: until the deadline the pin excuses missing blocks.
     """
 
     def __init__(self, caches: Caches) -> None:
         self._kinds = caches.kinds
         self._until: dict[tuple[int, int], float] = {}
-        """(kind, block) on hold -> its latest deadline."""
+        """(KV cache group, pinned block) -> latest deadline."""
 
     def hold(self, kind: int, block: int, until: float) -> None:
-        """One more hold on a block with references. Raises EngineDead for any other."""
+        """Add a pin to a block in use. Raises EngineDead for any other block."""
         self._kinds[kind].pool.hold(block)
         self._until[kind, block] = max(until, self._until.get((kind, block), until))
 
     def unhold(self, kind: int, block: int) -> None:
-        """The other side of one ``hold``. Raises EngineDead when there is none."""
+        """Release one pin. Raises EngineDead if the block has none."""
         pool = self._kinds[kind].pool
         pool.unhold(block)
         if not pool.on_hold(block):
             del self._until[kind, block]
 
     def unhold_all(self, blocks: Iterable[tuple[int, int]]) -> None:
-        """``unhold`` of each (kind, block)."""
+        """Release one pin of each (KV cache group, block)."""
         for kind, block in blocks:
             self.unhold(kind, block)
 
     def excuse(self, now: float) -> bool:
-        """Whether a block is on hold whose deadline has not passed."""
+        """Return True if the deadline of a pinned block has not passed."""
         return now < max(self._until.values(), default=now)

@@ -1,19 +1,20 @@
-"""What a scheduler knows of images that other groups encode, and where their embeddings come to.
+"""Embedding transfers of a scheduler: images from encode groups, and the destination blocks.
 
-Each such image has a room. All images of a sequence that come by rooms get their blocks at once, or none of
-them does: so no two sequences wait for each other's. The first sequence by key gets them first, and none
-behind it is let in before.
+Each such image has a transfer. All received images of a sequence get blocks together, or no image gets
+blocks. So two sequences never wait for blocks of each other. The first sequence by key gets blocks first; no
+later sequence gets blocks before.
 
-    a sequence     awaits: no blocks ──offered, first by key, blocks are there──> all its blocks ──> landed
-    an embedding   coming: pinned ──a room's, landed──> held, like one that was encoded here
-                                  ──that failed──> fenced ──Freed──> coming by another room, or gone
+    a sequence     awaits: no blocks ──offered, first by key, blocks are free──> all its blocks ──> landed
+    an embedding   coming: pinned ──transfer landed──> held, like an embedding encoded here
+                                  ──transfer failed──> fenced ──Freed──> coming by another transfer, or gone
 
-An image that is held, or by then has come for somebody else, is not sent again: its room is answered with all
-of its rows there. One that is coming for somebody else is waited for; if that fails, its blocks are the next
-one's, so nothing has to be found for it a second time.
+A stored image is not sent again: the answer to the offer reports all rows as present. An image may already be
+coming for another sequence: then no second transfer starts. If the first transfer fails, the next transfer of
+the image takes over the blocks, so blocks are never reserved twice.
 
-Blocks that a room may write are pinned from its answer to its end, whatever becomes of the sequence. What has
-landed is held for the sequence until it is computed, but one that runs and lacks room may take it.
+Destination blocks are pinned from the answer to the end of the transfer, whatever happens to the sequence. A
+received embedding is protected until the sequence has computed the image, but a running sequence without
+enough memory may evict the embedding.
 """
 
 from __future__ import annotations
@@ -44,78 +45,78 @@ _key = attrgetter("sequence.key")
 
 @dataclass(slots=True, eq=False)
 class ImageRoom:
-    """The room of one image."""
+    """The transfer of one image."""
 
     key: RoomKey
     images: SequenceImages
     item: MediaItem
     offer: Admitted | None = None
-    """What was asked, until it is answered."""
+    """The open offer; None once answered."""
     held: Embedded | None = None
-    """What it may write, with the pin that goes with that."""
+    """The pinned destination of the transfer; None before the answer and after the end."""
     over: bool = False
-    """Nothing is to be asked of it: it failed, or was cancelled."""
+    """True if the transfer needs no further request: failed or cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceImages:
-    """The images of one sequence that come by rooms, until all have landed."""
+    """The transferred images of one sequence, until all are received."""
 
     sequence: Sequence
     due: float
-    """When they are late."""
+    """Deadline for the images."""
     rooms: dict[RoomKey, ImageRoom] = field(default_factory=dict)
-    """Those that have not landed."""
+    """Transfers without a received embedding."""
     counts: dict[bytes, int] = field(default_factory=dict)
-    """Rows of each image, by its key."""
+    """Image key -> number of rows."""
     reserved: bool = False
-    """Whether there are blocks for all of them."""
+    """True if all images have blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class _Coming:
-    """An embedding that is not there yet."""
+    """An embedding without all rows yet."""
 
     held: Embedded
     room: ImageRoom | None = None
-    """By which it comes, with its pin; before one is offered, and once one has ended, the pin is here."""
+    """The present transfer of the embedding, as owner of the pin. None before an offer and after a failed
+    transfer: the object itself then owns the pin."""
 
 
 class ImageRooms:
-    """The rooms of embeddings of one scheduler. What follows for sequences is said in ``landed``,
-    ``lost``.
-    """
+    """The embedding transfers of one scheduler. Effects on sequences are reported in ``landed`` and
+    ``lost``."""
 
     def __init__(self, book: MediaBook) -> None:
         self._book = book
         self._cache = book.cache
         self._images: dict[int, SequenceImages] = {}
-        """By sequence, of those that await some."""
+        """Sequence id -> images, for sequences with missing images."""
         self._rooms: dict[RoomKey, ImageRoom] = {}
         self._offers: dict[RoomKey, ImageRoom] = {}
-        """Rooms that have an offer."""
+        """Transfers with an open offer."""
         self._wanting: dict[int, SequenceImages] = {}
-        """Of which some were offered, and there are no blocks yet."""
+        """Sequences with an offered image and without blocks."""
         self._coming: dict[bytes, _Coming] = {}
         self.requests: list[RoomRequest] = []
-        """What is asked of rooms, in order, and was not taken yet."""
+        """Requests to transfers, in order, since the last read."""
         self.landed: list[Sequence] = []
-        """Sequences whose images are all there."""
+        """Sequences with all images received."""
         self.lost: list[Sequence] = []
-        """Sequences that cannot go on, as what was there for them is gone."""
+        """Sequences that cannot continue, because an embedding was evicted."""
         self.evictions = 0
 
     def __len__(self) -> int:
-        """Rooms that have not ended."""
+        """Return the number of open transfers."""
         return len(self._rooms)
 
     def get(self, key: RoomKey) -> ImageRoom | None:
         return self._rooms.get(key)
 
-    # ---- what becomes of sequences
+    # ---- events of sequences
 
     def open(self, sequence: Sequence, now: float) -> None:
-        """A sequence has come; nothing is done unless images of it come by rooms."""
+        """Register a new sequence. Nothing happens unless an image comes by transfer."""
         items = [item for item in sequence.media if item.room is not None]
         if not items:
             return
@@ -129,7 +130,7 @@ class ImageRooms:
             images.counts[item.key] = item.count
 
     def ended(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
-        """A sequence has ended, in any way, and does not run."""
+        """End the transfers of an ended sequence, which must not run: cancel offers and release blocks."""
         self._book.leave(sequence)
         images = self._images.pop(sequence.id, None)
         if images is None:
@@ -140,30 +141,31 @@ class ImageRooms:
             if not room.over:
                 room.over = True
                 self.requests.append(CancelRoom(key=room.key, error=why_cancelled(finish, error)))
-            if room.held is None:
+            if room.held is None:  # else the transfer may still write: keep until freed
                 del self._rooms[room.key]
         for key in images.counts:
             self._leave(key)
 
     def clear(self) -> None:
-        """Ranks have forgotten everything. What rooms may still write stays out of use until they end."""
+        """Forget everything after the ranks lost all embeddings, and report sequences with reserved blocks as
+        lost. Blocks of open transfers stay pinned until freed."""
         coming, self._coming = self._coming, {}
         for one in coming.values():
             if one.room is None:
                 self._cache.unpin(one.held)
         self.lost += [images.sequence for images in self._images.values() if images.reserved]
 
-    # ---- what becomes of rooms
+    # ---- events of transfers
 
     def wanted(self, room: ImageRoom, offer: Admitted) -> None:
-        """A room was offered. The offer is kept until there is an answer."""
+        """Store the offer until the answer."""
         room.offer = offer
         self._offers[room.key] = room
         if not room.images.reserved:
             self._wanting[room.images.sequence.id] = room.images
 
     def done(self, room: ImageRoom) -> None:
-        """Takes in that a room has landed."""
+        """Handle a received image: unpin the blocks, and report the sequence after the last image."""
         held, room.held = room.held, None
         del self._rooms[room.key]
         self._offers.pop(room.key, None)
@@ -171,52 +173,53 @@ class ImageRooms:
             self._arrive(room, held)
         images = room.images
         del images.rooms[room.key]
+        # The sequence may have ended, and another one with the same id may have come.
         if not images.rooms and self._images.get(images.sequence.id) is images:
             del self._images[images.sequence.id]
             self.landed.append(images.sequence)
 
     def failed(self, room: ImageRoom) -> Sequence | None:
-        """Takes in that a room failed. Returns its sequence, if that has to end."""
+        """Handle a failed transfer. Return the sequence to end, or None if the transfer was over before."""
         if room.over:
             return None
         room.over = True
         return room.images.sequence
 
     def freed(self, room: ImageRoom) -> None:
-        """Nobody outside can touch what it may have written."""
+        """Unpin the blocks of an ended transfer: nobody outside can touch the blocks any more."""
         held, room.held = room.held, None
         self._rooms.pop(room.key, None)
         self._offers.pop(room.key, None)
         if held is None:
             return
         coming = self._coming.get(held.key)
-        if coming is None or coming.held is not held:  # ranks were lost meanwhile
+        if coming is None or coming.held is not held:  # the ranks were lost in between
             self._cache.unpin(held)
             return
         coming.room = None
         self._leave(held.key)
 
     def waits_before(self, sequence: Sequence) -> bool:
-        """Whether one that comes before ``sequence`` waits for blocks for all of its images."""
+        """Return True if a sequence before ``sequence`` lacks blocks for images."""
         return any(images.sequence.key < sequence.key for images in self._wanting.values())
 
     def late(self, now: float) -> list[Sequence]:
-        """Sequences whose images did not come in time."""
+        """Return the sequences with images past the deadline."""
         return [images.sequence for images in self._images.values() if images.due <= now]
 
     def excuse(self, now: float) -> bool:
-        """Whether something is still to come, or may still be written, that explains a lack of room."""
+        """Return True if images still to come, or still being written, explain missing memory."""
         due = [room.images.due for room in self._rooms.values() if room.held is not None]
         due += [images.due for images in self._images.values() if images.reserved]
         return now < max(due, default=-math.inf) + FENCE_S
 
     @property
     def awaited(self) -> bool:
-        """Whether there are sequences whose images have not landed."""
+        """True if a sequence waits for images."""
         return bool(self._images)
 
     def stats(self) -> TransferStats:
-        """What the scheduler knows of transfers of embeddings."""
+        """Return the statistics of embedding transfers."""
         reserved = sum(images.reserved for images in self._images.values())
         return TransferStats(
             awaiting=len(self._images) - reserved,
@@ -228,9 +231,10 @@ class ImageRooms:
     # ---- answers
 
     def answer(self) -> None:
-        """Answers offers as far as there is room for what they bring."""
+        """Answer open offers as far as memory is free, in scheduling order."""
         if not self._offers:
             return
+        # Stop at the first sequence without enough memory: no later sequence passes an earlier one.
         for images in sorted(self._wanting.values(), key=_key):
             if not self._reserve(images):
                 break
@@ -241,12 +245,13 @@ class ImageRooms:
                 self._reply(room)
 
     def refuse(self, room: ImageRoom, error: ErrorInfo) -> None:
-        """Refuses an offer that can never be what its sequence needs."""
+        """Refuse an offer of the wrong image."""
         self.requests.append(RefuseRoom(key=room.key, error=error))
 
     def _reserve(self, images: SequenceImages) -> bool:
-        """Blocks for all that is not held, or coming: all or nothing. What is there stays for the
-        sequence.
+        """Reserve blocks for all missing images. Return False, without a reservation, if blocks are missing.
+
+        Images already held are protected for the sequence.
         """
         cache, book = self._cache, self._book
         lacking = [key for key in images.counts if cache.find(key) is None]
@@ -254,7 +259,8 @@ class ImageRooms:
         far = [held for held in found if held.on_host]
         blocks = sum(cache.blocks_of(images.counts[key]) for key in lacking)
         blocks += sum(cache.blocks_of(held.count) for held in far)
-        for held in found:  # nor may what goes to the host's blocks take their place there
+        # Stored images must not be evicted for the missing images, neither from the device nor from the host.
+        for held in found:
             cache.pin(held)
         there = not blocks or cache.make_room(blocks, book.unused(images.counts))
         for held in found:
@@ -274,7 +280,8 @@ class ImageRooms:
         return True
 
     def _reply(self, room: ImageRoom) -> None:
-        """Answers the offer of a room for whose image there were blocks; later, where it comes by another."""
+        """Answer the offer of a sequence with blocks. Leave the offer open while another transfer brings the
+        same image."""
         key = room.item.key
         coming = self._coming.get(key)
         if coming is not None and coming.room is not None:
@@ -283,13 +290,14 @@ class ImageRooms:
         del self._offers[room.key]
         if coming is not None:
             coming.room, room.held = room, coming.held
+            # The first transfer with an offer takes over the reserved blocks and the pin.
             blocks = Blocks(first=0, ids=coming.held.ids)
             self.requests.append(ReserveRoom(key=room.key, start=0, blocks=(blocks,)))
         elif self._cache.find(key) is not None:
             self._cache.hits += 1
             nothing = Blocks(first=0, ids=b"")
             self.requests.append(ReserveRoom(key=room.key, start=room.item.count, blocks=(nothing,)))
-        else:  # one that runs has taken it
+        else:  # a running sequence has evicted the embedding
             self.lost.append(room.images.sequence)
 
     def _arrive(self, room: ImageRoom, held: Embedded) -> None:
@@ -301,7 +309,7 @@ class ImageRooms:
         self._cache.unpin(held)
 
     def _leave(self, key: bytes) -> None:
-        """Gives the blocks of an embedding back that no room will bring, if no room may still write them."""
+        """Release the blocks of an embedding without a waiting sequence and without an open transfer."""
         coming = self._coming.get(key)
         if coming is None or coming.room is not None:
             return
@@ -313,7 +321,7 @@ class ImageRooms:
 
 
 def differs(room: ImageRoom, offer: Admitted) -> ErrorInfo | None:
-    """Why ``offer`` cannot bring the image of ``room``."""
+    """Return why ``offer`` cannot bring the image of ``room``; None if the offer matches."""
     kinds = [kind.kind for kind in offer.dims.kinds]
     if offer.num_prompt == room.item.count and kinds == ["embedding"]:
         return None

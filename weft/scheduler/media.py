@@ -1,17 +1,17 @@
-"""Images of prompts at the head: which embeddings the ranks hold, who still needs them, what a step encodes.
+"""Images of prompts in the engine: stored embeddings, users of embeddings, and the encoding work of a step.
 
-Ranks only obey: the plan says what they encode (``Encode``), where they keep it (``MoveMedia``) and which of
-its rows read which embedding (``BindMedia``). An embedding is known by the key of its image, so it is also
-there for other prompts with the same image, until room is needed: see ``weft.kv.embeddings``.
+Ranks only obey: the plan names the images to encode (``Encode``), moves (``MoveMedia``) and the embedding of
+each row (``BindMedia``). An embedding has the key of an image, so other prompts with the same image use the
+embedding too, until memory is needed: see ``weft.kv.embeddings``.
 
-    a chunk computes the first of its positions    encoded, or found; the sequence uses it from now on
-    a chunk computes the last of its positions     unused by the sequence once that plan is made
-    room is needed                                 the least recently used goes that nobody uses;
-                                                   then those of later sequences, which encode again
+    a chunk computes the first position of an image   encoded or found; in use by the sequence from now on
+    a chunk computes the last position of an image    unused by the sequence once the plan is made
+    memory is needed                                  unused embeddings go first, least recently used first;
+                                                      then embeddings of later sequences, encoded again later
 
-INVARIANT: the first in order of the sequences that are prefilled can always go on: one image fits in the
-room, and everything else in it may go, but for what rows of the same plan read, and what transfers may still
-write: these end.
+INVARIANT: the first prefilling sequence in order can always continue. One image fits into the memory, and
+everything else may be evicted, except embeddings read by rows of the same plan, and destination blocks of
+open transfers; transfers end at a deadline.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from weft.types.media import MediaItem, spans_of
 from weft.types.plan import BindMedia, Encode, GatherMedia, Op, column
 
 MOST_PIXELS = 64 << 20
-"""Bytes of pixels in a plan, beside those of its first image, and of one image: a plan is one frame."""
+"""Maximum bytes of pixels of one image, and of a plan with several images: a plan is one frame."""
 
 
 def patches_of(item: MediaItem) -> int:
-    """Patches of an image or a frame group, before neighbours are merged: what a tower computes."""
+    """Return the number of patches of an image or frame group before merging: the work of the tower."""
     frames, rows, columns = item.grid
     return frames * rows * columns
 
 
 def encoding(item: MediaItem, held: Embedded) -> Encode:
-    """What makes the embedding of ``item``."""
+    """Return the slot update to encode ``item`` into the blocks of ``held``."""
     return Encode(blocks=held.ids, count=item.count, grid=item.grid, pixels=item.pixels, shared=item.shared)
 
 
 def check_media(
     media: tuple[MediaItem, ...], length: int, limits: MediaLimits | None, computes: bool
 ) -> None:
-    """Raises InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
-    ``computes``: whether the prompt is computed here, so that all of their embeddings have to be had."""
+    """Raise InvalidRequest unless ``media`` can be the images of a prompt of ``length`` tokens.
+
+    ``computes``: True if this group computes the prompt and so needs all embeddings.
+    """
     if limits is None or (computes and not (limits.tower or limits.takes)):
         raise InvalidRequest("this model takes no images: leave them out", param="media")
     if len(media) > limits.most_items:
@@ -54,6 +56,7 @@ def check_media(
             "(--limit-mm-per-prompt)",
             param="media",
         )
+    # Items must be in prompt order and must not overlap.
     end = 0
     for item in media:
         if len(item.key) != 16:
@@ -73,6 +76,7 @@ def check_media(
                 param="media",
             )
         _check_source(item, limits, computes)
+        # Bytes of one RGB frame; a frame group has 1 .. limits.frames frames per grid frame.
         size = rows * columns * limits.patch**2 * 3
         may_lack = limits.takes or not computes
         if not item.pixels and may_lack:
@@ -83,7 +87,7 @@ def check_media(
 
 
 def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
-    """That the embedding can come from where the item says."""
+    """Raise InvalidRequest if the embedding cannot come from the source of the item."""
     if item.room is not None and not (limits.takes and computes):
         raise InvalidRequest(
             "an image is to come from a group that encodes, and this one takes none (--take-embeddings)",
@@ -97,8 +101,9 @@ def _check_source(item: MediaItem, limits: MediaLimits, computes: bool) -> None:
 
 
 def _check_rooms(media: tuple[MediaItem, ...], limits: MediaLimits) -> None:
-    """That all images of a prompt that come by rooms fit side by side: none is computed before all are
-    there.
+    """Raise InvalidRequest unless all received images of a prompt fit into memory together.
+
+    No position is computed before all images are received.
     """
     coming = {item.key: item.count for item in media if item.room is not None}
     needed = sum(limits.blocks_of(count) for count in coming.values())
@@ -113,24 +118,25 @@ def _check_rooms(media: tuple[MediaItem, ...], limits: MediaLimits) -> None:
 
 @dataclass(slots=True)
 class _Use:
-    """That a sequence needs an embedding."""
+    """A sequence's need for an embedding."""
 
     order: tuple[int, int, int]
-    """``Sequence.key``."""
+    """Scheduling order of the sequence, ``Sequence.key``."""
     step: int = -1
-    """The last plan that reads it for the sequence."""
+    """The last plan with a read of the embedding for the sequence."""
     over: bool = False
-    """Whether that was the last one."""
+    """True if ``step`` is the last plan with a read."""
     runs: bool = False
-    """Whether the sequence has a slot. Without one, it may wait for the slot of a sequence that lacks room
-    because of this embedding."""
+    """True if the sequence has a slot. Without a slot, the sequence may wait for the slot of another
+    sequence, which in turn may lack the memory of the embedding."""
     counted: bool = False
-    """Whether it was counted how the embedding came to be there."""
+    """True if the arrival of the embedding (hit or encoding) was already counted."""
 
 
 class MediaBook:
-    """The embeddings that the ranks of one group hold, and who reads them. Where the model takes no images
-    no sequence has any, and nothing is done.
+    """The embeddings stored on the ranks of one group, and the sequences with a need for each.
+
+    Does nothing for a model without images.
     """
 
     def __init__(self, limits: MediaLimits | None) -> None:
@@ -144,20 +150,20 @@ class MediaBook:
             wanted=self.wants,
         )
         self._users: dict[bytes, dict[int, _Use]] = {}
-        """By key of what is held, and by sequence."""
+        """Embedding key -> sequence id -> use."""
         self._uses: dict[int, set[bytes]] = {}
-        """The other way round."""
+        """Sequence id -> embedding keys."""
         self._step = -1
         self._patches = 0
         self._pixels = 0
-        """What the plan in the making encodes so far."""
+        """Patches and bytes of pixels to encode in the next plan so far."""
         self.short = False
-        """Whether a chunk of the plan in the making waits for room, or for what comes from another group."""
+        """True if a chunk of the next plan waits for memory or for a received image."""
         self.desperate = False
-        """Whether nothing runs: then sequences with a slot that lack room for an image take it from sequences
-        without a slot."""
+        """True if nothing runs. Then a sequence with a slot may take image memory from sequences without a
+        slot."""
         self.shards = limits is not None and limits.shards
-        """Whether each rank receives its share of an embedding's rows."""
+        """True if each rank receives only a share of an embedding's rows."""
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -165,7 +171,7 @@ class MediaBook:
     # ---- sequences
 
     def arrive(self, sequence: Sequence) -> None:
-        """A sequence has come: fills in its ``spans``, and whether it ``relies`` on others."""
+        """Register a new sequence: set ``spans``, and ``relies`` if an image cannot be encoded here."""
         if self._limits is None:
             return
         if sequence.media and self._limits.sections:
@@ -174,17 +180,19 @@ class MediaBook:
         sequence.relies = not sequence.fetches and not all(makes and item.pixels for item in sequence.media)
 
     def want(self, sequence: Sequence, key: bytes) -> None:
-        """A sequence without a slot needs an embedding that is held, or coming."""
+        """Register the need of a sequence without a slot for an embedding, stored or being received."""
         self._use(sequence, key).counted = True
 
     def wait(self, sequence: Sequence) -> None:
-        """A sequence has lost its slot: of what it relies on, what is there stays as long as it can."""
+        """Protect the stored images of a preempted sequence, if other groups encoded the images."""
         for item in sequence.media if sequence.relies else ():
             if self.cache.find(item.key) is not None:
                 self.want(sequence, item.key)
 
     def enter(self, sequence: Sequence, computed: int) -> None:
-        """A sequence gets a slot, ``computed`` positions cached: what is there of the others stays."""
+        """Register the needs of a sequence with a new slot: all stored images after ``computed`` cached
+        positions."""
+        # Counted uses must not count again.
         counted = {key for key in self._uses.get(sequence.id, ()) if self._users[key][sequence.id].counted}
         self.leave(sequence)
         for item in sequence.media:
@@ -193,21 +201,25 @@ class MediaBook:
                 use.runs, use.counted = True, item.key in counted
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence leaves its slot, or has ended."""
+        """Drop all uses of a sequence after the loss of the slot or the end."""
         for key in self._uses.pop(sequence.id, ()):
             self._unuse(key, sequence.id)
 
     def wants(self, key: bytes) -> bool:
-        """Whether a sequence still needs the embedding ``key``."""
+        """Return True if a sequence still needs the embedding ``key``."""
         return any(not use.over for use in self._users.get(key, {}).values())
 
     def unused(self, keys: Container[bytes]) -> list[Embedded]:
-        """What may go for a sequence that has no slot, and wants ``keys``: what nobody needs, by its age."""
+        """Return evictable embeddings without any user, oldest first, except ``keys``.
+
+        For a sequence without a slot and with a need for ``keys``.
+        """
         return [held for held in self.cache.victims() if held.key not in keys and not self.wants(held.key)]
 
     def lost(self, sequence: Sequence, start: int) -> bool:
-        """Whether a sequence that relies on others lacks an image, from position ``start`` on, that nobody
-        encodes here. One that is coming for somebody else is lacked, too: it waits for that without a turn.
+        """Return True if an image at or after position ``start`` is missing and cannot be encoded here.
+
+        An image still being received for another sequence counts as missing too.
         """
         makes = self._limits is not None and self._limits.tower
         return any(
@@ -218,20 +230,21 @@ class MediaBook:
         )
 
     def encodes(self, sequence: Sequence, start: int) -> bool:
-        """Whether an image of ``sequence``, from position ``start`` on, is to be encoded for it."""
+        """Return True if an image at or after position ``start`` must be encoded for ``sequence``."""
         return any(
             item.start + item.count > start and self.cache.find(item.key) is None for item in sequence.media
         )
 
     def spoil(self, sequence: Sequence) -> None:
-        """A sequence has failed: nobody else is to find what was encoded for it, if nobody uses it."""
+        """Drop the embeddings of a failed sequence, except those with other users: the content may be
+        wrong."""
         for item in sequence.media:
             held = self.cache.find(item.key)
             if held is not None and all(other == sequence.id for other in self._users.get(item.key, ())):
                 self.cache.drop(held)
 
     def clear(self) -> None:
-        """Ranks have forgotten everything."""
+        """Forget everything, after the ranks lost all embeddings."""
         self.cache.clear()
         self._users.clear()
         self._uses.clear()
@@ -240,8 +253,11 @@ class MediaBook:
     # ---- plans
 
     def reach(self, sequence: Sequence, start: int, end: int, step: int) -> int:
-        """How far a chunk of plan ``step`` from ``start`` to ``end`` can go: before the first image that is
-        not there and that this plan cannot encode; ``start`` where that is the first."""
+        """Return how far a chunk of plan ``step`` over ``start`` .. end - 1 can go.
+
+        The chunk ends before the first image neither stored nor encodable in the plan. Return ``start`` if
+        the chunk begins with such an image. Sets ``short`` if memory is missing.
+        """
         if not sequence.media or self._limits is None:
             return end
         self._begin(step)
@@ -256,31 +272,35 @@ class MediaBook:
                 self.short = True
                 return max(start, item.start)
             if held is None:
+                # Nobody encodes the image here: `lost` decides about the sequence in the next plan.
                 if sequence.relies and not item.pixels:
                     return max(start, item.start)
                 patches += patches_of(item)
                 pixels += len(item.pixels)
-                first = patches == patches_of(item)
+                first = patches == patches_of(item)  # the first image of a plan is always allowed
                 if not first and (patches > self._limits.encode_patches or pixels > MOST_PIXELS):
                     return max(start, item.start)
             if held is None or held.on_host:
                 blocks += self.cache.blocks_of(item.count)
-            # Also what is there: it may be in the way of what was to be encoded before it, or has to go.
+            # Check stored images as well: an eviction for an earlier image must not take a stored image of
+            # the chunk.
             if not self._fits(blocks, wanted, sequence):
                 self.short = True
                 return max(start, item.start)
         return end
 
     def take(self, sequence: Sequence, slot: int, start: int, end: int, step: int) -> list[Op]:
-        """The ops of a row of plan ``step`` over ``start`` .. end - 1, as far as ``reach`` allowed; what it
-        encodes and moves goes out with the same plan, before them (``take_ops``)."""
+        """Return the slot updates of a row of plan ``step`` over ``start`` .. end - 1, within ``reach``.
+
+        Encoding and moves go into ``take_ops`` of the same plan, before the rows.
+        """
         self._begin(step)
         if self._limits is None:
             return []
         items = list(items_within(sequence.media, start, end))
         wanted = {item.key for item in items}
         found = [held for key in wanted if (held := self.cache.find(key)) is not None]
-        for held in found:  # until all are there: what goes to the host's blocks may not take their place
+        for held in found:  # until all are on the device: host evictions must not take one of the images
             self.cache.pin(held)
         ops: list[Op] = [self._bind(item, sequence, slot, end, wanted) for item in items]
         for held in found:
@@ -288,7 +308,7 @@ class MediaBook:
         return ops
 
     def take_ops(self, step: int) -> list[Op]:
-        """What plan ``step`` says of no slot, once."""
+        """Return and clear the updates of plan ``step`` without a slot."""
         return self.cache.take_ops(step)
 
     # ----
@@ -317,11 +337,12 @@ class MediaBook:
             self._uses[sequence].discard(held.key)
 
     def _may_go(self, key: bytes, order: tuple[int, int, int]) -> bool:
-        """Whether it may be forgotten in the plan in the making for a sequence of this ``order`` that does
-        not read it there."""
+        """Return True if the next plan may evict ``key`` for a sequence of order ``order`` without a read of
+        ``key``."""
         users = self._users.get(key)
         if users is None:
             return True
+        # Not evictable: read by the plan, or needed by an earlier sequence (with a slot, unless desperate).
         return not any(
             use.step == self._step
             or (not use.over and use.order < order and (use.runs or not self.desperate))
@@ -329,8 +350,11 @@ class MediaBook:
         )
 
     def _victims(self, wanted: set[bytes], sequence: Sequence) -> list[Embedded]:
-        """Embeddings that may be evicted for those that ``sequence`` wants: first unused ones, oldest first;
-        then those that only sequences without a slot want, of the last sequence in order first."""
+        """Return the victims for the embeddings ``wanted`` by ``sequence``, in eviction order.
+
+        First unused embeddings, oldest first. Then embeddings wanted only by sequences without a slot, last
+        sequence in order first. Then the rest.
+        """
         may_go = [
             held
             for held in self.cache.victims()
@@ -347,13 +371,14 @@ class MediaBook:
         return (1, *(-number for number in min(use.order for use in uses)))
 
     def _fits(self, blocks: int, wanted: set[bytes], sequence: Sequence) -> bool:
-        """Whether ``blocks`` more are there once all is evicted that may go, but for ``wanted``."""
+        """Return True if ``blocks`` blocks can be freed, evicting everything evictable except ``wanted``."""
         missing = blocks - self.cache.available
         return missing <= 0 or missing <= sum(len(v.blocks) for v in self._victims(wanted, sequence))
 
     def _bind(
         self, item: MediaItem, sequence: Sequence, slot: int, end: int, wanted: set[bytes]
     ) -> BindMedia:
+        # Encoding, lifting and gathering come in this order, all before the rows of the plan.
         held = self._have(item, sequence, wanted)
         if not held.whole:
             self.cache.op(GatherMedia(blocks=held.ids, count=held.count))
@@ -366,7 +391,11 @@ class MediaBook:
         return BindMedia(slot=slot, start=item.start, count=item.count, blocks=held.ids)
 
     def _have(self, item: MediaItem, sequence: Sequence, wanted: set[bytes]) -> Embedded:
-        """The embedding of ``item``, in device blocks with the plan in the making."""
+        """Return the embedding of ``item`` on the device with the next plan: found, lifted from the host or
+        encoded.
+
+        Raises EngineDead if ``reach`` did not ensure the memory.
+        """
         held = self.cache.find(item.key)
         if held is not None:
             use = self._use(sequence, item.key)
@@ -385,7 +414,7 @@ class MediaBook:
 
 
 def items_within(media: tuple[MediaItem, ...], start: int, end: int) -> Iterator[MediaItem]:
-    """Items with positions among ``start`` .. end - 1, in order."""
+    """Yield the items with positions among ``start`` .. end - 1, in order."""
     for item in media:
         if item.start < end and start < item.start + item.count:
             yield item

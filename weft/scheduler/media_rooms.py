@@ -1,6 +1,8 @@
-"""Rooms of embeddings as a scheduler that takes some hears of them: the ``RoomScheduler`` of its head's
-second ``HeadRooms``. A sequence awaits until all its images have landed; one that cannot get them is given
-back to its front, which sends it again, with other rooms.
+"""Embedding transfers in the scheduler of a group that receives embeddings.
+
+``MediaRooms`` is the ``RoomScheduler`` of the engine's second ``HeadRooms``. A sequence is blocked until all
+images are received. If an image cannot be received, the sequence is returned to the router. The router sends
+the sequence again with other transfers.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from weft.types.rooms import (
 
 
 class MediaRooms:
-    """Hears of rooms, and decides. ``state.images`` has the records."""
+    """Handles transfer events and decides the answers. ``state.images`` has the records."""
 
     def __init__(self, state: SchedulerState, changed: Callable[[], None]) -> None:
-        """``changed`` is told that blocks may be there that were not."""
+        """``changed`` is called when blocks may have become free."""
         self._state, self._changed = state, changed
         self._rooms = state.images
 
     def check(self, submit: Submit) -> None:
-        """Raises InvalidRequest for tickets that this group can have no part in."""
+        """Raise InvalidRequest if this group cannot take part with the transfer parameters of an image."""
         seen = set[RoomKey]()
         for item in submit.media:
             ticket = item.room
@@ -57,10 +59,11 @@ class MediaRooms:
                 raise InvalidRequest("the room of an image is known: each has one of its own", param="media")
             seen.add(ticket.key)
 
-    # ---- what its head calls
+    # ---- called by the engine
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Hears what happened to a room. Those of unknown rooms are fine. Returns ends."""
+        """Handle a transfer event and return terminal events. Events of unknown transfers are ignored or
+        cancelled."""
         self._state.rooms.now = now
         room = self._rooms.get(event.key)
         match event:
@@ -80,14 +83,16 @@ class MediaRooms:
                 self._failed(room, Unavailable("the room has ended").info())
                 self._rooms.freed(room)
             case RoomBound():
-                pass  # a sender's
+                pass  # only for senders
         self._follow()
         self._changed()
         return self._state.rooms.given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """What is asked of rooms since the last call, in order. To be called after whatever changes anything
-        here, and not between ``build`` and ``seal``."""
+        """Return the requests to transfers since the last call, in order.
+
+        Call after every change to the scheduler, but not between ``build`` and ``seal``.
+        """
         rooms = self._rooms
         rooms.answer()
         self._follow()
@@ -97,13 +102,13 @@ class MediaRooms:
         return asked
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """() always: only senders have such blocks."""
+        """Return (): only senders have blocks to read."""
         return ()
 
-    # ---- what the scheduler calls
+    # ---- called by the scheduler
 
     def expire(self, now: float) -> None:
-        """Gives back sequences whose images are late."""
+        """Return sequences with late images to the router."""
         self._state.rooms.now = now
         for sequence in self._rooms.late(now):
             self._evict(sequence, "the images of a sequence did not come in time")
@@ -116,7 +121,7 @@ class MediaRooms:
             self._evict(sequence, "the room of an image failed", error)
 
     def _follow(self) -> None:
-        """What became of sequences by that."""
+        """Unblock sequences with complete images, and return sequences with lost images to the router."""
         rooms = self._rooms
         while rooms.landed or rooms.lost:
             if rooms.landed:

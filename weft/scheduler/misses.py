@@ -1,4 +1,4 @@
-"""Why the cached prefix of a prompt ends where it does: asked when a sequence is admitted first."""
+"""Explain the end of the cached prefix of a prompt, at the first admission of a sequence."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft.scheduler.sequence import Running, Sequence
 from weft.types.messages import CacheMiss
 
 SHOWN = 32
-"""Ids of the other side of a difference."""
+"""Number of ids shown from the other prompt of a difference."""
 ALIKE = 8
-"""Leading tokens that a prompt must share with another one to be compared with it, where no block is."""
+"""Minimum common leading tokens for a comparison with another prompt when no block is shared."""
 
 
 class Misses:
-    """Remembers sequences and explains misses. ``memory`` is None where nothing is to be remembered."""
+    """Remembers sequences and explains misses. ``memory`` is None if nothing is to be remembered."""
 
     def __init__(self, kv: KVConfig, caches: Caches, live: Mapping[int, Sequence], most_bytes: int) -> None:
-        """``live``: the scheduler's sequences. ``most_bytes``: of the memory; 0: there is none."""
+        """``live``: the scheduler's sequences. ``most_bytes``: size of the memory; 0 for no memory."""
         self._kv = kv
         self._caches = caches
         self._live = live
@@ -29,13 +29,13 @@ class Misses:
         self.memory = PrefixMemory(kv.block_size, most_bytes) if remembers else None
 
     def admitted(self, sequence: Sequence, num_hit: int) -> None:
-        """``sequence`` gets its first slot, with ``num_hit`` positions found."""
+        """Explain the miss of ``sequence`` at its first slot if requested. ``num_hit``: cached positions."""
         if sequence.explains:
             sequence.miss = self._explain(sequence, num_hit)
         self._remember(sequence)
 
     def left(self, sequence: Sequence, computed: int) -> None:
-        """``sequence`` leaves its slot; its first ``computed`` positions are in the cache."""
+        """Remember ``sequence`` at the loss of the slot. ``computed``: number of cached positions."""
         if self.memory is not None:
             self._remember(sequence)
             self.memory.reached(sequence.id, computed)
@@ -49,6 +49,7 @@ class Misses:
     def _explain(self, sequence: Sequence, num_hit: int) -> CacheMiss:
         memory, chain = self.memory, sequence.chain
         length = len(sequence.tokens)
+        # The hit is as long as possible.
         if (length - 1) // self._caches.unit * self._caches.unit <= num_hit:
             return CacheMiss(reason="none", position=num_hit)
         if memory is None or chain is None or sequence.may_skip() < length - 1:
@@ -60,7 +61,7 @@ class Misses:
         return self._unseen(sequence, memory, chain.hashes, num_hit)
 
     def _lost(self, found: Remembered, hashes: list[bytes], num_hit: int, limit: int) -> str:
-        """Why a block is not there that ``found`` has."""
+        """Return why the cache no longer has a block of ``found``."""
         computed = found.computed
         other = self._live.get(found.sequence)
         if other is not None and isinstance(other.state, Running):
@@ -72,7 +73,7 @@ class Misses:
     def _unseen(
         self, sequence: Sequence, memory: PrefixMemory, hashes: list[bytes], num_hit: int
     ) -> CacheMiss:
-        """Nobody had the block behind ``num_hit``: did anybody go on from there in another way?"""
+        """Explain a block without a remembered sequence: find a sequence with a different continuation."""
         tokens, block = sequence.tokens, self._kv.block_size
         other = None
         if num_hit:
@@ -81,7 +82,7 @@ class Misses:
             other = nearest[0] if nearest[1] >= min(ALIKE, block) else None
         at = None if other is None else first_difference(tokens, other.tokens, num_hit)
         if at is not None and any(i.start < at and num_hit < i.start + i.count for i in sequence.media):
-            at = None  # what is remembered are ids, and there may be another image before they differ
+            at = None  # only ids are remembered: another image may differ earlier
         if other is not None and at is not None:
             theirs = other.tokens[at : at + SHOWN].tobytes()
             return CacheMiss(reason="differs", position=at, theirs=theirs)

@@ -1,9 +1,9 @@
-"""A step in the making: rows can still be taken out of it, and nothing in it has been promised to anyone.
+"""A step before the freeze. Rows can still be removed, because no other component depends on the rows yet.
 
-scheduler             rows, and the ops that they need; ``close`` fixes them and makes their columns
-balance, overlap,     their share: ``rebalance``, ``micro_batches``, ``agreed``. They read the rows as they
-domain                would a plan's (``weft.types.plan.PlannedRows``)
-scheduler             ``seal``: the one immutable plan, which is launched, kept in flight and committed
+scheduler               adds rows and their slot updates; ``close`` fixes the rows and makes their columns
+balance, overlap,       set ``rebalance``, ``micro_batches``, ``agreed``. All read the rows as
+expert-parallel group   rows of a plan (``weft.types.plan.PlannedRows``)
+scheduler               ``seal``: freezes the builder into the plan, which is launched and committed
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.types.plan import (
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One prefill row of a plan, and the ops it needs before it."""
+    """A prefill row of a plan, and the slot updates before the row."""
 
     sequence: Sequence
     run: Running
@@ -47,29 +47,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows, in FCFS order: integer columns [rows], never written."""
+    """Decode rows in scheduling order: integer columns [rows]. The arrays are never written."""
 
     slots: np.ndarray
     counts: np.ndarray
-    """1 + drafts to verify."""
+    """[rows], 1 + number of drafts to verify."""
     next_k: np.ndarray
-    """Drafts to propose."""
+    """[rows], number of drafts to propose."""
 
     @classmethod
     def plain(cls, slots: np.ndarray) -> DecodeRows:
-        """One token each, no drafts."""
+        """Return rows with one token each and without drafts."""
         return cls(slots, np.ones(len(slots), np.int32), np.zeros(len(slots), np.int32))
 
     def where(self, keep: np.ndarray) -> DecodeRows:
-        """The rows ``keep`` (bool [rows])."""
+        """Return the rows ``keep`` (bool [rows])."""
         return DecodeRows(self.slots[keep], self.counts[keep], self.next_k[keep])
 
     def without_drafts(self, rows: np.ndarray) -> DecodeRows:
-        """These rows, those of ``rows`` (bool [rows]) with one token and no drafts."""
+        """Return these rows; rows marked in ``rows`` (bool [rows]) have one token and no drafts."""
         return DecodeRows(self.slots, np.where(rows, 1, self.counts), np.where(rows, 0, self.next_k))
 
     def within(self, tokens: int) -> DecodeRows:
-        """These rows with fewer drafts to verify, so that all take at most ``tokens``, or one each."""
+        """Return these rows with fewer drafts to verify: at most ``tokens`` in total, but at least one per
+        row.
+
+        The longest rows are shortened first.
+        """
         counts = self.counts
         while len(counts) and int(counts.sum()) > tokens and (longest := int(counts.max())) > 1:
             counts = np.minimum(counts, longest - 1)
@@ -80,54 +84,56 @@ NO_ROWS = DecodeRows.plain(EMPTY)
 
 
 class PlanBuilder:
-    """Rows of step ``step``, ``budget`` tokens of which are left to give. One row a sequence at most.
+    """Rows of step ``step``; ``budget`` is the number of tokens left. At most one row per sequence.
 
-    A prefill row is an object. Decode rows are columns; what else is known of them is in the scheduler's
-    ``columns``, which do not advance before the plan is sealed.
+    A prefill row is an object. Decode rows are columns. Further facts about decode rows are in the
+    scheduler's ``columns``, which do not advance before ``seal``.
     """
 
     def __init__(self, step: int, budget: int, columns: SlotColumns) -> None:
         self.step = step
         self.budget = budget
-        self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))  # they cost as much as the rest
-        """Positions that may still ask for prompt logprobs."""
+        # prompt logits cost as much as the rest of a step
+        self.prompt_logits = min(MAX_PROMPT_LOGITS, max(1, budget // 2))
+        """Number of positions left for prompt logprobs."""
         self.chunks: dict[int, Row] = {}
-        """Prefill rows by sequence, in the order of the plan."""
+        """Prefill rows by sequence id, in plan order."""
         self.decodes = NO_ROWS
         self.lacking: tuple[int, int, int] | None = None
-        """Key of the oldest sequence that sits out for lack of blocks: younger sequences may not take any."""
+        """Key of the oldest sequence without a row for lack of blocks. Younger sequences may not take
+        blocks."""
         self.preempted = False
         self.prefill = self.decode = EMPTY_SEGMENT
-        """The rows as they will be in the plan, from ``close`` on."""
+        """The prefill and decode rows of the plan; set by ``close``."""
         self.rebalance = False
-        """Whether experts move before the step."""
+        """True if experts move before the step."""
         self.micro_batches = 1
-        """2: to be computed as two micro-batches."""
+        """2: compute the step as two micro-batches."""
         self.agreed: Agreement | None = None
-        """What the replicas of a domain agreed on for the step."""
+        """The agreement of the expert-parallel replicas for the step; None without such a group."""
         self._columns = columns
         self._growth: list[Op] = []
 
     @property
     def rows(self) -> int:
-        """Rows so far."""
+        """Number of rows so far."""
         return len(self.chunks) + len(self.decodes.slots)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all rows, from ``close`` on."""
+        """Number of tokens of all rows; valid after ``close``."""
         return self.prefill.tokens + self.decode.tokens
 
     @property
     def decode_shape(self) -> StepShape:
-        """What the cost of the step depends on, of its decode rows."""
+        """Shape of the decode rows, as input of the cost model."""
         rows = self.decodes
         shape = decode_shape(self.decode_starts, rows.counts)
         return shape._replace(draft_passes=int(rows.next_k.max(initial=0)), drafts=int(rows.next_k.sum()))
 
     @property
     def decode_starts(self) -> np.ndarray:
-        """Positions that the decode rows start at."""
+        """First position of each decode row, [rows]."""
         starts: np.ndarray = self._columns.num_scheduled[self.decodes.slots]
         return starts
 
@@ -137,16 +143,16 @@ class PlanBuilder:
         self.prompt_logits -= row.logits - row.sample
 
     def grow(self, ops: Iterable[Op]) -> None:
-        """Ops that decode rows need before them; for slots that have their rows, or will."""
+        """Add slot updates for decode rows. Each named slot must have a row or get a row."""
         self._growth += ops
 
     def add_decode(self, rows: DecodeRows) -> None:
-        """The decode rows, all at once."""
+        """Set all decode rows at once."""
         self.decodes = rows
         self.budget -= int(rows.counts.sum())
 
     def drop(self, sequence: Sequence, run: Running) -> None:
-        """Takes the row of a sequence, and its ops, out again; its budget is free to give."""
+        """Remove the row of a sequence with its slot updates. The budget of the row is free again."""
         row = self.chunks.pop(sequence.id, None)
         if row is not None:
             self.budget += row.count
@@ -158,17 +164,17 @@ class PlanBuilder:
         self._growth = [kept for op in self._growth if (kept := _without(op, run.slot)) is not None]
 
     def lack(self, sequence: Sequence) -> None:
-        """Notes that ``sequence`` sits out for want of blocks."""
+        """Note that ``sequence`` has no row for lack of blocks. Only the oldest such sequence is recorded."""
         self.lacking = sequence.key if self.lacking is None else min(self.lacking, sequence.key)
 
     def close(self) -> PlanBuilder:
-        """No row comes or goes any more. Returns itself."""
+        """Fix the rows and make their columns. Return ``self``."""
         self.prefill = _prefill_segment(list(self.chunks.values()))
         self.decode = self._decode_segment()
         return self
 
     def seal(self, first_ops: Iterable[Op]) -> StepPlan:
-        """The plan. ``first_ops`` come before those of the rows."""
+        """Return the immutable plan. ``first_ops`` come before the slot updates of the rows."""
         ops = list(first_ops)
         for row in self.chunks.values():
             ops += row.ops
@@ -202,6 +208,7 @@ class PlanBuilder:
 
 
 def _prefill_segment(rows: list[Row]) -> Segment:
+    # [rows, fields] -> one column [rows] per field
     if not rows:
         return EMPTY_SEGMENT
     each = [
@@ -212,7 +219,7 @@ def _prefill_segment(rows: list[Row]) -> Segment:
 
 
 def _without(op: Op, slot: int) -> Op | None:
-    """``op`` without what it does to ``slot``; None when nothing is left of it."""
+    """Return ``op`` without changes to ``slot``; None if nothing is left."""
     if isinstance(op, AppendEach):
         return op.without(slot)
     if isinstance(op, AppendBlocks) and op.slot == slot:

@@ -1,7 +1,7 @@
-"""Which rows a step has, chosen in phases, each a function below.
+"""Choose the rows of a step, in phases. Each phase is a method below.
 
-Decode rows are reserved first, then prefills under way go on, then new sequences are admitted, in the order
-of ``weft.scheduler.queue``.
+Decode rows are reserved first. Then prefills in progress continue. Then new sequences are admitted, in the
+order of ``weft.scheduler.queue``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from weft.scheduler.state import SchedulerState
 from weft.types.plan import Op
 
 NO_SLOT = -1
-"""Where tables are asked what a sequence needs that has none yet."""
+"""Slot number for cache queries about a sequence without a slot."""
 
 
 class Planner:
-    """Fills the steps of one scheduler, whose ``state`` it changes as it admits and preempts."""
+    """Fills the steps of one scheduler. Admission and preemption change ``state``."""
 
     def __init__(
         self, state: SchedulerState, section: SchedulerSection, speculation: SpeculationSection | None
     ) -> None:
-        """``speculation`` says whether the number of drafts adapts; ``state.kv``, how many there may be."""
+        """Create the planner. ``speculation``: adaptive or fixed draft counts; ``state.kv`` has the
+        maximum."""
         self._state = state
         self._reserver = Reserver(state)
         self._threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
@@ -37,19 +38,19 @@ class Planner:
         self._exclusive = section.step_policy == "exclusive"
         fitter = CostFitter()
         self.chunks = ChunkPolicy(section.itl_target_ms / 1e3, fitter) if section.itl_target_ms else None
-        """Sizes prompt chunks by time; None without ``--itl-target-ms``."""
+        """Sizes prompt chunks by predicted time; None without ``--itl-target-ms``."""
         self.drafts: DraftPolicy | None = None
         """Chooses the number of drafts; None without speculation."""
         if state.kv.drafts:
             adaptive = speculation is None or speculation.speculative_adaptive
             self.drafts = DraftPolicy(state.kv.drafts, adaptive, state.columns, fitter)
         self.lacked = False
-        """Whether the last plan left out a row for lack of blocks."""
+        """True if the last plan left out a row for lack of blocks."""
         self.starved = False
-        """Whether in the last plan a sequence could not be admitted for lack of blocks."""
+        """True if the last plan could not admit a sequence for lack of blocks."""
 
     def fill(self, builder: PlanBuilder) -> None:
-        """The rows of a step, within the budget of ``builder``."""
+        """Add the rows of a step to ``builder``, within the token budget."""
         self.starved = self._state.media.short = False
         self._adopt_first()
         if self._exclusive:
@@ -67,7 +68,10 @@ class Planner:
         self._admit(builder)
 
     def _fill_exclusive(self, builder: PlanBuilder) -> None:
-        """Prefill first, one segment. After a plan that lacked blocks, who lacked them is asked first."""
+        """Fill a step with prefill rows, or with decode rows if there is no prefill row.
+
+        After a plan that lacked blocks, decode rows come first: prefills would take the blocks again.
+        """
         if not self.lacked:
             self._resume(builder)
             self._admit(builder)
@@ -78,12 +82,15 @@ class Planner:
             self._admit(builder)
 
     def _decode(self, builder: PlanBuilder) -> None:
-        """One row for every sequence past its known ids. One that may have reached its limit sits out."""
+        """Add one row for every sequence past the known ids. A sequence that may be at the limit gets
+        no row."""
         state = self._state
         columns = self._state.columns
         slots = state.order()
         if not len(slots) and self.drafts is None:
             return
+        # Steps in flight may already have ended a sequence near the limit, so the check uses the scheduled
+        # length.
         ready = ~columns.prefilling(slots) & (columns.num_scheduled[slots] + 1 < columns.limit[slots])
         rows = DecodeRows.plain(slots[ready][: max(builder.budget, 0)])
         if self.drafts is not None and not self.drafts.idle():
@@ -95,15 +102,16 @@ class Planner:
         builder.add_decode(rows)
 
     def _with_drafts(self, policy: DraftPolicy, rows: DecodeRows, budget: int) -> DecodeRows:
-        """The rows with the drafts that lie ready for them, and those to propose, all within their limits.
+        """Return the rows with the available drafts to verify and the number of drafts to propose, within all
+        limits.
 
-        Drafts are shortened so that prompts get a block of the ``budget``, if there are any.
+        If prompts wait, drafts are shortened to leave one block of the ``budget`` for prompts.
         """
         state = self._state
         columns = self._state.columns
         slots = rows.slots
         starts = columns.num_scheduled[slots]
-        room = columns.limit[slots] - 1 - starts
+        room = columns.limit[slots] - 1 - starts  # [rows], tokens left for each row
         waits = len(state.waiting) or len(slots) < len(state.running)
         counts = 1 + np.minimum(columns.drafts[slots], room - 1)
         rows = DecodeRows(slots, counts, rows.next_k).within(budget - (state.kv.block_size if waits else 0))
@@ -111,12 +119,12 @@ class Planner:
         return DecodeRows(slots, rows.counts, next_k)
 
     def _resume(self, builder: PlanBuilder) -> None:
-        """The next chunk of every prefill under way."""
+        """Add the next chunk of every prefill in progress."""
         state = self._state
         slots = state.order()
         for sequence in state.in_slot[slots[state.columns.prefilling(slots)]].tolist():
             run = sequence.state
-            if not isinstance(run, Running):  # preempted just now
+            if not isinstance(run, Running):  # preempted in the same step
                 continue
             if builder.budget < 1:
                 return
@@ -134,14 +142,17 @@ class Planner:
                 self._add_chunk(builder, sequence, run, end, next_k, ops)
 
     def _adopt_first(self) -> None:
-        """Slots for those of the queue's first whose caches have come; they decode in this step."""
+        """Give slots to the leading sequences of the queue with received KV. The sequences decode in the same
+        step."""
         waiting = self._state.waiting
         while waiting and (tables := waiting.first().tables) is not None and self._has_slot():
             self._adopt(waiting.first(), tables)
 
     def _adopt_behind(self) -> None:
-        """The same of all of the queue, as its first lacks blocks: these have theirs, and give them back only
-        after they ran."""
+        """Give slots to all waiting sequences with received KV, because the first of the queue lacks blocks.
+
+        A sequence with received KV already owns blocks, and releases the blocks only by running.
+        """
         for sequence in list(self._state.waiting) if self._state.rooms.decodes else ():
             if sequence.tables is not None and self._has_slot():
                 self._adopt(sequence, sequence.tables)
@@ -155,10 +166,10 @@ class Planner:
         return len(self._state.running) < self._most_running and self._state.slots.available() > 0
 
     def _admit(self, builder: PlanBuilder) -> None:
-        """Waiting sequences in their order, while a slot, budget and blocks for all known ids are there.
+        """Admit waiting sequences in order, while slot, budget and blocks for all known ids are free.
 
-        Where a slot alone is missing, a sequence of a larger share gives its own up; while steps in flight
-        still name that, no other share does.
+        If only a slot is missing, a running sequence may give up a slot, see ``crowding``. No further
+        sequence gives up a slot while steps in flight still name the released slot.
         """
         state = self._state
         if builder.lacking is not None or builder.preempted or not state.waiting:
@@ -182,10 +193,11 @@ class Planner:
             if self._gone(sequence, num_hit):
                 continue
             known = len(sequence.tokens)
-            behind = min(known + 1, sequence.limit)  # there is nothing behind a prompt that is only embedded
+            behind = min(known + 1, sequence.limit)  # an embedding sequence ends with the prompt
             needed = state.caches.needed(NO_SLOT, behind, num_hit, hashes)
             if sequence.tables is not None:
-                pass  # it has its blocks
+                pass  # a sequence with received KV owns its blocks
+            # Prefills in progress will still take ``promised`` blocks, so admission must leave enough blocks.
             elif not state.caches.fits([n + p for n, p in zip(needed, promised, strict=True)]):
                 self.starved = True
                 self._adopt_behind()
@@ -197,11 +209,12 @@ class Planner:
                 continue
             end = self._first_end(sequence, num_hit, known, builder)
             if end <= num_hit:
-                return
+                return  # no token for the first sequence: nothing behind may pass
             marks = state.marks(sequence, hashes, num_hit)
             if marks is not None:
                 end = marks.cut(num_hit, end, num_hit)
             next_k = self._first_drafts(builder, sequence, state.slots.peek(), num_hit, end, hashes)
+            # Blocks for the chunk only; ``promised`` grows by the blocks for the rest of the known ids.
             run, ops = state.admit(sequence, hashes, num_hit, end + next_k, marks)
             if self.drafts is not None:
                 self.drafts.enter(run.slot)
@@ -212,17 +225,20 @@ class Planner:
     # ---- parts of the phases
 
     def _gone(self, sequence: Sequence, start: int) -> bool:
-        """Whether a sequence is given back, as it lacks an image, from ``start`` on, that only another group
-        can encode."""
+        """Return True and return the sequence to the router if an image at or after ``start`` is lost.
+
+        Applies only to a sequence with images from another group.
+        """
         if sequence.relies and (gone := self._state.media.lost(sequence, start)):
             self._state.evict(sequence, "an image that another group encoded is there no more")
             return gone
         return False
 
     def _first_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
-        """Where the first chunk of one that is admitted ends; at ``start``, too, where images are to be
-        encoded for it while somebody before it waits for blocks for all of its own: those that run leave
-        that many at once only if others do not follow them.
+        """Return where the first chunk of an admitted sequence ends; ``start`` if the sequence must wait.
+
+        A sequence with images to encode here waits while an earlier sequence lacks blocks for received
+        images. Running sequences release enough memory at once only if no others follow.
         """
         state = self._state
         waits = state.running and sequence.media and state.images.waits_before(sequence)
@@ -231,12 +247,14 @@ class Planner:
         return self._chunk_end(sequence, start, known, builder)
 
     def _chunk_end(self, sequence: Sequence, start: int, known: int, builder: PlanBuilder) -> int:
-        """Where the chunk from ``start`` ends; at ``start`` when the step has no room for its logits."""
+        """Return where the chunk from ``start`` ends; ``start`` if the step has no room for the chunk."""
         most = min(builder.budget, self._threshold, known - start)
         if self.chunks is not None:
             most = self.chunks.room(start, most)
         end = start + most
         logits, sample = sequence.prefill_logits(start, end)
+        # Prompt logprobs cost as much as the rest of a step, so the positions with prompt logprobs are
+        # limited.
         if logits - sample > builder.prompt_logits:
             end = min(end, max(start, sequence.delivered) + builder.prompt_logits)
         if end <= start:
@@ -249,14 +267,16 @@ class Planner:
     def _first_drafts(
         self, builder: PlanBuilder, sequence: Sequence, slot: int, start: int, end: int, hashes: list[bytes]
     ) -> int:
-        """Drafts to propose after a prompt's last chunk; none after others, or where blocks are short.
+        """Return the number of drafts to propose after the last chunk of a prompt; 0 for earlier chunks or
+        without blocks.
 
-        ``hashes``: of a sequence that is admitted from the cache with ``start`` tokens; else empty.
+        ``hashes``: of a sequence admitted with ``start`` cached tokens; [] for a running sequence.
         """
         known = len(sequence.tokens)
         room = sequence.limit - 2 - known
         if self.drafts is not None and sequence.sends and end == known:
-            # Without a draft to propose, the drafter would leave out entries of its own cache, which is sent.
+            # Without a draft to propose, the drafter would leave out entries in the drafter's cache, which is
+            # sent as well.
             return int(known + 2 <= sequence.limit and self._state.caches.cut(start, end + 1) > end)
         if self.drafts is None or end < known or room < 1 or builder.lacking is not None:
             return 0
@@ -280,7 +300,7 @@ class Planner:
         builder.add_prefill(Row(sequence, run, start, end - start, logits, sample, next_k, ops))
 
     def promised(self) -> list[int]:
-        """Blocks of each kind that the prefills under way will still take: not there for admission."""
+        """Return the blocks of each KV cache group still to be taken by prefills in progress."""
         state = self._state
         total = [0] * len(state.caches.kinds)
         slots = state.order()

@@ -1,11 +1,11 @@
-"""The order of sequences: by key (priority, turn, arrival), whatever order they come in; and the next one.
+"""The scheduling order: by key (priority, queue position, arrival), independent of insertion order.
 
-A smaller priority comes first. It decides who gets a slot, and who loses it where blocks are short; but of
-``PASSES`` sequences that get a slot one is of another priority than the first, if such wait.
+A smaller priority number comes first. The priority decides about slots and about preemption. Starvation
+guard: after ``PASSES`` admissions from other priorities, a waiting priority gets the next slot.
 
-The turn of a sequence is the number of client requests that came before its own, plus its place among the
-sequences of its own. Where every client asks for one sequence that is first come, first served; of a large
-request the j-th sequence comes after the first one of each of the next j requests.
+The queue position of a sequence is the number of earlier client requests plus the index within the sequence's
+own client request. If every client request has one sequence, the order is first come, first served. In a
+large client request, sequence j comes after the first sequence of each of the next j client requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.common.errors import EngineDead
 from weft.scheduler.sequence import OwnerShare, Sequence
 
 PASSES = 64
-"""Sequences of other priorities that may get a slot, one after another, before one that waits does."""
+"""Number of admissions from other priorities after which a waiting priority gets the next slot."""
 
 _key = attrgetter("key")
 _place = attrgetter("place")
@@ -27,25 +27,25 @@ _place = attrgetter("place")
 
 @dataclass(slots=True)
 class _Level:
-    """A priority of which sequences wait."""
+    """A priority with waiting sequences."""
 
     since: int
-    """How many sequences had got a slot when one of these last did, or when they began to wait."""
+    """Value of the admission counter when the level last got a slot, or when the level began to wait."""
     waiting: int = 0
 
 
 class SequenceQueue:
-    """A sorted list of sequences. Keys are unique (arrival is)."""
+    """A list of sequences sorted by key. Keys are unique because arrivals are unique."""
 
     def __init__(self) -> None:
         self._items: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Puts ``sequence`` in its place."""
+        """Insert ``sequence`` by key."""
         insort(self._items, sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes ``sequence`` out. Raises EngineDead when it is not there."""
+        """Remove ``sequence``. Raises EngineDead if the sequence is not in the queue."""
         place = bisect_left(self._items, sequence.key, key=_key)
         if place == len(self._items) or self._items[place] is not sequence:
             raise EngineDead("a sequence was taken from a queue that does not hold it")
@@ -55,7 +55,7 @@ class SequenceQueue:
         return self._items[0]
 
     def snapshot(self) -> list[Sequence]:
-        """The sequences in order, safe to walk while the queue changes."""
+        """Return a copy of the sequences in order; the queue may change during iteration over the copy."""
         return self._items.copy()
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -69,30 +69,30 @@ class SequenceQueue:
 
 
 class FairQueue:
-    """Waiting sequences, and how many run, by the shares of client requests.
+    """Waiting sequences, and counts of running sequences, by fair share (client request and priority).
 
-    Of the highest priority that waits, the share that runs fewest sequences is first; of equals the one whose
-    first sequence has the smaller key. Before all of them are sequences for which a slot is given up. No
-    priority waits for ever: that which was passed by for longest is first after ``PASSES``. A sequence is in
-    a share from ``enter`` to ``leave``; ``start`` and ``stop`` tell when it runs. Each is one or two
-    insertions into sorted lists.
+    Within the first waiting priority, the share with the fewest running sequences is first. Ties go to the
+    share whose first sequence has the smaller key. A share with an invited sequence precedes all others of
+    its priority. No priority starves: the level passed over for longest is first after ``PASSES`` admissions.
+    A sequence belongs to a share from ``enter`` to ``leave``; ``start`` and ``stop`` mark running sequences.
+    Each operation costs one or two insertions into sorted lists.
     """
 
     def __init__(self) -> None:
         self._shares: dict[tuple[int, int], OwnerShare] = {}
         self._order: list[OwnerShare] = []
-        """Those with waiting sequences, by place. Places are unique (arrival is)."""
+        """Shares with waiting sequences, by place. Places are unique because arrivals are unique."""
         self._length = 0
         self._levels: dict[int, _Level] = {}
-        """By priority, those with waiting sequences, in the order of ``since``."""
+        """Levels with waiting sequences, by priority; the dict order is the order of ``since``."""
         self._started = 0
-        """Sequences that ever got a slot."""
+        """Total number of admissions."""
         self._arrived = 0
         self.large = 0
-        """Shares that run two sequences or more."""
+        """Number of shares with two or more running sequences."""
 
     def enter(self, sequence: Sequence) -> None:
-        """``sequence`` is live from now on: gives it its share and its turn."""
+        """Register a new live sequence: assign the share and the queue position."""
         priority, _, arrival = sequence.key
         share = self._shares.get((priority, sequence.owner))
         if share is None:
@@ -104,7 +104,7 @@ class FairQueue:
         share.live += 1
 
     def leave(self, sequence: Sequence) -> None:
-        """``sequence`` has ended. It neither waits nor runs."""
+        """Unregister an ended sequence, which must neither wait nor run."""
         share = self._share(sequence)
         sequence.share = None
         share.live -= 1
@@ -112,7 +112,7 @@ class FairQueue:
             del self._shares[share.priority, sequence.owner]
 
     def add(self, sequence: Sequence) -> None:
-        """``sequence`` waits, in its place."""
+        """Add ``sequence`` to the waiting sequences."""
         share = self._lift(sequence)
         insort(share.waiting, sequence, key=_key)
         self._length += 1
@@ -120,37 +120,40 @@ class FairQueue:
         self._put(share)
 
     def remove(self, sequence: Sequence) -> None:
-        """``sequence`` no longer waits. Raises EngineDead when it did not."""
+        """Remove ``sequence`` from the waiting sequences. Raises EngineDead if the sequence does not wait."""
         share = self._lift(sequence)
         self._take(share, sequence)
         self._put(share)
 
     def start(self, sequence: Sequence) -> None:
-        """``sequence``, which waited, runs. Raises EngineDead when it did not wait."""
+        """Move ``sequence`` from waiting to running. Raises EngineDead if the sequence does not wait."""
         share = self._lift(sequence)
         self._take(share, sequence)
         share.running += 1
         self.large += share.running == 2
         self._started += 1
+        # Re-insert at the end: the dict stays ordered by ``since``.
         if (level := self._levels.pop(share.priority, None)) is not None:
             level.since = self._started
             self._levels[share.priority] = level
         self._put(share)
 
     def stop(self, sequence: Sequence) -> None:
-        """``sequence`` no longer runs."""
+        """Count ``sequence`` as no longer running."""
         share = self._lift(sequence)
         self.large -= share.running == 2
         share.running -= 1
         self._put(share)
 
     def invite(self, sequence: Sequence) -> None:
-        """Puts the waiting ``sequence`` first until it runs: another one gives up its slot for it."""
+        """Put the waiting ``sequence`` first within the priority until admission: a running sequence gives up
+        a slot."""
         share = self._lift(sequence)
         share.invited = sequence
         self._put(share)
 
     def first(self) -> Sequence:
+        # The level with the longest wait comes first in the dict.
         share = self._order[0]
         priority, level = next(iter(self._levels.items()))
         if priority > share.priority and self._started - level.since >= PASSES:
@@ -170,7 +173,8 @@ class FairQueue:
         return sequence.share
 
     def _lift(self, sequence: Sequence) -> OwnerShare:
-        """The share of ``sequence``, taken out of the order if it is there: what it has may change."""
+        """Remove the share of ``sequence`` from the order before a change. Return the share; ``_put`` inserts
+        the share again."""
         share = self._share(sequence)
         if share.waiting:
             del self._order[bisect_left(self._order, share.place, key=_place)]

@@ -1,4 +1,4 @@
-"""Blocks for the rows of a plan: all at once where they are there, else one by one, which may preempt."""
+"""Reserve blocks for the rows of a plan, preempting sequences if necessary."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from weft.types.plan import Op
 
 
 class Reserver:
-    """Makes block tables reach as far as the rows of a plan in the making need."""
+    """Extends block tables to the lengths needed by the rows of the next plan."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def grow(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> DecodeRows:
-        """Makes the tables of the decode rows ``short`` (bool) reach as far as these need.
+        """Extend the tables of the decode rows ``short`` (bool [rows]) to the lengths needed. Return the
+        runnable rows.
 
-        All at once when blocks are there, else without their drafts; else one by one, in order, which may
-        preempt. Returns the rows that can run.
+        Try three ways in order: all rows; all rows without drafts; row by row in scheduling order, with
+        preemption. ``short`` is changed in place.
         """
         state = self._state
         columns = self._state.columns
@@ -33,18 +34,21 @@ class Reserver:
             short &= columns.num_scheduled[rows.slots] + 1 > columns.reserved[rows.slots]
             if whole and self._grow_all(rows, short, builder):
                 return rows
+        # Row by row: a row may preempt later sequences, and the plan then loses their rows.
         out = np.zeros(len(columns.gen), bool)
         for slot in rows.slots[short].tolist():
             sequence = state.in_slot[slot]
-            if sequence is None:  # preempted just now
+            if sequence is None:  # preempted by an earlier row
                 continue
             reserved = self.reserve(sequence, sequence.state, int(columns.num_scheduled[slot]) + 1, builder)
             out[slot] = reserved is None
             builder.grow(reserved or [])
+        # gen is 0 in a freed slot, so preempted rows are dropped too.
         return rows.where((columns.gen[rows.slots] > 0) & ~out[rows.slots])
 
     def _grow_all(self, rows: DecodeRows, short: np.ndarray, builder: PlanBuilder) -> bool:
-        """Makes the tables of all rows ``short`` reach as far as they need, or changes nothing."""
+        """Extend the tables of all rows ``short``. Return False, without any change, if blocks are
+        missing."""
         columns = self._state.columns
         slots = rows.slots[short]
         ends = columns.num_scheduled[slots] + rows.counts[short] + rows.next_k[short]
@@ -56,9 +60,11 @@ class Reserver:
         return True
 
     def reserve(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> list[Op] | None:
-        """Makes the tables reach ``end``: the ops, or None when the sequence must sit out."""
+        """Extend the tables of a sequence to ``end``. Return the slot updates, or None if the sequence gets
+        no row."""
         if end <= run.reserved:
             return []
+        # Older sequences first: a younger sequence must not take blocks from an older sequence without a row.
         if builder.lacking is not None and sequence.key > builder.lacking:
             builder.lack(sequence)
             return None
@@ -70,24 +76,26 @@ class Reserver:
         return self._state.caches.reserve(run.slot, end)
 
     def _make_room(self, sequence: Sequence, run: Running, end: int, builder: PlanBuilder) -> bool:
-        """Preempts until the blocks up to ``end`` are available. False: not in this plan.
+        """Preempt sequences until the blocks up to ``end`` are free. Return False if the plan cannot get the
+        blocks.
 
-        The victim is the last by key that is not protected; it may be the one that asks. No sequence is
-        preempted while blocks that steps in flight still name will do, and none preempts itself while its
-        own last step is in flight: that may free blocks, and computes tokens that need not be lost. Nor is
-        one whose slot ranks do not know of yet, which could not be freed. Where there is no victim, those go
-        that have blocks and no slot: they may be behind the one that asks.
+        The victim is the last unprotected sequence by key, possibly ``sequence``. Not a victim: a sequence
+        without a sealed plan, because the ranks do not know the slot yet. Without a victim, waiting sequences
+        with received KV are returned to the router, even if older in the order than ``sequence``.
         """
         caches = self._state.caches
         while True:
             needed = caches.needed(run.slot, end)
             if caches.fits(needed):
                 return True
+            # Steps in flight will release enough blocks: wait instead of preempting.
             if caches.will_fit(needed):
                 return False
             victim = next((s for s in reversed(self._state.running) if _can_go(s)), None)
             if victim is None and self._evict_last():
                 continue
+            # A sequence never preempts itself while its last step is in flight: the step may free blocks, and
+            # the tokens of the step would be computed twice.
             if victim is None or (victim is sequence and run.last_step > self._state.last_commit):
                 return False
             self.preempt(victim, builder)
@@ -95,7 +103,10 @@ class Reserver:
                 return False
 
     def _evict_last(self) -> bool:
-        """Gives back the last by key of the queue that has blocks, if any: they are free at once."""
+        """Return the last waiting sequence with received KV to the router. Return False if there is none.
+
+        The blocks are free at once, because no plan names the blocks.
+        """
         landed = (sequence for sequence in self._state.waiting if sequence.tables is not None)
         last = max(landed, key=lambda sequence: sequence.key, default=None)
         if last is not None:
@@ -103,7 +114,8 @@ class Reserver:
         return last is not None
 
     def preempt(self, victim: Sequence, builder: PlanBuilder, *, yields: bool = False) -> None:
-        """Takes a running sequence out of the plan, and its slot and blocks from it."""
+        """Preempt ``victim`` and remove the row from ``builder``. Raises EngineDead if ``victim`` does not
+        run."""
         held = victim.state
         if not isinstance(held, Running):
             raise EngineDead("a sequence is in the running queue that does not run")
@@ -113,5 +125,6 @@ class Reserver:
 
 
 def _can_go(sequence: Sequence) -> bool:
+    # last_step is -1 until the first plan of the slot is sealed.
     known = isinstance(sequence.state, Running) and sequence.state.last_step >= 0
     return known and not sequence.protected

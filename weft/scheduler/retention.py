@@ -1,7 +1,7 @@
-"""Keeps what sessions have cached for a while: between two turns a client runs a tool, or a person reads.
+"""Retain cached blocks of a session between two turns, while a client runs a tool or a person reads.
 
-Blocks that are kept are evicted after all others, not never: whoever needs blocks gets them. A later state of
-a session takes the place of an earlier one, whose own blocks are the next to go.
+Retained blocks are evicted after all others, but are still evictable. A later turn of a session replaces the
+earlier turn; blocks only of the earlier turn are the next to be evicted.
 """
 
 from __future__ import annotations
@@ -13,42 +13,48 @@ from typing import NamedTuple
 from weft.kv.caches import Caches
 
 SHARE = 0.5
-"""Of the smallest pool, at most: so that others' prefixes are cached, too."""
+"""Maximum share of the smallest pool for retained blocks, to leave space for other prefixes."""
 
 
 class _Kept(NamedTuple):
     names: list[Sequence[bytes]]
-    """See ``Caches.keep``."""
+    """The result of ``Caches.keep``."""
     blocks: int
     until: float
 
 
 class Retention:
-    """By session, what of its last sequence is kept. ``now``: set before anything ends."""
+    """The retained blocks of the last sequence of each session.
+
+    Call ``expire`` before ``ended``: ``expire`` sets ``now``, from which retention counts.
+    """
 
     def __init__(self, caches: Caches, block_size: int, seconds: float) -> None:
-        """``seconds`` that a session may pause; 0: nothing is kept."""
+        """``seconds``: how long a session may pause; 0 disables retention."""
         self.now = 0.0
         self._caches = caches
         self._block = block_size
         self._seconds = seconds
         self._most = int(SHARE * caches.prefix_positions()) // block_size
         self._sessions: OrderedDict[str, _Kept] = OrderedDict()
-        """The one that ends first comes first."""
+        """Sessions in the order of expiry."""
         self.blocks = 0
-        """Of all, in base blocks; those that sessions share are counted for each."""
+        """Number of retained base blocks over all sessions; shared blocks count once per session."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def ended(self, session: str, hashes: list[bytes], computed: int) -> None:
-        """A sequence of ``session`` has ended, of which ``computed`` positions are cached; ``hashes``: of its
-        full blocks."""
+        """Retain the cached blocks of an ended sequence of ``session``.
+
+        ``hashes``: of the full blocks. ``computed``: number of cached positions. Evicts the oldest sessions
+        while more than ``SHARE`` of the pool is retained.
+        """
         if not self._seconds or not session:
             return
         kept = hashes[: min(computed // self._block, self._most)]
         before = self._sessions.pop(session, None)
-        names = self._caches.keep(kept)  # first: what both have stays where it is
+        names = self._caches.keep(kept)  # first: blocks of both turns stay retained
         if before is not None:
             self._drop(before)
         if not kept:
@@ -59,13 +65,13 @@ class Retention:
             self._drop(self._sessions.popitem(last=False)[1])
 
     def expire(self, now: float) -> None:
-        """Lets go of sessions that have paused for too long."""
+        """Release sessions after too long a pause, and set ``now``."""
         self.now = now
         while self._sessions and next(iter(self._sessions.values())).until <= now:
             self._drop(self._sessions.popitem(last=False)[1])
 
     def clear(self) -> None:
-        """Nothing is cached any more."""
+        """Forget all sessions, after the caches were reset."""
         self._sessions.clear()
         self.blocks = 0
 

@@ -1,13 +1,13 @@
-"""What a scheduler knows of the rooms of its sequences, and what they keep on hold.
+"""Transfer records of a scheduler, and the pins of transfers.
 
-A record lasts from the Submit until nobody outside can touch the sequence's blocks any more, which may be
-long after the sequence has ended. Of a receiver only until the room has landed: from then on the blocks are
-the sequence's own.
+A record lasts from the Submit until nobody outside the group can touch the blocks of the sequence. For a
+sender the end may come long after the end of the sequence. A receiver's record ends when the KV is received:
+then the blocks belong to the sequence alone.
 
-    sender      in a slot ──moved──> parting ──states are saved──> blocks on hold ──Landed, Freed──> gone
-                     ╰──ends otherwise, is lost, or has no states──────^
-    receiver    Awaiting ──blocks are reserved──> Fetching: blocks on hold ──Landed──> gone
-                     ╰──ends──> gone                 ╰──ends──> blocks on hold ──Freed──> gone
+    sender      in a slot ──moved──> parting ──states are saved──> blocks pinned ──Landed, Freed──> gone
+                     ╰──other end, loss, or no states────────────────^
+    receiver    Awaiting ──blocks are reserved──> Fetching: blocks pinned ──Landed──> gone
+                     ╰──ends──> gone                 ╰──ends──> blocks pinned ──Freed──> gone
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from weft.types.rooms import (
 )
 
 FENCE_S = 60.0
-"""Seconds after its deadline within which a room ends: as long does it excuse a lack of blocks."""
+"""Seconds after the deadline within which a transfer ends. Until then the pins excuse missing blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class RoomRecord:
-    """One room, as the scheduler knows it."""
+    """A transfer, from the view of the scheduler."""
 
     key: RoomKey
     sequence: Sequence
     length: int
-    """Positions that go from one group to the other: what was known of the sequence when it came."""
+    """Number of transferred positions: the known ids of the sequence at arrival."""
     due: float = math.inf
-    """When it is late; never before its first offer."""
+    """Deadline; infinite before the first offer."""
     over: bool = False
-    """Nothing is to be asked of it: it failed, or was cancelled, or it is up to the other side."""
+    """True if the transfer needs no further request: failed, cancelled, or in the hands of the other side."""
     held: list[tuple[int, int]] = field(default_factory=list)
-    """(kind, block) on hold for it."""
+    """Pinned (KV cache group, block) pairs."""
     slot: int = -1
-    """Of a sender: where its tables are; -1 before it has one, and when it has left it."""
+    """Sender: the slot with the block tables; -1 before admission and after release."""
     blocks: tuple[Blocks, ...] = ()
-    """Of a sender that has left its slot: its tables, and the snapshots of its states, if they were saved."""
+    """Sender without a slot: the block tables, with snapshots of saved states."""
     exported: list[int] = field(default_factory=list)
-    """Of a sender: for each kind, up to which entry of its table ranks were told."""
+    """Sender: for each KV cache group, the number of table entries already reported to ranks."""
     unsaid: OfferRoom | None = None
-    """Of a sender: an offer that is not made before the prompt is computed."""
+    """Sender: an offer to make after the prompt is computed; None otherwise."""
     offer: Admitted | None = None
-    """Of a receiver: what it was asked, until it answers, or ends."""
+    """Receiver: the open offer; None once answered."""
     needed: list[int] = field(default_factory=list)
-    """Of a receiver that was told to come later: the blocks of each kind that it lacked."""
+    """Postponed receiver: the needed blocks of each KV cache group."""
     hits: int = 0
-    """Of a receiver: positions that were in its own cache."""
+    """Receiver: number of positions found in the receiver's cache."""
 
 
 def why_cancelled(finish: str, error: ErrorInfo | None) -> ErrorInfo | None:
-    """Return the error for the rooms of a sequence that ends with ``finish`` before they are done.
+    """Return the error for the open transfers of a sequence with the finish reason ``finish``.
 
-    None after an end that the front gets from this head (a stop, a limit, an error of the request): then the
-    other group has no part in the sequence any more, and must not give it back.
+    Return None if the router gets the end from the same engine (a stop, a limit, an error of the request).
+    The other group must then drop the sequence and not return the sequence to the router.
     """
     if finish == "abort":
         return error or Cancelled("the client went away").info()
@@ -81,60 +81,65 @@ def why_cancelled(finish: str, error: ErrorInfo | None) -> ErrorInfo | None:
 
 
 def is_eviction(error: ErrorInfo | None) -> bool:
-    """Return True if a sequence that is given back with ``error`` is to be computed again."""
+    """Return True if a sequence returned with ``error`` must be computed again."""
     return error is None or error.blame != "client"
 
 
 class RoomBook:
-    """The records of all rooms of a scheduler. ``SchedulerState`` tells what becomes of sequences,
-    ``SchedulerRooms`` what of rooms.
+    """The records of all transfers of a scheduler.
+
+    ``SchedulerState`` reports changes of sequences, ``SchedulerRooms`` reports changes of transfers.
     """
 
     def __init__(self, caches: Caches, holds: Holds) -> None:
         self.now = -math.inf
-        """The latest time that the scheduler was told."""
+        """The latest time passed to the scheduler."""
         self.decodes = False
-        """Whether the group decodes what others have prefilled."""
+        """True if the group decodes sequences that other groups prefill."""
         self.pulled = False
-        """Whether senders offer what they have computed; else what they compute (--transfer-mode)."""
+        """True if senders offer computed entries (pull); False if senders offer entries before computing
+        (--transfer-mode)."""
         self._caches = caches
         self._holds = holds
         self._records: dict[RoomKey, RoomRecord] = {}
         self._fetches = 0
-        self._due = math.inf  # no record of a sequence that awaits its room is late before
+        self._due = math.inf  # no receiver is late earlier
         self.requests: list[RoomRequest] = []
-        """What is asked of rooms, in order, and was not taken yet."""
+        """Requests to transfers, in order, since the last read."""
         self.events: list[TokenEvent] = []
-        """Ends of sequences that were given back, and were not told yet."""
+        """Terminal events of sequences returned to the router, not reported yet."""
         self.parting: dict[RoomKey, int] = {}
-        """Senders that have moved, and keep their slot until their states are saved: the last plan of each
-        that names it."""
+        """Senders after the handoff, with the slot kept until the states are saved -> last plan with the
+        slot."""
         self.offers: dict[RoomKey, RoomRecord] = {}
-        """Those that were asked, and have not answered."""
+        """Receivers with an open offer."""
         self.later: dict[RoomKey, RoomRecord] = {}
-        """Those that have answered that there is no room now. They answer again when there is."""
+        """Postponed receivers: answered again when blocks are free."""
         self.evictions = 0
 
     def get(self, key: RoomKey) -> RoomRecord | None:
         return self._records.get(key)
 
     def of(self, sequence: Sequence) -> RoomRecord | None:
-        """The record of a sequence's room, while there is one."""
+        """Return the record of the transfer of ``sequence``; None without a transfer or after its end."""
         return None if sequence.room is None else self._records.get(sequence.room.key)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    # ---- what becomes of sequences
+    # ---- events of sequences
 
     def open(self, sequence: Sequence) -> None:
-        """A sequence with a room has come."""
+        """Create the record of a new sequence with a transfer."""
         assert sequence.room is not None
         key = sequence.room.key
         self._records[key] = RoomRecord(key, sequence, len(sequence.tokens))
 
     def admitted(self, sequence: Sequence, slot: int, num_hit: int, hashes: list[bytes], block: int) -> None:
-        """A sender has a slot, and a prefix hit of ``num_hit``; ``hashes`` of blocks of ``block`` tokens."""
+        """Start the transfer of an admitted sender: make the offer, at once or after the prompt (pull mode).
+
+        ``num_hit``: cached positions. ``hashes``: of blocks of ``block`` tokens each.
+        """
         record = self.of(sequence)
         if record is None:
             return
@@ -149,12 +154,14 @@ class RoomBook:
             self.requests.append(offer)
 
     def export(self, sequence: Sequence, start: int, end: int) -> list[Op]:
-        """The op that goes with a sender's row over ``start`` .. end - 1, for which its tables are made."""
+        """Return the slot update to export a sender's row over ``start`` .. end - 1. The tables must reach
+        ``end``."""
         record = self.of(sequence)
         if record is None:
             return []
-        told = record.exported
+        told = record.exported  # per KV cache group: table entries already reported
         new = []
+        # Report only new table entries; ids are int32, so an entry has 4 bytes.
         for kind, blocks in enumerate(self._caches.table(record.slot, record.length)):
             skip = max(told[kind] - blocks.first, 0)
             new.append(Blocks(first=blocks.first + skip, ids=blocks.ids[4 * skip :]))
@@ -162,7 +169,7 @@ class RoomBook:
         return [Export(slot=record.slot, key=record.key, start=start, end=end, blocks=tuple(new))]
 
     def moved(self, sequence: Sequence, token: int, logprobs: LogprobColumns | None) -> None:
-        """A sender's prompt is computed, and ``token`` is its first."""
+        """Finish a sender: the prompt is computed and ``token`` is the first output token."""
         record = self.of(sequence)
         if record is None:
             return
@@ -171,14 +178,15 @@ class RoomBook:
         if record.unsaid is not None and not record.over:
             self.requests.append(record.unsaid)
         self.requests.append(FinishRoom(key=record.key, first=first))
+        # The state is exported later, by ``save``: the slot must keep the state until then.
         if self._caches.recurrent and not record.over:
             self.parting[record.key] = -1
         record.over = True
 
     def leaves(self, sequence: Sequence, last_step: int) -> bool:
-        """A sequence is to leave its slot, which ``last_step`` was the last to name. Its blocks go on hold.
+        """Pin the blocks of a sequence at the loss of the slot. ``last_step``: the last plan with the slot.
 
-        False when the slot must stay as it is, for ``save``.
+        Return False if the slot must stay unchanged until ``save``.
         """
         record = self.of(sequence)
         if record is None:
@@ -190,7 +198,7 @@ class RoomBook:
         return True
 
     def ended(self, sequence: Sequence, finish: str, error: ErrorInfo | None) -> None:
-        """A sequence has ended, and left what it had."""
+        """End the transfer of an ended sequence: cancel if open, and drop the record if nothing is pinned."""
         record = self.of(sequence)
         if record is None:
             return
@@ -202,9 +210,9 @@ class RoomBook:
             del self._records[record.key]
 
     def evicted(self, sequence: Sequence, error: ErrorInfo | None = None) -> None:
-        """A sequence was given back to its front, which is to hear of it. ``error``: of its room.
+        """Record that a sequence was returned to the router. ``error``: why the transfer failed.
 
-        Counts an eviction, unless the sequence has ended at the other end, or its client has left.
+        Counts an eviction, unless the sequence ended at the other group or the client left.
         """
         self.evictions += is_eviction(error)
         self.events.append(
@@ -218,12 +226,12 @@ class RoomBook:
         )
 
     def given_back(self) -> list[TokenEvent]:
-        """What there is to tell, once."""
+        """Return and clear the terminal events of sequences returned to the router."""
         events, self.events = self.events, []
         return events
 
     def untold(self, sequence: int) -> list[TokenEvent]:
-        """Takes what was not told yet of the sequence of this id."""
+        """Remove and return the unreported events of the sequence with the given id."""
         found = [event for event in self.events if event.sequence == sequence]
         if found:
             self.events = [event for event in self.events if event.sequence != sequence]
@@ -233,15 +241,17 @@ class RoomBook:
 
     @property
     def can_save(self) -> bool:
-        """Whether the next plan can save the states of a sender."""
+        """True if the next plan can save the state of a sender."""
         return bool(self.parting) and self._caches.can_take()
 
     def save(self, step: int) -> tuple[list[Op], list[int]]:
-        """(ops, slots): plan ``step`` saves the states of senders that have moved, which leave these slots
-        with it.
+        """Return (slot updates, slots): plan ``step`` saves the states of senders after the handoff.
+
+        The senders leave the slots with the plan.
         """
         ops = list[Op]()
         slots = list[int]()
+        # One snapshot block per sender, as long as blocks are free.
         while self.can_save:
             key = next(iter(self.parting))
             record = self._records[key]
@@ -256,7 +266,8 @@ class RoomBook:
         return ops, slots
 
     def part(self, key: RoomKey) -> tuple[int, int] | None:
-        """(slot, last step): a sender leaves its slot without its states. None if it does not keep one."""
+        """Release a sender's slot without saving states. Return (slot, last plan); None without such a
+        slot."""
         last_step = self.parting.pop(key, None)
         if last_step is None:
             return None
@@ -265,10 +276,10 @@ class RoomBook:
         self._keep(record, ())
         return slot, last_step
 
-    # ---- what becomes of rooms
+    # ---- events of transfers
 
     def tables(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """A sender's own, as far as they are there; none of an unknown room, or before it has a slot."""
+        """Return the allocated blocks of a sender; () for an unknown transfer or before admission."""
         record = self._records.get(key)
         if record is None:
             return ()
@@ -277,9 +288,9 @@ class RoomBook:
     def reserve(
         self, record: RoomRecord, hashes: list[bytes], hits: int, reach: int, sent_blocks: list[int]
     ) -> tuple[FetchedTables, tuple[Blocks, ...]]:
-        """Blocks for a receiver's cache, up to ``reach``; those that the sender writes to are on hold."""
+        """Reserve the blocks of a receiver up to position ``reach``. The destination blocks are pinned."""
         self._fetches += 1
-        number = -1 - self._fetches
+        number = -1 - self._fetches  # negative, and never -1: `NO_SLOT` of the planner
         blocks = self._caches.fetch(number, hashes, hits, record.length, reach, sent_blocks)
         record.hits = hits
         self.answered(record)
@@ -287,7 +298,7 @@ class RoomBook:
         return FetchedTables(number, reach), blocks
 
     def wanted(self, record: RoomRecord, offer: Admitted) -> None:
-        """A receiver's room was offered, for the first time or again."""
+        """Store the offer for a receiver. The first offer starts the deadline."""
         if record.due == math.inf:
             self._begin(record)
             self._due = min(self._due, record.due)
@@ -295,20 +306,20 @@ class RoomBook:
         self.offers[record.key] = record
 
     def answered(self, record: RoomRecord) -> None:
-        """Notes that the room's offer, if it has one, needs no other answer. Idempotent."""
+        """Close the offer of the transfer, if any. Idempotent."""
         record.offer = None
         self.offers.pop(record.key, None)
         self.later.pop(record.key, None)
 
     def close(self, record: RoomRecord) -> None:
-        """Nobody outside can touch the blocks of the room any more."""
+        """Unpin all blocks and drop the record: nobody outside can touch the blocks any more."""
         self._holds.unhold_all(record.held)
         record.held = []
         self.answered(record)
         del self._records[record.key]
 
     def late(self, now: float) -> list[Sequence]:
-        """Receivers whose rooms are late. Cheap while there is none."""
+        """Return the receivers past the deadline. Cheap while there are none."""
         if now < self._due:
             return []
         waiting = [r for r in self._records.values() if r.sequence.fetches and not r.over]
@@ -317,7 +328,7 @@ class RoomBook:
 
     @property
     def awaited(self) -> bool:
-        """Whether there are receivers whose rooms have not landed."""
+        """True if a receiver still waits for KV."""
         return any(r.sequence.fetches and not r.over for r in self._records.values())
 
     # ----
@@ -327,10 +338,11 @@ class RoomBook:
         record.due = self.now + record.sequence.room.seconds
 
     def _keep(self, record: RoomRecord, snapshots: tuple[Blocks, ...]) -> None:
-        """A sender leaves its slot: what its room reads goes on hold."""
+        """Pin the blocks of the transfer, because the sender leaves the slot."""
         tables = self._caches.table(record.slot, record.length)
         record.slot = -1
         if snapshots:
+            # Groups with states have a snapshot block instead of a table.
             tables = tuple(s if s.ids else t for s, t in zip(snapshots, tables, strict=True))
         record.blocks = tables
         self._hold(record, tables)

@@ -1,8 +1,8 @@
-"""Rooms as the scheduler takes part in them: what it answers, and what becomes of sequences by what it hears.
+"""KV transfers in the scheduler: answers to offers, and effects of transfer events on sequences.
 
-A receiver's offer is answered when it comes, or once the leader of its request has its cache here (or has
-ended): then siblings find its full blocks, and only the rest is sent again. One for which there are no blocks
-is put off, and answered again as soon as there are: nobody waits until the sender asks again.
+The receiver answers an offer at once. A parallel sample waits until the first sample has received the KV (or
+has ended): full blocks are then found in the cache, and only the rest is sent. If blocks are missing, the
+offer is postponed and answered as soon as blocks are free, without another offer.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from weft.types.rooms import (
 )
 
 POSTPONE_S = 1.0
-"""Seconds until a sender that was put off asks again, as what it was told since may be lost."""
+"""Seconds after which a postponed sender offers again, in case an answer was lost."""
 
 _log = get_logger(__name__)
 _logprobs: msgspec.msgpack.Decoder[LogprobColumns] = msgspec.msgpack.Decoder(LogprobColumns)
 
 
 class SchedulerRooms:
-    """Hears of rooms, and decides. ``state.rooms`` has the records."""
+    """Handles transfer events and decides the answers. ``state.rooms`` has the records."""
 
     def __init__(
         self,
@@ -55,8 +55,10 @@ class SchedulerRooms:
         starved: Callable[[], bool],
         promised: Callable[[], list[int]],
     ) -> None:
-        """``starved``: whether a sequence of this group waits for blocks before it can be admitted;
-        ``promised``: blocks of each kind that those will still take which were."""
+        """``starved``: returns True if a sequence of the group lacks blocks for admission.
+
+        ``promised``: returns the blocks of each KV cache group still to be taken by prefills in progress.
+        """
         self._state = state
         self._book = state.rooms
         self._role = transfer.role
@@ -64,14 +66,14 @@ class SchedulerRooms:
         self._vocab_size = vocab_size
         self._starved, self._promised = starved, promised
         self._next: RoomRecord | None = None
-        """Of the receivers that were put off, the first by key: none behind it is let in. See ``_first``."""
+        """The first postponed receiver by key; no later receiver gets blocks. Cache of ``_first``."""
         self._heard = False
-        """Whether anything was heard of a room since offers were answered: then there may be other hits."""
+        """True if an event arrived since the last answers: cache hits may have changed."""
         self._book.decodes = transfer.role == "decode"
         self._book.pulled = transfer.transfer_mode == "pull"
 
     def check(self, submit: Submit) -> None:
-        """Raises InvalidRequest for a ticket that this group can have no part in."""
+        """Raise InvalidRequest if this group cannot take part with the transfer parameters."""
         ticket = submit.room
         if ticket is None:
             return
@@ -84,7 +86,7 @@ class SchedulerRooms:
             raise InvalidRequest("this room is known: a retry has an attempt of its own", param="room")
 
     def on(self, event: RoomEvent) -> None:
-        """Hears ``event``. Those of unknown rooms are fine."""
+        """Handle ``event``. Events of unknown transfers are ignored, but an unknown offer is cancelled."""
         record = self._book.get(event.key)
         self._heard = True
         match event:
@@ -99,10 +101,11 @@ class SchedulerRooms:
                 if self._book.get(event.key) is record:
                     self._book.close(record)
             case RoomBound():
-                pass  # what is computed is exported whether somebody takes it or not
+                pass  # computed entries are exported whether or not the receiver is known
 
     def requests(self) -> list[RoomRequest]:
-        """What is asked of rooms since the last call, in order."""
+        """Answer open offers as far as possible. Return all requests to transfers since the last call, in
+        order."""
         book = self._book
         if book.offers:
             for record in list(book.offers.values()):
@@ -116,20 +119,23 @@ class SchedulerRooms:
         return asked
 
     def expire(self, now: float) -> None:
-        """Gives back receivers whose rooms are late."""
+        """Return receivers with late transfers to the router."""
         for sequence in self._book.late(now):
             self._state.evict(sequence, "the cache of a sequence did not come in time")
 
     def lose(self) -> None:
-        """Ranks are lost: gives back those that run and have a room, or had one, or rely on what another
-        group encoded, with the code "group_lost". Those that do not run have no part in it."""
+        """Return running sequences to the router after ranks were lost, with the code "group_lost".
+
+        Applies to sequences with a transfer or with images from another group. Waiting sequences are not
+        affected.
+        """
         lost = RanksLost("processes of the group that computed the sequence were lost").info()
         for sequence in self._state.running.snapshot():
             if sequence.room is not None or sequence.relies:
                 self._state.evict(sequence, lost.message, lost)
 
     def stats(self) -> TransferStats | None:
-        """What the scheduler knows of it; None of a group that neither sends nor receives."""
+        """Return the transfer statistics of the scheduler; None for a group without transfers."""
         if self._role == "unified":
             return None
         states = [type(s.state) for s in self._state.live.values() if s.fetches]
@@ -150,8 +156,7 @@ class SchedulerRooms:
             self._book.wanted(record, offer)
 
     def _answer(self, record: RoomRecord) -> None:
-        """Answers an offer, unless it is of a sibling whose leader comes first, or the sequence awaits its
-        grammar."""
+        """Answer an offer, unless the sequence waits for its first sample or for a grammar."""
         offer = record.offer
         sequence = record.sequence
         request = self._state.requests[sequence.request]
@@ -163,9 +168,8 @@ class SchedulerRooms:
         self._book.requests.append(self._reserve(record, offer))
 
     def _look_again(self) -> None:
-        """Answers those that were put off, in order, as far as there are blocks by now. Cheap while there
-        are none, as it is called several times a step.
-        """
+        """Answer postponed offers in order, as far as blocks are free. Called several times per step, so must
+        be cheap."""
         while (record := self._first()) is not None and (offer := record.offer) is not None:
             if not (self._heard or self._room_for(record.needed)):
                 return
@@ -181,9 +185,10 @@ class SchedulerRooms:
         length = record.length
         if offer.num_prompt != length or len(offer.dims.kinds) != len(caches.kinds):
             return self._refuse(record, "the sequence or the cache kinds of the two groups differ")
+        # reach: the received positions, the first decode row and its drafts.
         reach = max(min(length + 1 + state.kv.drafts, sequence.limit), length + 1)
         if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
-            reach = length + 1  # then its first row has no drafts
+            reach = length + 1  # without drafts in the first row
             if not caches.ever_fits(caches.fetch_needed([], 0, length, reach)):
                 why = "the sequence does not fit into the cache: raise --kv-cache-memory"
                 return self._refuse(record, why)
@@ -212,22 +217,26 @@ class SchedulerRooms:
         return PostponeRoom(key=record.key, seconds=POSTPONE_S)
 
     def _first(self) -> RoomRecord | None:
-        """Of those that were put off, and still wait, the first by key."""
+        """Return the first postponed receiver by key; None without one."""
         later = self._book.later
         if self._next is None or later.get(self._next.key) is not self._next:
             self._next = min(later.values(), key=lambda record: record.sequence.key, default=None)
         return self._next
 
     def _is_behind(self, sequence: Sequence) -> bool:
-        """Whether another one comes first, and was put off."""
+        """Return True if an earlier sequence was postponed."""
         first = self._first()
         return first is not None and first.sequence.key < sequence.key
 
     def _room_for(self, needed: list[int]) -> bool:
-        """Whether there are so many blocks beside those left to running sequences, and to those before it."""
+        """Return True if ``needed`` blocks are free beside the blocks of running and of earlier sequences.
+
+        With other sequences running, ``decode_watermark`` of each pool must stay free as well.
+        """
         state = self._state
         if self._starved() and state.waiting:
             return False
+        # Without other sequences, a watermark would only block the transfer.
         alone = not state.running and not any(s.tables for s in state.live.values())
         needed = [n + p for n, p in zip(needed, self._promised(), strict=True)]
         return state.caches.fits(needed, spare=0.0 if alone else self._watermark)
@@ -239,12 +248,13 @@ class SchedulerRooms:
         self._book.close(record)
         tables = sequence.tables
         if not isinstance(sequence.state, Fetching) or tables is None:
-            return  # it sends, or has ended
+            return  # a sender, or the sequence has ended
         found = next((f for f in first if f.choice == sequence.choice and f.token < self._vocab_size), None)
         if found is None:
             _log.warning("a room brought no first token of its sequence")
             state.evict(sequence, "the first token of a sequence was lost on its way")
             return
+        # Hits at the receiver, not at the sender.
         sequence.num_cached = min(record.hits, sequence.num_prompt)
         state.landed(sequence, tables, found.token)
         finish, stop_id = sequence.ending() or (None, None)
@@ -264,10 +274,11 @@ class SchedulerRooms:
             )
         )
 
-    # ---- both
+    # ---- sender and receiver
 
     def _failed(self, record: RoomRecord, error: ErrorInfo) -> None:
-        """Its sequence, unless it has left before, goes back to its front. What it holds stays on hold."""
+        """Return the sequence of a failed transfer to the router, if still live. The blocks stay pinned until
+        freed."""
         state = self._state
         sequence = record.sequence
         record.over = True

@@ -1,16 +1,18 @@
-"""The scheduler: takes sequences in, plans steps, commits their results. Pure: no I/O, no clock, no torch.
+"""The scheduler: accept sequences, plan steps, commit step results. Pure: no I/O, no clock, no torch.
 
-``build`` returns the next step as a ``PlanBuilder`` (``weft.scheduler.planner`` chooses its rows). Expert
-balance, overlap and the domain set their fields on it. ``seal`` makes the immutable plan, which is in flight
-until ``commit`` takes it. A step may be built while another one awaits its commit.
+``build`` returns the next step as a ``PlanBuilder``. ``weft.scheduler.planner`` chooses the rows. Expert
+balancing, overlap and the expert-parallel group then set further fields on the builder. ``seal`` freezes the
+builder into an immutable plan. The plan is in flight until ``commit``. The scheduler can build one step while
+another step is in flight.
 
-What a sequence lacks that comes from outside the group is awaited, until a deadline: it is no work meanwhile.
-Whoever waits for anything else must get on. Sequences that wait without a row in flight are excused by one
-thing alone: that they lack blocks, and some are on hold whose deadline has not passed.
+A sequence is blocked while external input (KV, grammar, images) is missing. A blocked sequence is no work and
+fails at a deadline. Every other waiting sequence must make progress. Only one reason excuses waiting
+sequences without a row in flight: blocks are short, and pins or image transfers before the deadline hold
+memory.
 
-A sequence whose Submit has a room is prefilled by one group and decoded by another. It never comes back to
-the queue: when it cannot go on, it is given back to its front, with the end "evicted". See
-``weft.scheduler.rooms``.
+A sequence with a transfer (``Submit.room``) is prefilled by one group and decoded by another group. Such a
+sequence never returns to the queue. When a group cannot continue the sequence, the group returns the sequence
+to the router with the finish reason "evicted". See ``weft.scheduler.rooms``.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from weft.types.rooms import Blocks, RoomEvent, RoomKey, RoomRequest
 
 MAX_IN_FLIGHT = 2
 MAX_EMPTY_PLANS = 64
-"""Plans without rows in a row, while work waits and no row is in flight, before the group gives up."""
+"""Maximum consecutive plans without rows while work waits and no row is in flight. Then the group fails."""
 AWAIT_S = 600.0
-"""Seconds that a sequence awaits what it lacks, unless whoever adds it says until when."""
+"""Default time-out in seconds for external input (KV, grammar). ``add(until=...)`` overrides the default."""
 
 _log = get_logger(__name__)
 
@@ -50,8 +52,9 @@ _log = get_logger(__name__)
 class Scheduler:
     """The control core of one group.
 
-    Raises ConfigError, naming the flags, when the caches cannot hold one sequence of ``max_model_len``, or
-    when the decode rows of a step could leave prefill less than one block of tokens.
+    Raises ConfigError, with the names of the flags, when the caches cannot hold one sequence of
+    ``max_model_len``, or when the decode rows of a step could leave less than one block of tokens for
+    prefill.
     """
 
     def __init__(
@@ -66,33 +69,37 @@ class Scheduler:
         *,
         generates: bool = True,
     ) -> None:
-        """``kv`` says how many drafts there may be, ``speculation`` whether their number adapts, ``transfer``
-        the group's role. ``remembered_bytes``: of earlier prompts, to explain why one was not cached.
-        ``retention``: seconds that what a session has cached is kept before others' blocks. ``generates``:
-        see ``check_submit``."""
+        """Create the scheduler with an empty queue and empty caches.
+
+        ``kv``: cache sizes and the maximum number of drafts. ``speculation``: adaptive or fixed draft counts.
+        ``transfer``: the role of the group. ``remembered_bytes``: memory for earlier prompts, used to explain
+        cache misses. ``retention``: seconds for which the blocks of a session are evicted after all others.
+        ``generates``: False for an embedding model, see ``check_submit``.
+        """
         check_budget(section, kv.block_size, kv.drafts)
         self._section = section
         self._vocab_size = vocab_size
         self._generates = generates
         threshold = section.long_prefill_token_threshold or section.max_num_batched_tokens
-        # The drafts that a row verifies are like a chunk, and those that it leaves are reserved with it.
+        # A decode row with drafts counts as a chunk. Blocks for the drafts to propose are reserved with the
+        # row.
         longest = max(min(threshold, section.max_num_batched_tokens), 1 + kv.drafts) + kv.drafts
         self._state = SchedulerState(kv, longest, remembered_bytes, retention)
         self.planner = Planner(self._state, section, speculation)
-        """Chooses the rows."""
+        """The planner chooses the rows of each step."""
         self._step = 0
         self._arrivals = 0
         self._empty_plans = 0
-        self._built: PlanBuilder | None = None  # what is to be sealed next
-        self._blocked = False  # whether nothing can run until a block on hold is given back
-        self._awaited: dict[int, float] = {}  # sequence -> until when it awaits what it lacks
+        self._built: PlanBuilder | None = None  # the builder expected by `seal`
+        self._blocked = False  # True: nothing can run until a pinned block is released
+        self._awaited: dict[int, float] = {}  # blocked sequence -> deadline
         self._holds = self._state.holds
         role = transfer or TransferSection()
         self._rooms = SchedulerRooms(
             self._state, role, vocab_size, lambda: self.planner.starved, self.planner.promised
         )
         self.embeddings: MediaRooms | None = None
-        """Takes part in rooms of embeddings, where these are taken."""
+        """The receiver of embedding transfers; None if the group receives no embeddings."""
         if kv.media is not None and kv.media.takes:
             self.embeddings = MediaRooms(self._state, self._unblock)
 
@@ -101,11 +108,11 @@ class Scheduler:
     def add(
         self, submit: Submit, now: float, awaits: bool = False, until: float | None = None
     ) -> list[TokenEvent]:
-        """Takes in a sequence. The returned event, if any, is its end: the emitted ids were complete already.
+        """Accept a sequence. Return the terminal event if the emitted ids are already complete, else [].
 
-        ``awaits``: it cannot be admitted before ``arrived``, and fails if that does not come ``until`` then
-        (``AWAIT_S`` from ``now`` on by default). One with a grammar awaits ``constrain`` in the same way.
-        Raises InvalidRequest, ContextLength or Overloaded before anything is changed.
+        ``awaits``: the sequence is blocked until ``arrived`` is called. The sequence fails at ``until``
+        (default: ``now`` + ``AWAIT_S``). A sequence with a grammar is blocked in the same way until
+        ``constrain`` is called. Raises InvalidRequest, ContextLength or Overloaded before any change.
         """
         state = self._state
         tokens, num_prompt = check_submit(
@@ -116,8 +123,8 @@ class Scheduler:
         self._rooms.check(submit)
         if self.embeddings is not None:
             self.embeddings.check(submit)
-        # A sequence that the next step can admit does not queue: a burst on an idle engine fills its slots
-        # first.
+        # The limit does not count sequences for which the next step has a slot: a burst on an idle engine
+        # fills the slots first.
         unused = self._section.max_num_seqs - len(state.running)
         if self._num_waiting >= self._section.max_queued_requests + unused:
             raise Overloaded(f"{self._section.max_queued_requests} sequences wait already; try again later")
@@ -143,7 +150,7 @@ class Scheduler:
         return []
 
     def arrived(self, sequence: int) -> None:
-        """What a sequence awaited is there: it waits for its turn like any other. Unknown ids are fine."""
+        """Unblock a sequence: the external input is there. Unknown ids are ignored."""
         found = self._state.live.get(sequence)
         self._awaited.pop(sequence, None)
         if found is not None:
@@ -151,9 +158,11 @@ class Scheduler:
             self._blocked = False
 
     def constrain(self, sequence: int, matcher: TokenMatcher, end_ids: Iterable[int]) -> list[TokenEvent]:
-        """The grammar that a sequence awaited is there; its output so far goes into ``matcher``, which stands
-        at the start. ``end_ids``: see ``Constraint``. Returns the sequence's end, if it cannot go on, or is
-        complete. Unknown ids are fine.
+        """Attach the compiled grammar to a sequence and unblock the sequence. Unknown ids are ignored.
+
+        ``matcher`` must be at the start of the grammar; the output so far is fed into ``matcher``.
+        ``end_ids``: see ``Constraint``. Return the terminal event if the output is complete or violates the
+        grammar, else [].
         """
         found = self._state.live.get(sequence)
         if found is None:
@@ -171,7 +180,8 @@ class Scheduler:
         return []
 
     def fail(self, sequence: int, error: ErrorInfo) -> list[TokenEvent]:
-        """Ends a sequence whose grammar is of no use. Unknown ids are fine."""
+        """End a sequence with ``error`` because the grammar is unusable. Return the event. Unknown ids are
+        ignored."""
         found = self._state.live.get(sequence)
         if found is None:
             return []
@@ -182,7 +192,10 @@ class Scheduler:
         return [TokenEvent(sequence=sequence, finish="error", error=error, position=found.position)]
 
     def expire(self, now: float) -> list[TokenEvent]:
-        """Ends sequences that have awaited what they lack for too long. Call it often, work or none."""
+        """End all sequences blocked past the deadline and return the events.
+
+        Also expire session retention and transfers. Call ``expire`` often, also when there is no work.
+        """
         self._state.retention.expire(now)
         self._blocked = self._blocked and self._state.excuse(now)
         late = [sequence for sequence, until in self._awaited.items() if now >= until]
@@ -204,17 +217,21 @@ class Scheduler:
 
     @property
     def awaiting(self) -> bool:
-        """Whether nothing can be done before something comes from outside: what is awaited, or a block."""
+        """True if the scheduler can do nothing before external input arrives or a pinned block is
+        released."""
         state = self._state
         awaited = self._awaited or self._blocked or state.rooms.awaited or state.images.awaited
         return bool(awaited) and not self.has_work()
 
     def finish(self, sequence: int) -> list[TokenEvent]:
-        """Ends a sequence from outside. Unknown and ended ones are fine: then there is no event, unless
-        that of the end was not told yet."""
+        """Abort a sequence and return the terminal event. Unknown ids are ignored.
+
+        For an ended sequence, return the terminal event only if no call has returned the event yet.
+        """
         found = self._state.live.get(sequence)
         if found is None:
-            return self._state.rooms.untold(sequence)  # else they would end a later attempt of that id
+            # a late event would end a later attempt with the same id
+            return self._state.rooms.untold(sequence)
         self._awaited.pop(sequence, None)
         self._state.end(found, "abort")
         self._blocked = False
@@ -222,16 +239,20 @@ class Scheduler:
         return [TokenEvent(sequence=sequence, num_cached=num_cached, finish="abort", position=found.position)]
 
     def lose(self) -> None:
-        """Ranks are lost, and no step is made until ``requeue_all``: sequences of rooms that run are given
-        back at once. To be called before rooms are told, so that each has its own end."""
+        """Return running sequences with KV or images from transfers to the router, after ranks were lost.
+
+        No step may run until ``requeue_all``. Call ``lose`` before the transfers are notified: the reported
+        error is then the loss, not a failed transfer.
+        """
         self._rooms.lose()
 
     def requeue_all(self) -> list[TokenEvent]:
-        """The group was lost: everything that ran waits again, as prompt + what was told of its output.
+        """Requeue all running sequences after the group was lost; prompt and committed output are recomputed.
 
-        To be called when the ranks have empty slot tables. Steps in flight are forgotten (their results must
-        not be committed), pools are at their idle counts and the prefix cache is empty. Step numbers go on.
-        Returns the ends of those with which the group was lost too often, and of those that are given back.
+        Call only when the ranks have empty slot tables. Steps in flight are forgotten: the results must not
+        be committed. Afterwards the prefix cache is empty, and the pools have only pinned blocks in use. Step
+        numbers continue. Return the terminal events of sequences lost too often and of sequences returned to
+        the router.
         """
         self._blocked = self.planner.lacked = False
         self._empty_plans = 0
@@ -248,65 +269,76 @@ class Scheduler:
         return events + self._state.rooms.given_back()
 
     def enqueue(self, op: Op) -> None:
-        """``op`` goes out with the next plan, which is made for it alone if there are no rows. A slot that it
-        names has its sequence by the plans before; if that ends first, the op is dropped."""
+        """Add a slot update to the next plan. The plan is made for the update alone if there are no rows.
+
+        If ``op`` names a slot, earlier plans must have assigned the slot. The update is dropped if the
+        sequence in the slot ends first.
+        """
         self._state.ops.append(op)
 
     def hold(self, kind: int, block: int, until: float) -> None:
-        """Keeps ``block`` of cache kind ``kind`` out of use until ``unhold``: a transfer outside the group
-        may read or write it. Outlives the block's sequence, ``requeue_all``, and ``until``: from then on it
-        no longer excuses that others lack blocks, and lack of progress ends the group within milliseconds.
-        So ``until`` is later than any time at which the transfer, its fence included, can end."""
+        """Pin ``block`` of KV cache group ``kind``: a transfer outside the group may read or write the block.
+
+        The pin outlives the sequence, ``requeue_all`` and ``until``. After ``until`` the pin no longer
+        excuses missing blocks: lack of progress then ends the group within milliseconds. So ``until`` must be
+        later than any time at which the transfer, with its fence, can end.
+        """
         self._holds.hold(kind, block, until)
 
     def unhold(self, kind: int, block: int) -> None:
-        """The other side of one ``hold``."""
+        """Release one pin of ``hold``."""
         self._holds.unhold(kind, block)
         self._blocked = False
 
-    # ---- rooms
+    # ---- transfers
 
     def room(self, event: RoomEvent, now: float) -> list[TokenEvent]:
-        """Hears what happened to a room: the first token of a sequence whose cache has come, or ends."""
+        """Apply a transfer event and return the terminal events of sequences returned to the router."""
         self._state.rooms.now = now
         self._rooms.on(event)
         self._blocked = False
         return self._state.rooms.given_back()
 
     def room_requests(self) -> list[RoomRequest]:
-        """What is asked of rooms since the last call, in order. To be called after whatever changes anything
-        here, and not between ``build`` and ``seal``."""
+        """Return the requests to transfers since the last call, in order.
+
+        Call after every change to the scheduler, but not between ``build`` and ``seal``.
+        """
         return self._rooms.requests()
 
     def room_blocks(self, key: RoomKey) -> tuple[Blocks, ...]:
-        """A sender's own block tables as far as they are made, for each kind what the room reads; of a state
-        its snapshot, once a plan that saves it was sealed. () before it has a slot, and of unknown rooms."""
+        """Return the blocks to send in the transfer ``key``, for each KV cache group, as far as allocated.
+
+        For a recurrent state: the snapshot, once a plan with the snapshot was sealed. Return () before the
+        sequence has a slot and for unknown transfers.
+        """
         return self._state.rooms.tables(key)
 
     def has_work(self) -> bool:
-        """Whether there is something to plan or to commit. What is awaited is none."""
+        """Return True if there is a step to plan or to commit. Blocked sequences are no work."""
         state = self._state
         wanting = (state.waiting or len(state.running)) and not self._blocked
         return bool(wanting or state.asks or state.in_flight)
 
     @property
     def in_flight(self) -> int:
-        """Plans that await their commit."""
+        """Number of plans without a commit."""
         return len(self._state.in_flight)
 
     # ---- steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """``build`` and ``seal`` at once, where no other component sets fields of the plan."""
+        """Run ``build`` and ``seal`` and return the plan, or None. For callers without further fields
+        to set."""
         builder = self.build(now)
         return None if builder is None else self.seal(builder)
 
     def build(self, now: float) -> PlanBuilder | None:
-        """The next step, for ``seal``, or None when nothing can run before a commit or an arrival.
+        """Return the next step for ``seal``, or None when nothing can run before a commit or an arrival.
 
-        Nothing else may be asked of the scheduler between the two. Raises EngineDead when two steps are in
-        flight already, when the last builder was not sealed, and when nothing could be planned for long
-        though work waits and no step is in flight.
+        Call no other method between ``build`` and ``seal``. Raises EngineDead when two steps are in flight,
+        when the last builder was not sealed, and when ``MAX_EMPTY_PLANS`` plans in a row had no rows although
+        work waits and no row is in flight.
         """
         self._state.rooms.now = now
         self._state.retention.expire(now)
@@ -314,7 +346,7 @@ class Scheduler:
             builder = self._begin(self._section.max_num_batched_tokens)
             self.planner.fill(builder)
             if builder.rows or not (builder.preempted or self._despairs()):
-                break  # else the blocks of preempted sequences may be free at once: try again
+                break  # after a preemption the released blocks may be free at once: try again
         self._state.media.desperate = False
         self.planner.lacked = builder.lacking is not None
         if builder.rows:
@@ -327,21 +359,23 @@ class Scheduler:
         return builder
 
     def idle(self) -> PlanBuilder:
-        """The next step without rows, since nothing can run here while other replicas of the domain step.
+        """Return a step without rows, for a step of other replicas of the expert-parallel group.
 
-        Raises as ``build``.
+        Raises EngineDead like ``build``.
         """
         self._built = self._begin(0)
         return self._built
 
     def seal(self, builder: PlanBuilder) -> StepPlan:
-        """Makes the plan of ``builder``, which is in flight from now on. Raises EngineDead for any but the
-        last builder.
+        """Freeze ``builder`` into a plan. The plan is in flight from now on.
+
+        Raises EngineDead if ``builder`` is not the last builder.
         """
         if builder is not self._built:
             raise EngineDead("a step is to be launched that is not the one that was built last")
         state = self._state
         step = builder.step
+        # Order matters: snapshots copy states before rows of the plan overwrite the states.
         first = [*state.slots.announce(), *state.take_ops(step), *state.save(step), *state.snapshots(step)]
         plan = builder.seal(first)
         state.launched(plan)
@@ -350,13 +384,15 @@ class Scheduler:
         return plan
 
     def admitted(self, plan: StepPlan) -> list[int]:
-        """Sequences that get their slots by ``plan``, the one that was sealed last."""
+        """Return the ids of sequences with a new slot in ``plan``, which must be the plan sealed last."""
         column = self._state.columns.sequence
         return [int(column[op.slot]) for op in plan.ops if isinstance(op, AllocSlot)]
 
     def masks(self, plan: StepPlan) -> TokenMasks:
-        """What the rows of ``plan`` may sample, which is ``constrained``. All plans before it have
-        committed. Raises EngineDead if not."""
+        """Return the token masks for the rows of ``plan``, which must be ``constrained``.
+
+        Raises EngineDead if an earlier plan has not committed.
+        """
         state = self._state
         if not state.in_flight or state.in_flight[0] is not plan:
             raise EngineDead("masks are made once all steps before have committed")
@@ -364,14 +400,17 @@ class Scheduler:
         return masks_of(plan, self._vocab_size, columns.gen, columns.constrained, state.in_slot)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[TokenEvent]:
-        """Applies the result of the oldest plan in flight. See ``weft.scheduler.commit``."""
+        """Apply the result of the oldest plan in flight and return the events. See
+        ``weft.scheduler.commit``."""
         events = commit(self._state, plan, result, self.planner.drafts)
         return events + self._state.rooms.given_back() if self._state.rooms.events else events
 
     def observe(self, plan: StepPlan, seconds: float, uncaptured: bool = False) -> None:
-        """``plan`` took the device ``seconds``, from the end of the step before it if that was later.
+        """Learn from the device time of ``plan``: ``seconds`` from the start, or from the end of the step
+        before.
 
-        ``uncaptured``: longer than others like it will, which are replayed; so nothing is learned from it.
+        ``uncaptured``: the step ran without capture and took longer than replayed steps will take. Such a
+        time is not used to fit the cost model.
         """
         if not plan.rows:
             return
@@ -384,15 +423,15 @@ class Scheduler:
 
     @property
     def steps(self) -> int:
-        """Steps committed."""
+        """Number of committed steps."""
         return self._state.counts.steps
 
     def follow_prefixes(self) -> tuple[PrefixLog, int] | None:
-        """``Caches.follow``; None as well where prefixes are not shared."""
+        """Return ``Caches.follow()``, or None without prefix caching."""
         return self._state.caches.follow() if self._state.kv.enable_prefix_caching else None
 
     def stats(self) -> HeadStats:
-        """Counters and gauges."""
+        """Return all counters and gauges."""
         return head_stats(self._state, self._num_waiting, self._rooms.stats())
 
     # ----
@@ -409,8 +448,11 @@ class Scheduler:
         return len(self._state.live) - len(self._state.running)
 
     def _despairs(self) -> bool:
-        """Whether a step without rows is tried once more, as nothing runs and what lacks room for an image
-        may take it from sequences without a slot."""
+        """Return True, once per build, if the step without rows must be tried again in desperate mode.
+
+        Desperate mode: no row is in flight, an image lacks memory, and the image may take memory from
+        sequences without a slot.
+        """
         state = self._state
         if not state.media.short or state.media.desperate or any(plan.rows for plan in state.in_flight):
             return False
@@ -421,10 +463,13 @@ class Scheduler:
         self._blocked = False
 
     def _watch_progress(self, now: float) -> None:
-        """Counts plans without rows in a row that nothing explains; too many end the group.
+        """Count consecutive plans without rows and without an excuse. Raises EngineDead at
+        ``MAX_EMPTY_PLANS``.
 
-        Rows in flight are progress. A hold explains it until its deadline, where blocks are what is lacking.
+        Rows in flight are progress. Missing blocks or image memory are an excuse while a pin or an image
+        transfer is before its deadline.
         """
+        # Blocks lacked by admission, by rows, by senders with states to save, or memory lacked by images.
         state = self._state
         waits = state.waiting or len(state.running)
         lacking = self.planner.lacked or self.planner.starved or state.rooms.parting or state.media.short

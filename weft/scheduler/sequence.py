@@ -6,8 +6,8 @@ AwaitingLeader ──> Awaiting ──────> Waiting ──> Running
    │  ╰───────────────┼─────────────╯ │               │
    ╰──────────────────┴───────────────┴──> Ended <────╯
 
-Running owns a slot and its block tables. Fetching owns block tables without a slot, and so does Waiting after
-it, until a slot adopts them. All other states own nothing. Any state but Ended may end.
+Running owns a slot and block tables. Fetching owns block tables without a slot. Waiting after Fetching keeps
+the tables until a slot adopts the tables. All other states own nothing. Every state except Ended may end.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from weft.types.plan import EMPTY, AllocSlot, column
 from weft.types.sampling import TokenParams
 
 PROTECT_AFTER = 2
-"""Preemptions for want of blocks after which a sequence is admitted only with a guarantee, and never
+"""Preemptions for lack of blocks after which a sequence is admitted only with guaranteed blocks and is never
 preempted again."""
 TURN = 32
-"""Tokens that a sequence may generate before a newcomer may take its slot."""
+"""Number of output tokens after which a newcomer may take the slot of a sequence."""
 MOST_YIELDS = 4
-"""Most times that a sequence gives up its slot for others."""
+"""Maximum number of preemptions of a sequence in favor of others."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitingLeader:
-    """Waits until the leader of its request has computed the prompt that both share."""
+    """Waits until the first sample has computed the shared prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Awaiting:
-    """Lacks input from outside the group, such as KV of another engine. It counts as no work, and an empty
-    plan meanwhile is no lack of progress."""
+    """Blocked: external input (KV, grammar, images) is missing. Counts neither as work nor as lack of
+    progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedTables:
-    """Block tables of a sequence whose cache comes, or has come, from another group."""
+    """Block tables without a slot, for KV from another group, during or after the transfer."""
 
     number: int
-    """Negative: stands for a slot where caches are asked."""
+    """Negative number, in place of a slot in calls to the caches."""
     reach: int
-    """Positions that they cover at least."""
+    """Minimum number of positions covered by the tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Its cache is coming: it holds the blocks where that goes, and no slot. It counts as no work."""
+    """Receiving KV: owns the destination blocks but no slot. Counts as no work."""
 
     tables: FetchedTables
 
@@ -69,11 +69,11 @@ class Waiting:
     """In the queue, for the first time or again."""
 
     tables: FetchedTables | None = None
-    """Its cache has come: it is admitted as a decode row."""
+    """Tables with the received KV; the sequence is admitted as a decode row. None without received KV."""
 
 
 class _Entry:
-    """An attribute that is stored in the column of its name, at the object's slot."""
+    """Descriptor: reads and writes the column of the same name in ``run.columns``, at ``run.slot``."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -87,32 +87,32 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A sequence's time in one slot, from admission to preemption or end. Compared by identity.
+    """The stay of a sequence in one slot, from admission to preemption or end. Compared by identity.
 
     0 ... num_computed ... num_scheduled ... known        prefill rows, then
     0 ... known ... num_computed ... num_scheduled        decode rows
 
-    What changes is in ``columns``, and the slot's next sequence writes over it: once the
-    sequence has left the slot, it must not be read.
+    The counters live in ``columns``, and the next sequence in the slot overwrites the counters. Never read
+    the counters after the sequence has left the slot.
     """
 
     columns: SlotColumns
     slot: int
     gen: int
     known: int
-    """Number of ids that AllocSlot wrote; later ids are on the device before they are here. One less where
-    the cache came from another group: the last id is the first token, which goes into a decode row."""
+    """Number of ids written by AllocSlot; later ids reach the device before the scheduler. One less after a
+    KV transfer: the last id is the first output token, which is computed by a decode row."""
     marks: Marks | None = None
-    """Where snapshots of its recurrent state are wanted; None: nowhere."""
+    """Where snapshots of the recurrent state are wanted; None: nowhere."""
 
     num_computed = _Entry()
-    """Positions computed by committed steps."""
+    """Number of positions computed by committed steps."""
     num_scheduled = _Entry()
-    """Positions computed once all planned steps are done."""
+    """Number of positions computed once all planned steps are done."""
     reserved = _Entry()
-    """Positions that the block tables cover."""
+    """Number of positions covered by the block tables."""
     last_step = _Entry()
-    """The last plan that names the slot; the slot and its blocks are free when it has committed."""
+    """Number of the last plan with the slot. Slot and blocks are free when the plan has committed."""
     exact = _Entry()
     snapshot = _Entry()
 
@@ -123,7 +123,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Has had its one terminal event."""
+    """Ended; the terminal event was emitted exactly once."""
 
     finish: str
 
@@ -141,7 +141,7 @@ TRANSITIONS: dict[type, tuple[type, ...]] = {
 
 
 class Sequence:
-    """One token stream. ``tokens`` is prompt + output, as far as commits (or the client) have told."""
+    """A token stream. ``tokens`` is the prompt plus the output known from commits or from the client."""
 
     __slots__ = (
         "awaits",
@@ -190,52 +190,55 @@ class Sequence:
         self.params: TokenParams = submit.params
         self.stop_ids = frozenset(submit.params.stop_ids)  # for membership only
         self.pooling = submit.pooling
-        """Of an embedding: it ends with its prompt, and no token is drawn."""
+        """Pooling mode of an embedding request: the sequence ends with the prompt and no token is sampled."""
         self.media = submit.media
-        """The images of its prompt, kept with their pixels to its end: they may be encoded again."""
+        """Images of the prompt. The pixels are retained to the end, because an image may be encoded again."""
         self.spans = EMPTY
-        """As in ``AllocSlot``."""
+        """Positions of the images, as in ``AllocSlot``."""
         self.tokens = tokens
         self.num_prompt = num_prompt
         self.room = submit.room
-        """Where another group decodes what this one prefills, or the other way round."""
+        """Transfer parameters if one group prefills the sequence and another group decodes the sequence."""
         self.limit = limit
-        """Tokens, prompt and output, at which the sequence ends with "length"."""
+        """Number of tokens (prompt and output) at which the sequence ends with "length"."""
         self.owner = submit.owner or submit.request
         self.key = (submit.priority, arrival, arrival)
-        """(priority, turn, arrival): the order of sequences; survives preemption. Its share sets the turn."""
+        """(priority, queue position, arrival): the scheduling order, kept across preemptions. The share sets
+        the position."""
         self.share: OwnerShare | None = None
-        """From arrival to the end."""
+        """Fair share of the client request; None before arrival and after the end."""
+        # Parallel samples have the same prompt logprobs, so only choice 0 computes prompt logprobs.
         wanted = submit.params.prompt_logprobs >= 0 and submit.choice == 0 and len(tokens) == num_prompt
         wanted = wanted and not submit.pooling
         self.prompt_logprobs = num_prompt - 1 if wanted else 0
-        """Leading positions whose prompt logprobs this sequence computes. Only choice 0 does; with output
-        emitted already they were delivered before."""
+        """Number of leading positions with prompt logprobs to compute. 0 if output exists: delivered by an
+        earlier attempt."""
         self.delivered = 0
-        """How many of these positions were sent."""
+        """Number of positions already sent."""
         self.chain: HashChain | None = None
         self.num_cached = -1
-        """Prompt tokens found in the cache at the first admission; -1 before it."""
+        """Number of prompt tokens found in the cache at the first admission; -1 before the first
+        admission."""
         self.preemptions = 0
         self.yielded = 0
-        """Preemptions that made room for another sequence."""
+        """Number of preemptions in favor of another sequence."""
         self.explains = submit.explain
         self.miss: CacheMiss | None = None
-        """Why its prompt was not found further in the cache, until it is told."""
+        """Why the prompt was not cached further; None once reported."""
         self.losses = (0, 0)
-        """(losses of the group while it ran, tokens when they began)."""
+        """(losses of the group in a row without a new token, number of tokens at the last loss)."""
         self.constraint: Constraint | None = None
-        """Where it is in the grammar of its output, if it has one and that was compiled."""
+        """Position in the compiled grammar; None without a grammar or before compilation."""
         self.awaits = False
-        """Whether something is missing that comes from outside; it cannot be admitted meanwhile."""
+        """True while external input is missing; the sequence cannot be admitted."""
         self.awaits_images = False
-        """Whether images of its prompt are still to come from groups that encode; likewise."""
+        """True while images from an encode group are missing; the sequence cannot be admitted."""
         self.relies = False
-        """Whether it computes a prompt with images that cannot be encoded here again."""
+        """True if this group cannot encode all images of the prompt again."""
         self.state: State = AwaitingLeader()
 
     def move(self, state: State) -> None:
-        """Enters ``state``. Raises EngineDead when the table has no such transition."""
+        """Enter ``state``. Raises EngineDead if ``TRANSITIONS`` does not allow the transition."""
         if type(state) not in TRANSITIONS[type(self.state)]:
             raise EngineDead(
                 f"a sequence cannot go from {type(self.state).__name__} to {type(state).__name__}"
@@ -244,16 +247,20 @@ class Sequence:
 
     @property
     def protected(self) -> bool:
-        """Whether it was preempted for want of blocks often enough to be never preempted again."""
+        """True after ``PROTECT_AFTER`` preemptions for lack of blocks: never preempted again."""
         return self.preemptions - self.yielded >= PROTECT_AFTER
 
     @property
     def newcomer(self) -> bool:
-        """Whether it never had a slot."""
+        """True before the first admission."""
         return self.num_cached < 0
 
     def lost(self) -> bool:
-        """Counts that its group was lost while it ran. Returns whether that happened too often."""
+        """Count one loss of the group while the sequence ran. Return True after ``MOST_LOSSES`` losses in a
+        row.
+
+        A new token since the last loss resets the count.
+        """
         times, tokens = self.losses
         times = times + 1 if tokens == len(self.tokens) else 1
         self.losses = (times, len(self.tokens))
@@ -265,42 +272,46 @@ class Sequence:
 
     @property
     def tables(self) -> FetchedTables | None:
-        """Block tables that it has without a slot."""
+        """Block tables without a slot; None if the sequence has none."""
         return self.state.tables if isinstance(self.state, Fetching | Waiting) else None
 
     @property
     def sends(self) -> bool:
-        """Whether it ends here with its first token, and another group goes on with its cache."""
+        """True if the sequence ends here with the first token and another group decodes the rest."""
         return self.room is not None and self.room.sends
 
     @property
     def fetches(self) -> bool:
-        """Whether another group prefills it."""
+        """True if another group prefills the sequence."""
         return self.room is not None and not self.room.sends
 
     @property
     def position(self) -> int:
-        """Output tokens so far, for events of a sequence with a room; -1 for others."""
+        """Number of output tokens for events of a sequence with a transfer; -1 for other sequences."""
         return -1 if self.room is None else self.num_output
 
     def may_skip(self) -> int:
-        """Leading positions that need no computing if the cache has them; the last known id always does, and
-        all of which a mean is made."""
+        """Return how many leading positions need no computing if cached.
+
+        The last known id is always computed. Mean pooling needs all positions. Prompt logprobs need all
+        positions not delivered yet.
+        """
         most = 0 if self.pooling == "mean" else len(self.tokens) - 1
         return min(most, self.delivered) if self.delivered < self.prompt_logprobs else most
 
     def take(self, token: int) -> None:
-        """The next token of its output."""
+        """Append the next output token and advance the grammar."""
         self.tokens.append(token)
         if self.constraint is not None:
             self.constraint.take(token)
 
     def ending(self) -> tuple[str, int | None] | None:
-        """(finish, stop id) when the tokens so far end the sequence."""
+        """Return (finish reason, stop id) if the tokens so far end the sequence, else None."""
         output = self.num_output
         constraint = self.constraint
         if constraint is not None and constraint.failure is not None:
             return "error", None
+        # A stop id counts only after at least min_tokens tokens before it.
         if output > self.params.min_tokens and self.tokens[-1] in self.stop_ids:
             return "stop", self.tokens[-1]
         if constraint is not None and constraint.finished:
@@ -310,7 +321,7 @@ class Sequence:
         return None
 
     def alloc(self, run: Running, num_cached: int) -> AllocSlot:
-        """The op that gives it its slot."""
+        """Return the slot update to assign the slot of ``run``."""
         return AllocSlot(
             slot=run.slot,
             gen=run.gen,
@@ -319,13 +330,14 @@ class Sequence:
             params=self.params,
             num_prompt=self.num_prompt,
             num_cached=num_cached,
-            token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array goes on growing
+            token_ids=column(np.array(self.tokens, np.int32)),  # a copy: the array keeps growing
             pooling=self.pooling,
             spans=self.spans,
         )
 
     def prefill_logits(self, start: int, end: int) -> tuple[int, int]:
-        """(logits, sample) of a prefill row over ``start .. end - 1``: trailing positions of each."""
+        """Return (logits, sample) of a prefill row over ``start .. end - 1``: trailing positions with
+        each."""
         sample = int(end == len(self.tokens) and not self.pooling)
         if self.delivered < self.prompt_logprobs:
             return max(end - max(start, self.delivered), 0), sample
@@ -334,31 +346,32 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """The live sequences of one request. The leader computes the prompt; the others wait for it."""
+    """The live sequences of one prompt. The first sample computes the prompt; parallel samples wait for the
+    prompt."""
 
     leader: Sequence
     members: dict[int, Sequence] = field(default_factory=dict)
     prompt_computed: bool = False
     shared: bool = False
-    """Whether it ever had two members: then they share the prompt's blocks, with prefix caching or without.
-    """
+    """True once two members were live: members share the prompt blocks, also without prefix caching."""
 
 
 @dataclass(slots=True, eq=False)
 class OwnerShare:
-    """The sequences of one owner at one priority. Compared by identity; only ``FairQueue`` changes it."""
+    """The sequences of one client request at one priority. Compared by identity; only ``FairQueue`` changes a
+    share."""
 
     priority: int
     number: int
-    """Number of shares that arrived before it."""
+    """Number of shares that arrived earlier."""
     arrived: int = 0
-    """Number of sequences that it has ever had."""
+    """Total number of sequences ever added to the share."""
     live: int = 0
     running: int = 0
     waiting: list[Sequence] = field(default_factory=list)
-    """Its waiting sequences, by key."""
+    """Waiting sequences by key."""
     invited: Sequence | None = None
-    """The waiting sequence for which another share gives up a slot, if any."""
+    """The waiting sequence for which another share gives up a slot; None without such a sequence."""
     place: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Where it is in the queue, while it has waiting sequences: (priority, running, turn, arrival), and -1
-    for ``running`` while one is invited."""
+    """Place in the queue while sequences wait: (priority, running, queue position, arrival). ``running`` is
+    -1 while a sequence is invited."""

@@ -1,7 +1,7 @@
-"""What the scheduler knows of running sequences, as columns: one entry a slot.
+"""Per-slot facts about running sequences, as columns with one entry per slot.
 
-In most rows of a step nothing happens but one more token. Planning and committing those is arithmetic on
-these columns; only a sequence that needs blocks, ends or asks for more is looked at as an object.
+Most rows of a step only add one token. Planning and committing such rows is arithmetic on the columns. A
+sequence is handled as an object only if the sequence needs blocks, ends or requests more output.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ if TYPE_CHECKING:
     from weft.scheduler.sequence import Running, Sequence
 
 NO_ORIGIN = 1 << 30
-"""More than any length."""
+"""Larger than any length."""
 MAX_STOPS = 4
-"""Stop ids that a column holds; a sequence with more is never quiet."""
+"""Number of stop ids in a column; a sequence with more stop ids is never quiet."""
 
 
 class SlotColumns:
-    """Arrays [slots]. In a free slot ``gen`` is 0, and the other entries are stale.
+    """Arrays [slots]. In a free slot ``gen`` is 0 and the other entries are stale.
 
-    gen             int32: number of the sequence in the slot, from 1
-    sequence        uint64: its id
-    limit           int32: tokens at which it ends, or leaves for another group
-    origin          int32: tokens before its output, of a sequence with a room; NO_ORIGIN of others
+    gen             int32: generation of the slot (number of its sequence), from 1
+    sequence        uint64: id of the sequence
+    limit           int32: tokens at which the sequence ends, or leaves for another group
+    origin          int32: tokens before the output, for a sequence with a transfer; else NO_ORIGIN
     known           int32: ids that AllocSlot wrote
-    num_cached      int32: prompt tokens found in the cache at its first admission
-    num_computed    int32: by committed steps
-    num_scheduled   int32: by all steps planned
-    reserved        int64: how far the block tables reach
+    num_cached      int32: prompt tokens found in the cache at the first admission
+    num_computed    int32: positions computed by committed steps
+    num_scheduled   int32: positions computed once all planned steps are done
+    reserved        int64: positions that the block tables cover
     last_step       int64: the last plan that names the slot
-    drafts          int32: drafts that the last plan that names the slot leaves for the next one
-    wanted          int32: drafts that it should propose, if there is room
-    acceptance      float64: running share of its first drafts that were accepted
-    exact           int32: how many of the last positions scheduled the device has the state after
-    snapshot        int32: where the newest snapshot of its state was made; its hit, at first
-    constrained     bool: a grammar says what it may sample
-    quiet           bool: a row that samples one token, which ends nothing, has nothing else to tell
-    stops           int32 [slots, MAX_STOPS]: ids that may end it; -1 pads
+    drafts          int32: drafts that the last plan of the slot leaves for the next plan
+    wanted          int32: drafts to propose, if there is room
+    acceptance      float64: moving average of the acceptance of first drafts
+    exact           int32: number of last scheduled positions with a state on the device
+    snapshot        int32: position of the newest snapshot; the cache hit, at first
+    constrained     bool: a grammar limits the tokens
+    quiet           bool: a row with one token that ends nothing needs no further fields in the event
+    stops           int32 [slots, MAX_STOPS]: ids that may end the sequence; padded with -1
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,7 +66,7 @@ class SlotColumns:
         self.stops = np.full((num_slots, MAX_STOPS), -1, np.int32)
 
     def enter(self, sequence: Sequence, run: Running) -> None:
-        """Fills in what does not change while ``sequence`` is in the slot of ``run``."""
+        """Set the values of ``sequence`` for the slot of ``run``; constant until the slot is released."""
         slot = run.slot
         self.gen[slot] = run.gen
         self.sequence[slot] = sequence.id
@@ -81,28 +81,28 @@ class SlotColumns:
         self.exact[slot] = 0
 
     def set_stops(self, slot: int, stop_ids: Iterable[int], quiet: bool) -> None:
-        """The ids that may end the sequence in ``slot``, and whether nothing else of its result is needed."""
+        """Set the stop ids of ``slot``. ``quiet``: the row needs nothing but the token from the result."""
         stops = list(stop_ids)
         self.quiet[slot] = quiet and len(stops) <= MAX_STOPS
         self.stops[slot] = (stops + [-1] * MAX_STOPS)[:MAX_STOPS]
 
     def prefilling(self, slots: np.ndarray) -> np.ndarray:
-        """bool: which of ``slots`` have known ids that no plan computes yet."""
+        """Return bool [len(slots)]: True for slots with known ids after the last planned position."""
         prefilling: np.ndarray = self.num_scheduled[slots] < self.known[slots]
         return prefilling
 
     def constrains(self, prefill: Segment, decode: Segment) -> bool:
-        """Whether a grammar says what some row samples, of those that a plan in the making has."""
+        """Return True if a grammar limits the tokens of any sampling row in the two segments."""
         if not self.constrained.any():
             return False
         sampling = prefill.slot[prefill.sample > 0]
         return bool(self.constrained[sampling].any() or self.constrained[decode.slot].any())
 
     def may_end(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """bool: which of ``slots`` the next committed token, of ``tokens``, could end.
+        """Return bool [len(slots)]: True if the next committed token, in ``tokens``, could end the sequence.
 
-        For decode rows that have not committed. A sequence without an end among them has
-        ``num_computed + 1`` ids, and one more with the token.
+        For decode rows before the commit. A slot then has ``num_computed + 1`` ids, and one more with the
+        token.
         """
         full = self.num_computed[slots] + 2 >= self.limit[slots]
         stopped = (self.stops[slots] == tokens[:, None]).any(axis=1)

@@ -1,7 +1,7 @@
-"""The live sequences with their slots and blocks: the only place that allocates and frees them.
+"""The live sequences with their slots and blocks. Only this module allocates and frees slots and blocks.
 
 The operations of ``SchedulerState`` keep sequences, queues, requests and caches consistent. The planner and
-``commit`` decide which of them to call, and when.
+``commit`` decide when to call each operation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.types.rooms import RoomKey
 
 
 class SchedulerState:
-    """All state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
+    """The complete state of a scheduler. Raises ConfigError when the caches cannot hold one sequence."""
 
     def __init__(self, kv: KVConfig, max_chunk: int, remembered_bytes: int = 0, retention: float = 0) -> None:
         self.kv = kv
@@ -52,7 +52,7 @@ class SchedulerState:
         self.slots = SlotTable(kv.num_slots)
         self.columns = SlotColumns(kv.num_slots)
         self.in_slot = np.full(kv.num_slots, None, object)
-        """The running sequence of each slot; None where there is none."""
+        """The running sequence of each slot, [slots]; None for a free slot."""
         self.live: dict[int, Sequence] = {}
         self.misses = Misses(kv, self.caches, self.live, remembered_bytes)
         self.retention = Retention(self.caches, kv.block_size, retention if kv.enable_prefix_caching else 0)
@@ -60,18 +60,20 @@ class SchedulerState:
         self.waiting = FairQueue()
         self.running = SequenceQueue()
         self.ops: list[Op] = []
-        """Ops that belong to no row; the next plan carries them, whatever else it has."""
+        """Slot updates without a row. The next plan carries all of them."""
         self._order: np.ndarray | None = None
         self.in_flight: deque[StepPlan] = deque()
-        """Plans that have not committed, oldest first."""
+        """Plans without a commit, oldest first."""
         self.last_commit = -1
         self.counts = Counts(drafts=[0] * kv.drafts, drafts_accepted=[0] * kv.drafts)
 
     # ---- arrival and end
 
     def arrive(self, sequence: Sequence) -> None:
-        """Takes in a new sequence: to the queue if it awaits nothing, or held until its request's leader has
-        the prompt. One that is prefilled elsewhere awaits its cache, whoever leads."""
+        """Add a new sequence: to the queue, or blocked, or waiting for the first sample of the prompt.
+
+        A sequence prefilled by another group is always blocked until the KV arrives.
+        """
         self.live[sequence.id] = sequence
         self.media.arrive(sequence)
         self.waiting.enter(sequence)
@@ -81,26 +83,30 @@ class SchedulerState:
         else:
             self._share(request)
         request.members[sequence.id] = sequence
+        # KV from another group does not depend on the first sample: such a sequence does not wait for the
+        # first sample.
         if sequence.fetches:
             sequence.move(Awaiting())
         elif request.leader is sequence or request.prompt_computed:
             self._enqueue(sequence)
 
     def arrived(self, sequence: Sequence) -> None:
-        """The input that the sequence awaited has come. Idempotent."""
+        """Unblock a sequence: the external input is there. Idempotent."""
         sequence.awaits = False
         self._go_on(sequence)
 
     def images_landed(self, sequence: Sequence) -> None:
-        """All images of the sequence are there that come from other groups."""
+        """Unblock a sequence: all images from other groups are received."""
         sequence.awaits_images = False
         self._go_on(sequence)
 
     def end(self, sequence: Sequence, finish: str, error: ErrorInfo | None = None) -> None:
-        """Ends a live sequence in any state, and frees its slot and blocks. ``error``: for its room."""
+        """End a live sequence in any state. Free the slot and the blocks. ``error`` is reported to the
+        transfer."""
         state = sequence.state
         tables = sequence.tables
         sequence.move(Ended(finish))
+        # A failed sequence must leave no snapshot or embedding behind: the content may be wrong.
         if isinstance(state, Running):
             if finish == "error":
                 self.caches.spoil(state.slot)
@@ -120,18 +126,18 @@ class SchedulerState:
             self.rooms.ended(sequence, finish, error)
 
     def evict(self, sequence: Sequence, why: str, error: ErrorInfo | None = None) -> None:
-        """Gives a sequence that has, or had, a room back to its front: any head may go on with it.
+        """Return a sequence that has, or had, a transfer to the router. Any engine may continue the sequence.
 
-        ``error``: what became of its room, which the front hears, too.
+        ``error``: why the transfer failed; the router receives ``error`` too.
         """
         self.end(sequence, "evicted", Unavailable(why).info())
         self.rooms.evicted(sequence, error)
 
     def preempt(self, sequence: Sequence, run: Running, *, yields: bool = False) -> None:
-        """Sends a running sequence back to its place in the queue; it is recomputed later. One with a room
-        goes back to its front: its blocks are promised to another group, or another one has computed them.
+        """Preempt a running sequence: back to the old place in the queue, recomputed later.
 
-        ``yields``: it makes room for a waiting sequence.
+        A sequence with a transfer is returned to the router instead: another group owns or expects the
+        blocks. ``yields``: the sequence makes room for a waiting sequence and does not lack blocks.
         """
         if sequence.room is not None:
             self.counts.preemptions += 1
@@ -146,11 +152,12 @@ class SchedulerState:
         self.waiting.add(sequence)
 
     def requeue(self) -> list[Sequence]:
-        """Sends all running sequences back to the queue, after ranks were lost and the group formed anew.
+        """Requeue all running sequences after ranks were lost and the group formed anew. Return the requeued
+        sequences.
 
-        Plans in flight and all cached blocks are dropped. A block on hold stays out of use, because the owner
-        of the hold may not know of the loss yet. Sequences get no protection as after a preemption. Those
-        with rooms of which there was anything in the caches are given back. Returns the others that ran.
+        Plans in flight and all cached blocks are dropped. A pinned block stays out of use, because the owner
+        of the pin may not know of the loss. The requeue does not count as a preemption. A sequence with a
+        transfer and with blocks or a slot is returned to the router instead.
         """
         for sequence in list(self.live.values()):
             if sequence.room is not None and (isinstance(sequence.state, Running) or sequence.tables):
@@ -180,7 +187,7 @@ class SchedulerState:
     # ---- admission
 
     def lookup(self, sequence: Sequence) -> tuple[list[bytes], int]:
-        """(hashes, length of the prefix that the caches hold) for all known ids. Changes nothing."""
+        """Return (hashes, tokens of the cached prefix) over all known ids. Changes nothing."""
         hashes = self.hashes(sequence, len(sequence.tokens))
         limit = sequence.may_skip()
         return hashes, self.caches.hit(hashes, limit) if hashes and limit else 0
@@ -188,7 +195,11 @@ class SchedulerState:
     def admit(
         self, sequence: Sequence, hashes: list[bytes], num_hit: int, end: int, marks: Marks | None = None
     ) -> tuple[Running, list[Op]]:
-        """Gives ``sequence`` a slot, the blocks of its hit and new ones up to ``end``."""
+        """Give ``sequence`` a slot, the blocks of the cache hit and new blocks up to position ``end``.
+
+        Return the running state and the slot updates. The caller must have checked for a free slot and enough
+        free blocks.
+        """
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
         known = len(sequence.tokens)
@@ -202,15 +213,16 @@ class SchedulerState:
         run.num_computed = run.num_scheduled = run.snapshot = num_hit
         run.reserved = self.caches.reserved(end)
         if sequence.room is not None:
-            self.columns.limit[slot] = known + 1  # it leaves with its first token
+            self.columns.limit[slot] = known + 1  # the sequence leaves with the first token
             self.rooms.admitted(sequence, slot, num_hit, hashes, self.kv.block_size)
         return run, ops
 
     def adopt(self, sequence: Sequence, tables: FetchedTables) -> Running:
-        """Gives ``sequence``, whose cache has come, a slot and its blocks. The next plan has the ops."""
+        """Give ``sequence`` a slot and the blocks of the received KV. The next plan carries the slot
+        updates."""
         self.waiting.start(sequence)
         slot, gen = self.slots.take()
-        known = len(sequence.tokens) - 1  # of the last there is nothing in the caches
+        known = len(sequence.tokens) - 1  # the caches have no entry for the last token
         hashes = self.hashes(sequence, known)
         marks = self.marks(sequence, hashes, known)
         run = Running(columns=self.columns, slot=slot, gen=gen, known=known, marks=marks)
@@ -223,17 +235,18 @@ class SchedulerState:
         return run
 
     def guaranteed(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` and all that run protected could grow to their limits side by side."""
+        """Return True if ``sequence`` and all protected running sequences fit at full length side by side."""
         lengths = [other.limit for other in self.running if other.protected]
         return self.caches.guaranteed([*lengths, sequence.limit])
 
     # ---- prefix sharing
 
     def hashes(self, sequence: Sequence, upto: int) -> list[bytes]:
-        """Hashes of the blocks below ``upto`` that ``sequence`` may share; empty when it shares none.
+        """Return the hashes of the blocks below ``upto`` that ``sequence`` may share; [] if nothing is
+        shared.
 
-        The list may reach further than ``upto``. It ends where the ids do: drafts behind the token that ended
-        the sequence were computed, and are none of it.
+        The list may reach further than ``upto``, but never further than the known ids: drafts computed after
+        the last token of an ended sequence do not belong to the sequence.
         """
         caching = self.kv.enable_prefix_caching
         if not caching and not self.requests[sequence.request].shared:
@@ -246,15 +259,14 @@ class SchedulerState:
         return sequence.chain.grow(sequence.tokens, upto)
 
     def publish(self, sequence: Sequence, slot: int, committed: int) -> None:
-        """Lets others find the sequence's full blocks among its ``committed`` positions."""
+        """Insert the full blocks among the first ``committed`` positions into the prefix cache."""
         hashes = self.hashes(sequence, committed)
         if hashes:
             self.caches.publish(slot, committed, hashes)
 
     def prompt_computed(self, sequence: Sequence) -> None:
-        """A commit has computed the prompt of ``sequence``: its siblings, which waited for that, join the
-        queue.
-        """
+        """Note that the prompt of ``sequence`` is computed. Enqueue the waiting parallel samples of the
+        prompt."""
         request = self.requests[sequence.request]
         if request.prompt_computed:
             return
@@ -263,10 +275,11 @@ class SchedulerState:
             if isinstance(member.state, AwaitingLeader):
                 self._enqueue(member)
 
-    # ---- rooms
+    # ---- transfers
 
     def landed(self, sequence: Sequence, tables: FetchedTables, token: int) -> None:
-        """The whole cache of a sequence has come into ``tables``, and its first token: it joins the queue."""
+        """Enqueue a sequence after the transfer: ``tables`` has the whole KV, ``token`` is the first output
+        token."""
         known = len(sequence.tokens)
         hashes = self.hashes(sequence, known)
         if hashes:
@@ -277,15 +290,20 @@ class SchedulerState:
         self.prompt_computed(sequence)
 
     def part(self, key: RoomKey) -> None:
-        """A sender that has moved leaves its slot at once, if it still has it: its states are not needed."""
+        """Release the slot of a sender after the handoff, if the sender still has the slot.
+
+        The receiver has all entries, so the state of the sender is no longer needed.
+        """
         left = self.rooms.part(key)
         if left is not None:
             self.caches.release(*left)
             self.slots.release(*left)
 
     def save(self, step: int) -> list[Op]:
-        """Ops by which plan ``step``, which is sure to go out, saves the states of senders that have moved;
-        with it they leave their slots."""
+        """Return slot updates of plan ``step`` to save the states of senders after the handoff.
+
+        The senders leave the slots with the plan, so the plan must be certain to run.
+        """
         if not self.rooms.parting:
             return []
         ops, slots = self.rooms.save(step)
@@ -297,21 +315,28 @@ class SchedulerState:
     # ---- snapshots
 
     def marks(self, sequence: Sequence, hashes: list[bytes], num_hit: int) -> Marks | None:
-        """Where ``sequence``, admitted with this hit, leaves snapshots of its recurrent state."""
+        """Return the boundaries at which ``sequence``, admitted with a hit of ``num_hit``, saves snapshots;
+        None for no snapshots."""
         return self.caches.marks(hashes, len(sequence.tokens), num_hit)
 
     def snapshots(self, step: int) -> list[Op]:
-        """The ops by which plan ``step``, which is sure to go out, saves states that are at a boundary now.
+        """Return slot updates of plan ``step`` to save all states now at a boundary. The plan must be sure to
+        run.
 
-        Its own rows come after them. A slot whose length is not known, as drafts are being verified, is left
-        out; so is a state that the row after it has written over.
+        The updates run before the rows of the plan. A slot is skipped while drafts are being verified,
+        because the length is then unknown. A slot is also skipped if a later row has overwritten the wanted
+        state.
         """
         if not self.caches.has_states:
             return []
         columns, slots = self.columns, self.order()
+        # [running], the length of each slot once all planned steps are done
         length = columns.num_scheduled[slots]
+        # The device still has the states after the last ``exact`` positions, so the boundary may lie a little
+        # back.
         back = length % self.caches.unit
         due = (length - back > columns.snapshot[slots]) & (back < columns.exact[slots])
+        # Drafts in flight: the number of accepted positions is unknown.
         for plan in self.in_flight:
             due &= ~np.isin(slots, plan.decode.slot[plan.decode.count > 1])
         ops: list[Op] = []
@@ -323,22 +348,24 @@ class SchedulerState:
 
     @property
     def asks(self) -> bool:
-        """Whether the next plan has something to do beside rows."""
+        """True if the next plan has work other than rows."""
         return bool(self.ops or self.rooms.can_save or self.media.cache.asks)
 
     def excuse(self, now: float) -> bool:
-        """Whether a transfer may still touch blocks that others lack."""
+        """Return True if a pin or an image transfer before its deadline explains missing blocks."""
         return self.holds.excuse(now) or self.images.excuse(now)
 
     def order(self) -> np.ndarray:
-        """Slots of the running sequences, by key."""
+        """Return the slots of the running sequences in scheduling order, [running]. Cached until a slot
+        changes."""
         if self._order is None:
             slots = [s.state.slot for s in self.running if isinstance(s.state, Running)]
             self._order = np.array(slots, np.intp)
         return self._order
 
     def take_ops(self, step: int) -> list[Op]:
-        """The ops that wait for no row, now that plan ``step`` takes them: it names their slots."""
+        """Return and clear the slot updates without rows. Plan ``step`` is recorded as the last user of the
+        slots."""
         ops, self.ops = self.ops, []
         for op in ops:
             if (slot := getattr(op, "slot", None)) is not None:
@@ -346,20 +373,23 @@ class SchedulerState:
         return ops + self.media.take_ops(step)
 
     def launched(self, plan: StepPlan) -> None:
-        """``plan`` is out: its rows' slots are named by it, and scheduled as far as it goes."""
+        """Record ``plan`` as in flight: advance ``num_scheduled`` and the last step of the slots of all
+        rows."""
         for segment in (plan.prefill, plan.decode):
             if not segment.rows:
                 continue
             self.columns.num_scheduled[segment.slot] += segment.count
             self.columns.last_step[segment.slot] = plan.step
             self.columns.drafts[segment.slot] = segment.next_k
+        # A prefill row leaves only the state after the last position. A decode row leaves the state of each
+        # position.
         if self.caches.has_states:
             self.columns.exact[plan.prefill.slot] = 1
             self.columns.exact[plan.decode.slot] = plan.decode.count
         self.in_flight.append(plan)
 
     def committed(self, step: int) -> None:
-        """Everything that waited for ``step`` is free."""
+        """Remove the oldest plan from flight and free everything pending until the commit of ``step``."""
         self.in_flight.popleft()
         self.last_commit = step
         self.caches.committed(step)
@@ -374,7 +404,8 @@ class SchedulerState:
             self._enqueue(sequence)
 
     def _enqueue(self, sequence: Sequence) -> None:
-        """Moves a sequence that waits for no leader to the queue, or to awaiting its missing input."""
+        """Enqueue a sequence, or mark the sequence as blocked if input is missing. The caller has checked
+        that no first sample is awaited."""
         if sequence.awaits or sequence.awaits_images:
             sequence.move(Awaiting())
         else:
@@ -387,7 +418,10 @@ class SchedulerState:
         self._order = None
 
     def _snapshot(self, slot: int, back: int, step: int) -> list[Op]:
-        """Saves the state of ``slot`` as it was ``back`` positions ago, if it is wanted and there is room."""
+        """Return the slot updates to save the state of ``slot`` as of ``back`` positions ago.
+
+        Return [] if no snapshot is wanted at the boundary or no block is free.
+        """
         sequence = self.in_slot[slot]
         run = sequence.state
         boundary = run.num_scheduled - back
@@ -424,7 +458,7 @@ class SchedulerState:
             return
         request.shared = True
         for member in request.members.values():
-            if isinstance(member.state, Running):  # what it has computed alone can be shared from now on
+            if isinstance(member.state, Running):  # positions computed alone can be shared from now on
                 self.publish(member, member.state.slot, member.state.num_computed)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -1,16 +1,16 @@
-"""What a step costs: seconds as a function of what is in it.
+"""The cost of a step: predicted seconds as a function of the step's composition.
 
-The model is linear in a few features of a step, with coefficients that are never negative, so it grows with
-everything that is added to a step. Merged tokens enter as a piecewise linear function, one slope for each
-stretch between two knots: a step of few tokens is bound by reading the weights, one of many by arithmetic.
+The model is linear in a few features of a step. Coefficients are never negative, so the cost grows with
+everything added to a step. Merged tokens enter as a piecewise linear function with one slope between two
+knots: reading weights limits a step of few tokens, arithmetic limits a step of many.
 
     seconds = step + slope_1 * tokens up to 16 + slope_2 * tokens 17 .. 64 + ...
             + prefill_row * rows + prefill_pair * (query, key) pairs + prefill_read * positions read
             + decode_row * rows + decode_pair * (query, key) pairs
             + verify, if any row verifies drafts + draft_pass * drafter's passes + draft * drafts proposed
 
-For one new position a row, pairs and positions read are the same number: a decode row's cache reads are its
-pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
+For a row with one new position, pairs and positions read are the same number: a decode row's cache reads
+equal the pairs. ``weft.scheduler.fit`` finds the coefficients. No torch: a prediction takes microseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.common.errors import ConfigError
 from weft.types.plan import PlannedRows
 
 KNOTS = (16, 64, 256, 1024)
-"""Merged tokens at which the slope may change."""
+"""Numbers of merged tokens at which the slope may change."""
 
 NAMES = (
     "step",
@@ -42,42 +42,42 @@ NAMES = (
     "draft_pass",
     "draft",
 )
-"""Features in order; coefficients are seconds for one of each."""
+"""Features in order; a coefficient is the seconds of one unit."""
 
 SPECULATION = ("verify", "draft_pass", "draft")
-"""Features that steps without drafts have not. A file may leave them out: then they cost nothing."""
+"""Features of steps with drafts only. A file may omit the features; the cost is then 0."""
 
 FIRST_SLOPE, NUM_SLOPES = 1, len(KNOTS) + 1
-"""Where the slopes of merged tokens are in ``NAMES``."""
+"""Index of the first slope in ``NAMES``, and number of slopes."""
 
 _FORMAT = 1
 
 
 class StepShape(NamedTuple):
-    """What the cost of a step depends on. Positions count from 0."""
+    """The facts about a step on which the cost depends. Positions count from 0."""
 
     prefill_rows: int = 0
     prefill_tokens: int = 0
     prefill_pairs: int = 0
     """(query, key) pairs of causal attention: the sum over tokens of position + 1."""
     prefill_read: int = 0
-    """Cached positions that rows read: the sum over rows of start + count."""
+    """Cached positions read by rows: the sum over rows of start + count."""
     decode_rows: int = 0
     decode_tokens: int = 0
     decode_pairs: int = 0
     verify: int = 0
-    """1 if some row verifies drafts, which may take it off the fastest path; else 0."""
+    """1 if a row verifies drafts, which may leave the fastest code path; else 0."""
     draft_passes: int = 0
-    """Most drafts that a row proposes after the step: a drafter may make them one after another."""
+    """Maximum drafts proposed in a row after the step: a drafter may need one pass per draft."""
     drafts: int = 0
-    """Drafts proposed after the step, over all rows."""
+    """Number of drafts proposed after the step, over all rows."""
 
     @property
     def tokens(self) -> int:
         return self.prefill_tokens + self.decode_tokens
 
     def with_chunk(self, start: int, count: int) -> StepShape:
-        """This step and one more prefill row over positions ``start .. start + count - 1``."""
+        """Return the shape with one more prefill row over positions ``start .. start + count - 1``."""
         return self._replace(
             prefill_rows=self.prefill_rows + 1,
             prefill_tokens=self.prefill_tokens + count,
@@ -87,12 +87,12 @@ class StepShape(NamedTuple):
 
 
 def pairs(start: int, count: int) -> int:
-    """(query, key) pairs of ``count`` queries from position ``start``, each seeing itself and all before."""
+    """Return the (query, key) pairs of ``count`` queries from position ``start`` with causal attention."""
     return count * start + count * (count + 1) // 2
 
 
 def shape_of(plan: PlannedRows) -> StepShape:
-    """The shape of a plan; where rows verify drafts, of its upper bounds."""
+    """Return the shape of a plan. With drafts to verify, positions are upper bounds."""
     prefill = plan.prefill
     decode = plan.decode
     passes = max(int(prefill.next_k.max(initial=0)), int(decode.next_k.max(initial=0)))
@@ -107,7 +107,8 @@ def shape_of(plan: PlannedRows) -> StepShape:
 
 
 def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
-    """The shape of decode rows alone: of ``count`` tokens each, from positions ``start``, integers [rows]."""
+    """Return the shape of decode rows alone: ``count`` tokens each from positions ``start``, integers
+    [rows]."""
     rows = len(start)
     tokens = int(count.sum())
     return StepShape(
@@ -119,14 +120,14 @@ def decode_shape(start: np.ndarray, count: np.ndarray) -> StepShape:
 
 
 def _seen(start: np.ndarray, count: np.ndarray) -> int:
-    """(query, key) pairs of rows."""
+    """Return the (query, key) pairs of all rows."""
     first = start.astype("int64")
     tokens = count.astype("int64")
     return int((tokens * first + tokens * (tokens + 1) // 2).sum())
 
 
 def features(shape: StepShape) -> list[float]:
-    """The step's features, in the order of ``NAMES``."""
+    """Return the features of the step in the order of ``NAMES``."""
     found = [1.0]
     low = 0
     tokens = shape.tokens
@@ -161,14 +162,14 @@ class CostModel:
 
     coefficients: tuple[float, ...]
     about: str = ""
-    """Where it was measured, in words."""
+    """Origin of the measurements, as text."""
 
     def predict(self, shape: StepShape) -> float:
-        """Seconds of a step."""
+        """Return the predicted seconds of a step."""
         return sum(c * x for c, x in zip(self.coefficients, features(shape), strict=True))
 
     def token_seconds(self, tokens: np.ndarray) -> np.ndarray:
-        """Seconds that merged tokens add, for each number of them: float64, of the shape of ``tokens``."""
+        """Return the seconds added by merged tokens, for each number in ``tokens``: float64, same shape."""
         total = np.zeros(tokens.shape)
         low = 0.0
         for knot, slope in zip((*KNOTS, np.inf), self.coefficients[FIRST_SLOPE:], strict=False):
@@ -177,15 +178,15 @@ class CostModel:
         return total
 
     def coefficient(self, name: str) -> float:
-        """Seconds for one of the feature ``name``."""
+        """Return the seconds of one unit of the feature ``name``."""
         return self.coefficients[NAMES.index(name)]
 
     def scaled(self, factor: float) -> CostModel:
-        """A machine that is ``factor`` times as slow at everything."""
+        """Return the model of a machine ``factor`` times as slow."""
         return CostModel(tuple(c * factor for c in self.coefficients), self.about)
 
     def to_json(self) -> bytes:
-        """Readable JSON; ``from_json`` takes it back without loss."""
+        """Return readable JSON. ``from_json`` reads the JSON without loss."""
         seconds = dict(zip(NAMES, self.coefficients, strict=True))
         return msgspec.json.format(
             msgspec.json.encode(_File(format=_FORMAT, about=self.about, seconds=seconds)), indent=2
@@ -193,7 +194,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, data: bytes, name: str = "the cost model") -> CostModel:
-        """Parses what ``to_json`` made. Raises ConfigError, calling it ``name``, for anything else."""
+        """Parse the result of ``to_json``. Raises ConfigError with ``name`` for anything else."""
         try:
             file = msgspec.json.decode(data, type=_File)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -204,9 +205,10 @@ class CostModel:
 
     @classmethod
     def of(cls, seconds: Mapping[str, float], about: str = "", name: str = "the cost model") -> CostModel:
-        """From coefficients by feature. Raises ConfigError unless all are there, finite and not negative.
+        """Return the model with the given coefficients by feature. Features in ``SPECULATION`` default to 0.
 
-        Those in ``SPECULATION`` may be left out, and are 0 then.
+        Raises ConfigError for missing or unknown features, for infinite, NaN or negative values, and if all
+        coefficients are 0.
         """
         seconds = {**dict.fromkeys(SPECULATION, 0.0), **seconds}
         wrong = sorted(set(seconds) ^ set(NAMES))

@@ -1,4 +1,4 @@
-"""Checks of a Submit against the model, before it changes anything. A front may have sent anything."""
+"""Checks of a Submit against the model, before any change. A Submit may contain anything."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_submit(
     *,
     generates: bool = True,
 ) -> tuple[array[int], int]:
-    """(prompt + emitted ids, how many are prompt). ``limits``: of images; None: there can be none.
-    ``generates``: False for a model without an output head, which embeds alone.
+    """Return (prompt and emitted ids, number of prompt ids) of a valid Submit.
 
-    Raises ContextLength when no token fits after the prompt, and InvalidRequest, naming the parameter, for
-    everything else that this model cannot do.
+    ``limits``: limits of images; None if the model takes no images. ``generates``: False for a model without
+    an output head. Raises ContextLength when no token fits after the prompt, and InvalidRequest with the name
+    of the parameter for every other unsupported request.
     """
     tokens = _ids("prompt", submit.prompt_ids)
     num_prompt = len(tokens)
@@ -58,6 +58,7 @@ def check_submit(
             f"the prompt has {num_prompt} tokens, the output {len(emitted)}; the context is {max_model_len}",
             param="emitted_ids",
         )
+    # Range checks last: each reads all ids.
     _within("prompt", tokens, vocab_size)
     _within("emitted_ids", emitted, vocab_size)
     _integer("sequence", submit.sequence, 0, SEED_MASK)
@@ -84,7 +85,7 @@ def _ids(name: str, data: bytes) -> array[int]:
 def _within(name: str, ids: array[int] | Sequence[int], vocab_size: int) -> None:
     if not len(ids):
         return
-    values = np.asarray(ids)  # a prompt's array is not copied
+    values = np.asarray(ids)  # no copy of the prompt array
     low = int(values.min())
     high = int(values.max())
     if low < 0 or high >= vocab_size:
@@ -105,6 +106,7 @@ def _number(name: str, value: float, low: float, high: float) -> None:
 
 
 def _check_params(p: TokenParams, vocab_size: int) -> None:
+    # Each number has a fixed range; NaN and infinity are refused too.
     for name, low, high in (
         ("temperature", 0.0, 100.0),
         ("top_p", 0.0, 1.0),

@@ -1,9 +1,9 @@
-"""What the replicas of a domain agree on before every step. Pure: votes in, the same decision out everywhere.
+"""The agreement of expert-parallel replicas before every step. Pure: equal votes, equal decisions.
 
-A replica votes about the step that it would launch. If any replica has one, all of them step: the others run
-a plan without rows, so that collectives match. If no replica has a step or anything unfinished, the domain
-sleeps. The next request begins a new wave: the replica that gets it wakes the others, which may not have read
-the last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored, and none is lost.
+A replica votes about the replica's next step. If any replica has a step, all replicas step: the others run a
+plan without rows, to match collectives. If no replica has a step or unfinished work, the group sleeps. The
+next request begins a new wave: the replica with the request wakes the others, which may not have read the
+last decision yet. Waves are numbered, so a late wake-up for an old wave is ignored and no wake-up is lost.
 
     replica 0   ... step, step, sleep ............... wave 2: step ...
     replica 1   ... step, step, sleep, request: begin(2), step ...
@@ -24,27 +24,27 @@ VERSION = 3
 
 
 class Vote(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's vote about one step. Every field becomes an int64."""
+    """The vote of one replica about one step. Every field becomes an int64."""
 
     version: int = VERSION
     epoch: int = 0
     step: int = 0
-    """Steps launched in this epoch."""
+    """Number of steps launched in the epoch."""
     wave: int = 0
     unfinished: bool = False
-    """Whether this replica has live sequences or steps in flight."""
+    """True if the replica has live sequences or steps in flight."""
     launch: bool = False
-    """Whether this replica has a plan: with rows, or with ops alone."""
+    """True if the replica has a plan, with rows or with slot updates only."""
     rows: int = 0
-    """Rows of the plan; 0 without one."""
+    """Number of rows of the plan; 0 without a plan."""
     tokens: int = 0
     overlap: bool = True
-    """Whether the plan should be split into two micro-batches, and can; true without a plan."""
+    """True if the plan should and can be split into two micro-batches; True without a plan."""
     micro_batch_tokens: int = 0
-    """Tokens of the larger micro-batch."""
+    """Number of tokens of the larger micro-batch."""
     drafts: int = 0
     rebalance: bool = False
-    """Whether it is this replica's time to move experts."""
+    """True if the replica's schedule requests a move of experts now."""
 
 
 FIELDS = tuple(Vote.__struct_fields__)
@@ -52,24 +52,24 @@ _ALIKE = ("version", "epoch", "step", "wave")
 
 
 def to_row(vote: Vote) -> np.ndarray:
-    """int64 [fields]."""
+    """Return the vote as int64 [fields]."""
     return np.array([int(getattr(vote, name)) for name in FIELDS], np.int64)
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision that follows from all votes."""
+    """The decision from all votes."""
 
     launch: bool
-    """Every replica launches the step."""
+    """True if every replica launches a step."""
     sleep: bool
-    """Nothing is left to do anywhere. Implies no launch."""
+    """True if no replica has anything left to do. Implies ``launch`` is False."""
     agreed: Agreement
 
 
 def decide(table: np.ndarray) -> Decision:
-    """table: int64 [replicas, fields], the votes in order of replicas.
+    """Return the decision for ``table``, int64 [replicas, fields], the votes in replica order.
 
-    Raises EngineDead, naming two replicas and their values, when they do not vote about the same step.
+    Raises EngineDead, with two replicas and their values, if the votes are about different steps.
     """
     columns = dict(zip(FIELDS, table.T.tolist(), strict=True))
     for name in _ALIKE:
@@ -82,6 +82,7 @@ def decide(table: np.ndarray) -> Decision:
                 )
     rows = columns["rows"]
     launch = any(columns["launch"])
+    # A replica without rows does not object to overlap, but at least one replica must have rows.
     overlap = any(rows) and all(yes or not own for yes, own in zip(columns["overlap"], rows, strict=True))
     agreed = Agreement(
         wave=columns["wave"][0],
@@ -95,24 +96,24 @@ def decide(table: np.ndarray) -> Decision:
 
 
 def most_drafts(plan: PlannedRows) -> int:
-    """Most drafts that a row proposes after the plan."""
+    """Return the maximum number of drafts proposed in a row after the plan."""
     return max(int(segment.next_k.max(initial=0)) for segment in (plan.prefill, plan.decode))
 
 
 class Waves:
-    """Whether one replica is awake. Pure.
+    """The sleep state of one replica. Pure.
 
-    Wave n + 1 can be called only by a replica that knows of the end of wave n.
+    A replica can call wave n + 1 only after the end of wave n is known.
     """
 
     def __init__(self) -> None:
         self.wave = 0
-        """Number of the present wave, or of the last one."""
+        """Number of the present wave, or of the last wave while asleep."""
         self.awake = False
         self._called = 0
 
     def begin(self) -> int | None:
-        """There is work here. Returns the wave to wake others for; None when the domain is awake already."""
+        """Wake up for local work. Return the wave for which others must be woken; None if already awake."""
         if self.awake:
             return None
         self.wave += 1
@@ -121,7 +122,7 @@ class Waves:
         return self.wave
 
     def heard(self, wave: int) -> None:
-        """Handles a wake-up for ``wave`` from another replica. Raises EngineDead for an impossible number."""
+        """Handle a wake-up for ``wave`` from another replica. Raises EngineDead for an impossible number."""
         if wave > self.wave + 1:
             raise EngineDead(f"wave {wave} was called for during wave {self.wave}")
         self._called = max(self._called, wave)
@@ -130,7 +131,7 @@ class Waves:
             self.awake = True
 
     def sleep(self) -> None:
-        """Ends the present wave, and begins the next one if a wake-up for it has come already."""
+        """End the present wave. Begin the next wave if the wake-up has arrived already."""
         self.awake = False
         if self._called > self.wave:
             self.wave = self._called

@@ -1,1 +1,1 @@
-"""Drafters: who proposes the tokens that a step verifies beside its own. No output depends on them."""
+"""Drafters propose tokens for verification by the next step. Outputs do not depend on drafters."""

@@ -1,7 +1,8 @@
 """The interface of drafters.
 
-A step's row of ``1 + k`` tokens verifies k drafts, which lie in the history of its slot behind the newest
-token. They come from a drafter, which the runner asks when a step's tokens are sampled, on the device.
+A row of ``1 + k`` tokens verifies k drafts. The drafts are in the history of the slot, behind the newest
+token. A drafter makes the drafts: the runner calls the drafter, on the device, when the tokens of a step are
+sampled.
 
     history[slot]   0 ....... start ......... end        end + 1 ... end + next_k
                     computed  | this step's | newest    | drafts
@@ -24,38 +25,40 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """A step whose tokens are in the history. Rows are the plan's, prefill first; columns are of all rows."""
+    """A step with its sampled tokens in the history. Rows are the plan's rows, prefill first; columns cover
+    all rows."""
 
     plan: StepPlan
     slots: Tensor
     """int64 [rows]."""
     starts: Tensor
-    """int64 [rows]: positions computed before the step."""
+    """int64 [rows]: number of positions computed before the step."""
     num_computed: Tensor
-    """int64 [slots + 1]: positions computed and accepted now."""
+    """int64 [slots + 1]: number of positions computed and accepted so far."""
     hidden: Tensor | None
-    """[T, hidden] of the merged tokens, for a drafter that ``reads_hidden``."""
+    """[T, hidden] of the merged tokens, for a drafter with ``reads_hidden``; else None."""
     each: int = 0
-    """Tokens that every row takes up in ``hidden``; 0: as many as it has."""
+    """Number of tokens of every row in ``hidden``; 0: rows have different lengths."""
     kept: bool = False
-    """Whether ``Drafter.hidden_sink`` got the step's hidden states already."""
+    """True if ``Drafter.hidden_sink`` has already received the hidden states."""
 
     @cached_property
     def next_k(self) -> np.ndarray:
-        """int32 [rows], on the host: drafts wanted."""
+        """int32 [rows], on the host: wanted drafts."""
         return np.concatenate([self.plan.prefill.next_k, self.plan.decode.next_k])
 
     @cached_property
     def ends(self) -> Tensor:
-        """int64 [rows]: ``num_computed`` of each. Of a row that sampled, the newest token is there."""
+        """int64 [rows]: ``num_computed`` of each row. For a sampling row: the position of the newest
+        token."""
         return self.num_computed[self.slots]
 
     def wanted(self) -> np.ndarray:
-        """int64: the rows that want drafts."""
+        """Return the indices of rows with wanted drafts, int64."""
         return np.flatnonzero(self.next_k)
 
     def begins(self) -> np.ndarray:
-        """int64 [rows], on the host: the first token of each row in ``hidden``."""
+        """Return the index of each row's first token in ``hidden``, int64 [rows], on the host."""
         if self.each:
             return np.arange(self.plan.rows) * self.each
         count = np.concatenate([self.plan.prefill.count, self.plan.decode.count]).astype(np.int64)
@@ -63,48 +66,52 @@ class Sampled:
         return result
 
     def bounds(self) -> np.ndarray:
-        """int64 [rows], on the host: upper bounds of ``ends``."""
+        """Return upper bounds of ``ends``, int64 [rows], on the host."""
         both = (self.plan.prefill, self.plan.decode)
         result: np.ndarray = np.concatenate([s.start.astype(np.int64) + s.count for s in both])
         return result
 
 
 class Drafter(ABC):
-    """Proposes tokens. Owned by the runner and used from its thread only."""
+    """Proposes tokens. The runner owns the drafter and calls the drafter from one thread only."""
 
-    #: Whether ``Sampled.hidden`` must be there.
+    #: True if ``Sampled.hidden`` is required.
     reads_hidden: bool = False
-    #: Whether there is nothing to do after a step of which no row wants drafts.
+    #: True if a step without wanted drafts needs no call.
     rests: bool = False
-    #: Whether the last drafts took longer than later ones of the kind will, which are replayed.
+    #: True if the last drafts took longer than later equal drafts, which will be replayed.
     uncaptured: bool = False
 
     def enter(self, slot: int) -> None:
-        """``slot`` has a new sequence."""
+        """Reset the state of ``slot`` for a new sequence."""
         return
 
     def reset(self) -> None:
-        """An epoch has ended: all slots are free."""
+        """Reset everything at the end of an epoch: all slots are free."""
         return
 
     def hidden_sink(self) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-        """What a replayed step of one token a row ends with: a function of slots, positions (int64 [rows])
-        and hidden [rows, hidden], that may be captured. None: there is nothing to do."""
+        """Return a function to store the hidden states of a replayed step, or None if not needed.
+
+        The function gets slots and positions (int64 [rows]) and hidden [rows, hidden], one token per row. The
+        function may be captured with the step.
+        """
         return None
 
     def prepare(self, ops: Sequence[Op]) -> None:
-        """A step's ``ops`` are about to be carried out: sequences leave, and others find their blocks."""
+        """Handle the slot updates ``ops`` of a step before the updates apply: sequences leave, and other
+        sequences find the blocks."""
         return
 
     def is_idle(self, plan: StepPlan) -> bool:
-        """After a step whose states ``hidden_sink`` got: whether there is nothing else to do. If there is,
-        ``propose`` is called."""
+        """Return True if nothing remains to do after a step handled by ``hidden_sink``. Else ``propose`` is
+        called."""
         return False
 
     @abstractmethod
     def propose(self, step: Sampled) -> Tensor | None:
-        """int64 [wanted rows, most ``next_k``]: drafts, of the vocabulary; None when no row wants any.
+        """Return the drafts, int64 [wanted rows, most ``next_k``]; None if no row wants drafts.
 
-        In a row that wants fewer the last ones are arbitrary. Called once for every step, in order; launches
-        work and waits for none.
+        In a row with fewer wanted drafts, the last drafts are arbitrary. Call once for every step, in order.
+        Launches work on the device and does not wait.
         """

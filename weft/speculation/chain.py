@@ -1,4 +1,4 @@
-"""The module that predicts one token further, run on its own output, and the captures of that."""
+"""Run the multi-token prediction module on its own output, and capture such runs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ Tensor = torch.Tensor
 
 
 class DraftSteps(Protocol):
-    """Makes steps over rows of a drafter's own. ``runner.batch.BatchBuilder`` does."""
+    """Makes steps over the rows of a drafter; implemented by ``runner.batch.BatchBuilder``."""
 
     def follow(
         self, prefill: Segment, decode: Segment, starts: Tensor, logits_index: np.ndarray, shift: int
     ) -> StepInput:
-        """Any rows."""
+        """Return the step over any rows."""
 
     def decode(
         self, slots: Tensor, bound: Segment, starts: Tensor | None = None, shift: int = 0
     ) -> StepInput:
-        """Rows of equally many tokens."""
+        """Return the step over rows with equal numbers of tokens."""
 
 
 class Chain:
-    """One draft after another."""
+    """Makes drafts one after another."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Chain:
         self.history = history
         self._vocab = vocab_size
         self.passes = 0
-        """Of the module, so far."""
+        """Number of passes of the module so far."""
 
     def capturable(self, *tokens: int) -> bool:
-        """``Model.capturable``."""
+        """Return ``Model.capturable(*tokens)``."""
         return self._model.capturable(*tokens)
 
     @property
     def direct(self) -> bool:
-        """Whether collectives are calls of this thread."""
+        """True if collectives run on the calling thread."""
         return self._model.mesh.launcher.direct
 
     @property
@@ -76,27 +76,30 @@ class Chain:
         return self._model.spec.hidden, self._model.dtype, self._model.device
 
     def ahead(self, step: StepInput, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """``Model.ahead``."""
+        """Run ``Model.ahead`` to the end and count the pass."""
         self.passes += 1
         return drive(self._model.ahead(step, hidden, self._cache, self._backends, rows))
 
     def run_empty(self) -> None:
-        """A pass without rows: collectives of the module, for ranks that have some."""
+        """Run a pass without rows, to match the collectives of other ranks."""
         hidden, dtype, device = self.sizes
         none = torch.zeros(0, dtype=torch.int64, device=device)
         step = self.steps.follow(EMPTY_SEGMENT, EMPTY_SEGMENT, none, np.zeros(0, np.int64), 1)
         self.ahead(step, torch.zeros(0, hidden, dtype=dtype, device=device))
 
     def go_on(self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int) -> Tensor:
-        """int64 [rows, count]: the drafts behind the newest tokens, at ``ends`` (int64 [rows]).
+        """Return the drafts after the newest tokens at ``ends`` (int64 [rows]), int64 [rows, count].
 
-        hidden: the module's [rows, hidden] at the positions before. ``bounds``: of ``ends``, on the host.
-        Rows that want fewer drafts than others run along: what they get is dropped, and so are their entries.
+        hidden: output of the module [rows, hidden] at the positions before. ``bounds``: upper bounds of
+        ``ends``, on the host. Rows with fewer wanted drafts run along; their further drafts and cache entries
+        are dropped. Writes the drafts into ``history``.
         """
         most = self.history.shape[1] - 1
         drafts = [self._best(hidden)]
+        # Each pass embeds the last draft and predicts the next one.
         for place in range(1, count):
             ahead = (ends + place).clamp_(max=most)
+            # The module reads the last draft from the history, like any other token.
             self.history[slots, ahead] = drafts[-1].to(self.history.dtype)
             bound = _rows(np.minimum(bounds + place, most) - 1, 1)
             one = self.steps.decode(slots, bound, ahead - 1, 1)
@@ -105,7 +108,8 @@ class Chain:
         return torch.stack(drafts, dim=1)
 
     def _best(self, hidden: Tensor) -> Tensor:
-        """int64 [rows]: the likeliest token behind each; any where there is none."""
+        """Return the likeliest token after each hidden state, int64 [rows]; 0 if the logits are not
+        finite."""
         logits = drive(self._model.logits(hidden))
         if direct.serves(logits):
             order = torch.arange(len(logits), device=logits.device)
@@ -116,45 +120,45 @@ class Chain:
 
 
 def _rows(starts: np.ndarray, each: int) -> Segment:
-    """Rows of ``each`` tokens, as far as shapes depend on them."""
+    """Return rows of ``each`` tokens as a segment with only the fields needed for shapes."""
     one = column(np.ones(len(starts)))
     return Segment(slot=one, start=column(starts), count=column(np.full(len(starts), each)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
-    """How drafting behind steps of decode rows alone is captured, and replayed."""
+    """Settings for capturing and replaying drafts after steps with decode rows only."""
 
     capture: Callable[[Callable[[], None]], Callable[[], None]]
-    """Runs a function of fixed tensors and returns what does the same again. Raises CannotCapture, when it
-    ran, if nothing can."""
+    """Runs a function of fixed tensors once and returns a function to repeat the run. Raises CannotCapture,
+    after the run, if a repetition is impossible."""
     contexts: Sequence[int]
-    """Bounds of a row's positions, one capture for each; increasing, the last holds all."""
+    """Bounds of a row's positions, one capture each, in ascending order. Longer rows are not captured."""
     most_rows: int
     most_each: int
     after: int
-    """Steps alike after which one is captured."""
+    """Number of equal steps after which a step is captured."""
     most_kept: int
-    """Captures."""
+    """Maximum number of stored captures."""
 
 
 class CapturedChains:
-    """Drafting behind steps of decode rows that take up equally many tokens each, and what is left of it
-    behind any step once the module ran: functions of
+    """Captured drafting after steps of decode rows with equal token counts, and the last part of drafting
+    after any step. A capture is a function of only
 
-    slots, starts, ends [rows]; hidden [rows * each, hidden]
+        slots, starts, ends [rows]; hidden [rows * each, hidden]
 
-    alone, all of which are copied to where the capture reads them. As with steps (weft/runner/graphs.py),
-    what is computed follows from plans alone; whether this rank replays it is its own affair.
+    All four are copied into fixed buffers, read by the capture. As with steps (weft/runner/graphs.py), the
+    result follows from plans alone; each rank decides alone about replaying.
     """
 
     def __init__(self, chain: Chain, capturing: CaptureOptions) -> None:
         hidden, dtype, device = chain.sizes
         rows = capturing.most_rows
         self.replayed = 0
-        """Steps."""
+        """Number of replays."""
         self.uncaptured = False
-        """Whether a step like the last one will be replayed, which that was not."""
+        """True if the last step was not replayed but later equal steps will be."""
         self._chain = chain
         self._capturing = capturing
         self._slots, self._starts, self._ends = torch.zeros(3, rows, dtype=torch.int64, device=device)
@@ -166,12 +170,13 @@ class CapturedChains:
         self._works = True
 
     def reset(self) -> None:
-        """An epoch has ended, and with it what was captured."""
+        """Drop all captures at the end of an epoch."""
         self._replays.clear()
         self._met.clear()
 
     def propose(self, step: Sampled) -> Tensor | None:
-        """int64 [rows, most ``next_k``], of all rows; None where there is no capture of such steps."""
+        """Return the drafts of all rows, int64 [rows, most ``next_k``]; None if such steps are not
+        captured."""
         assert step.hidden is not None
         rows = step.plan.rows
         count = int(step.next_k.max())
@@ -185,7 +190,7 @@ class CapturedChains:
     def go_on(
         self, hidden: Tensor, slots: Tensor, ends: Tensor, bounds: np.ndarray, count: int
     ) -> Tensor | None:
-        """``Chain.go_on``; None where there is no capture of it."""
+        """Return ``Chain.go_on`` by a capture; None if there is none."""
         return self._replayed(hidden, slots, ends, bounds, count) if count > 1 else None
 
     def _replayed(
@@ -198,7 +203,11 @@ class CapturedChains:
         each: int = 0,
         starts: Tensor | None = None,
     ) -> Tensor | None:
-        """``each``: tokens of every row in ``hidden``, from ``starts`` on; 0: it is the module's already."""
+        """Draft by a capture, or run and capture. Return None if the step cannot be captured or is not due
+        yet.
+
+        ``each``: tokens per row in ``hidden``, from ``starts`` on; 0: ``hidden`` is output of the module.
+        """
         self.uncaptured = False
         rows = len(slots)
         longest = int(bounds.max()) + each + count
@@ -207,11 +216,14 @@ class CapturedChains:
             return None
         if not self._chain.capturable(*([rows * each, rows] if each else [rows])):
             return None
+        # Fill the fixed input buffers before every path: a replay, a capture and a plain run all read the
+        # buffers.
         self._slots[:rows].copy_(slots)
         self._ends[:rows].copy_(ends)
         self._hidden[: len(hidden)].copy_(hidden)
         if starts is not None:
             self._starts[:rows].copy_(starts)
+        # A capture has fixed shapes: rows, tokens per row, drafts, and a bound of positions.
         key = (rows, each, count, context)
         self._met[key] = met = self._met.get(key, 0) + 1
         works = self._works and self._chain.direct
@@ -252,6 +264,7 @@ class CapturedChains:
                 drafts.copy_(chain.go_on(hidden, slots, ends, bounds, count))
                 return
             step = chain.steps.decode(slots, first, starts, 1)
+            # [rows], index of each row's last accepted token in `hidden`
             keep = order * each + (ends - starts - 1)
             own = chain.ahead(step, hidden, keep)
             drafts.copy_(chain.go_on(own, slots, ends, bounds, count))

@@ -1,22 +1,23 @@
-"""Drafts from the model's own module that predicts further tokens.
+"""Drafts from the model's own multi-token prediction (MTP) module.
 
-It is one more layer, with a cache of its own. Its entry at position p is made from the model's hidden state
-there and from the token at p + 1, so it can be made when that is sampled:
+The module is one more layer with a separate cache. The cache entry at position p is made from the model's
+hidden state at p and from the token at p + 1, so the entry can be made once the token at p + 1 is sampled:
 
     position        p - 1          p            p + 1        p + 2
     token                          t            sampled      draft 1      draft 2
     entry of     hidden, t    hidden, sampled    | own output, draft 1 ...
                              └─ draft 1         └─ draft 2
 
-The entry of the last accepted position gives the first draft. For each further one the module runs on its own
-output and the last draft; those entries are guesses, and made again when their positions have been computed.
+The entry of the last accepted position gives the first draft. For each further draft the module runs on the
+module's own output and the last draft. Such entries are guesses and are made again when the positions have
+been computed.
 
-A row that wants no drafts needs no entries yet: its hidden states wait until drafts are made from the
-entries, or until other sequences may share its block. With other ranks that is when the block is full. Where
-a pass of the module concerns no other ranks, it is when a sequence with a prefix hit is admitted, and when
-the sequence ends; there the states of prompts wait, too, as long as they are few. So where nothing is
-drafted, the module costs little. Made at once are the entries of exported rows (``Export``), as the sequence
-takes all of its entries to another group, and those of a chunk with (a part of) an image.
+A row without wanted drafts needs no entries yet. The hidden states stay pending until drafts are wanted, or
+until other sequences may share the block. If other ranks take part in a pass, the entries of a block are made
+once the block is full. Else the states stay pending until a sequence with a prefix hit is admitted or the
+sequence ends. Prompt states then stay pending too, while few. So the module costs little while nothing is
+drafted. Two types of entries are made at once: entries of exported rows (``Export``), because the sequence
+takes all entries to another group, and entries of a chunk with an image or a part of one.
 """
 
 from __future__ import annotations
@@ -48,31 +49,31 @@ from weft.types.plan import (
 Tensor = torch.Tensor
 
 PASS_TOKENS = 2048
-"""Most tokens of a pass over entries that waited: it comes on top of a step. Nor do more states wait, of all
-slots, as a step that drafts anew makes the entries of all its rows."""
+"""Maximum tokens of a pass over pending entries, because the pass delays a step. Also the maximum of pending
+states of all slots, because the first step with drafts makes the entries of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a step whose entries are made now, in the order of the drafter's step: chunks first."""
+    """Rows of a step with entries to make now, in the order of the drafter's step: chunks first."""
 
     rows: np.ndarray
-    """Of the plan, int64."""
+    """int64 [n]: row numbers in the plan."""
     waiting: np.ndarray
-    """int64: how many positions before the plan's each begins."""
+    """int64 [n]: number of pending states before the row's own tokens."""
     counts: np.ndarray
-    """int64: tokens, with those."""
+    """int64 [n]: tokens, pending states included."""
     chunks: int
-    """How many of them are chunks."""
+    """Number of leading chunks among the rows."""
 
     def begins(self) -> np.ndarray:
-        """The first token of each in the drafter's step."""
+        """Return the index of each row's first token in the drafter's step."""
         result: np.ndarray = np.cumsum(self.counts) - self.counts
         return result
 
 
 class MtpDrafter(Drafter):
-    """Greedy drafts, whatever the temperature; ties go to the lowest id."""
+    """Drafts greedily, whatever the temperature; ties go to the lowest id."""
 
     reads_hidden = True
 
@@ -89,11 +90,11 @@ class MtpDrafter(Drafter):
         *,
         defers: bool = False,
     ) -> None:
-        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block, which others may find
-        once it is full: with prefix caching anybody, without it the sequences of the same prompt.
+        """history: int32 [slots + 1, longest]. ``block_size``: positions of a block. Others may find a full
+        block: with prefix caching any sequence, without it the sequences of the same prompt.
 
-        ``defers``: entries of full blocks may wait, for ``prepare``. Not where other ranks have a part in a
-        pass, nor where blocks are given up while their sequence goes on.
+        ``defers``: entries of full blocks may stay pending until ``prepare``. Must be False if other ranks
+        take part in a pass, or if blocks are released before the end of a sequence.
         """
         self._chain = Chain(model, cache, backends, steps, history, vocab_size)
         self._steps = steps
@@ -103,15 +104,15 @@ class MtpDrafter(Drafter):
         hidden, dtype, device = self._chain.sizes
         most = most_waiting(block_size, slots * hidden * dtype.itemsize, defers)
         self.waiting = PendingHidden(slots, most, hidden, dtype, device)
-        """Hidden states whose entries are still to be made."""
+        """Hidden states without entries yet."""
         self._verified = np.zeros(slots, bool)
-        """Whether the slot's last row had drafts: then the host does not know where the next one starts."""
+        """True if the last row of the slot had drafts: the host then does not know the next start."""
         self._any_verified = False
-        """Whether one of ``_verified`` may be."""
+        """False only if all of ``_verified`` is False."""
         self._computed: Tensor | None = None
-        """``Sampled.num_computed``."""
+        """``Sampled.num_computed`` of the last step."""
         self.captured = None if capturing is None else CapturedChains(self._chain, capturing)
-        """Drafting that is replayed."""
+        """Replayed drafting; None without captures."""
 
     def enter(self, slot: int) -> None:
         self.waiting.forget(slot)
@@ -122,6 +123,8 @@ class MtpDrafter(Drafter):
         return self.waiting.keep
 
     def prepare(self, ops: Sequence[Op]) -> None:
+        # A hit may read any full block, so all overdue entries are made. Without a hit, only entries of freed
+        # slots.
         freed = [op.slot for op in ops if isinstance(op, FreeSlot)]
         shown = any(isinstance(op, AllocSlot) and op.num_cached for op in ops)
         if not freed and not shown:
@@ -136,12 +139,13 @@ class MtpDrafter(Drafter):
             self.waiting.forget(slot)
 
     def _settle(self, slots: np.ndarray) -> None:
-        """Makes all entries of ``slots`` (int64 [rows]) that wait."""
+        """Make all pending entries of ``slots`` (int64 [rows])."""
         assert self._computed is not None
         counts = self.waiting.counts[slots]
         ends = self.waiting.ends[slots]
         segment = Segment(slot=column(slots), start=column(ends - counts), count=column(counts))
         device = self._computed.device
+        # [total pending]: `owner` repeats each slot, one per pending state.
         at, behind = upload(np.stack([slots, counts]), device)
         owner = upload(np.repeat(slots, counts), device)
         none = np.zeros(0, np.int64)
@@ -156,7 +160,11 @@ class MtpDrafter(Drafter):
             self.captured.reset()
 
     def propose(self, step: Sampled) -> Tensor | None:
-        """Where replicas agreed on the step, the module runs as often in each of them: it may communicate."""
+        """Return drafts, see ``Drafter.propose``. May run empty passes.
+
+        Where replicas agreed on the step, the module runs equally often in each replica, because a pass may
+        communicate.
+        """
         agreed = step.plan.agreed
         begun = self._chain.passes
         drafts = self._propose(step) if step.plan.rows else None
@@ -169,14 +177,17 @@ class MtpDrafter(Drafter):
         assert step.hidden is not None, "the step kept no hidden states"
         self.uncaptured = False
         self._computed = step.num_computed
+        # One token per row and nothing to draft: only store the states.
         if len(step.hidden) == step.plan.rows and self._is_idle(step.plan):
             if not step.kept:
                 self.waiting.keep(step.slots, step.starts, step.hidden)
             return None
         wanted = step.wanted()
+        # `_due` also updates `waiting` to the state after the step.
         made = self._due(step, len(wanted) > 0)
         if not len(made.rows):
             return None
+        # With an agreement, passes are counted and matched by the other replicas: no replay.
         captured = self.captured if step.plan.agreed is None else None
         if len(wanted) and captured is not None and not step.plan.prefill.rows and not made.chunks:
             drafts = captured.propose(step)
@@ -200,8 +211,10 @@ class MtpDrafter(Drafter):
         return plan.agreed is None and self._is_idle(plan)
 
     def _is_idle(self, plan: StepPlan) -> bool:
-        """Whether only the hidden states of all rows, of one token each, are to be kept; if so, notes that
-        they wait."""
+        """Return True if the only work is to store the hidden states of all rows, one token each.
+
+        If True, the states are counted as pending.
+        """
         decode = plan.decode
         slots = decode.slot
         if plan.prefill.rows or decode.next_k.any():
@@ -214,13 +227,17 @@ class MtpDrafter(Drafter):
         return True
 
     def _is_late(self, decode: Segment) -> bool:
-        """Whether entries of decode rows must be made, not as a slot is full, but because of all of them."""
+        """Return True if entries of decode rows are due for a reason other than a full slot.
+
+        With ``defers``: too many pending states of all slots. Else: a full block.
+        """
         if self._defers:
             return self.waiting.total + decode.rows > PASS_TOKENS
         return bool(((decode.start + 1) % self._block == 0).any())
 
     def _due(self, step: Sampled, drafting: bool) -> _Rows:
-        """The rows whose entries are made now: all, if any drafts. Of others the hidden states are kept."""
+        """Return the rows with entries to make now: all rows if any row drafts. Store the states of the other
+        rows."""
         prefill = step.plan.prefill
         decode = step.plan.decode
         both = (prefill, decode)
@@ -231,9 +248,10 @@ class MtpDrafter(Drafter):
         waiting = self.waiting.counts[slots]
         keep = ~self._verified[slots] & (not drafting)
         if first:
-            # Images that rows read are at hand in the plans that bind them alone.
+            # Images of rows are only available in plans with a ``BindMedia`` of the image.
             now = [op.slot for op in step.plan.ops if isinstance(op, Export | BindMedia)]
             keep &= ~np.isin(slots, now)
+        # After verified drafts the host does not know how many positions were accepted.
         keep[first:] &= decode.count == 1
         keep &= self._can_wait(waiting, counts, ends, first)
         self._verified[decode.slot] = decode.count != 1
@@ -241,14 +259,18 @@ class MtpDrafter(Drafter):
         self.waiting.set(slots, np.where(keep, waiting + counts, 0), ends)
         if keep.any():
             self._keep(step, np.flatnonzero(keep), counts)
+        # A row with pending states has several tokens, so the row counts as a chunk.
         chunk = ~keep & (waiting > 0)
         chunk[:first] = ~keep[:first]
         rows = np.concatenate([np.flatnonzero(chunk), np.flatnonzero(~keep & ~chunk)])
         return _Rows(rows, waiting[rows], counts[rows] + waiting[rows], int(chunk.sum()))
 
     def _can_wait(self, waiting: np.ndarray, counts: np.ndarray, ends: np.ndarray, chunks: int) -> np.ndarray:
-        """bool [rows]: whose entries need not be made now. Of rows, the first ``chunks`` of them of prompts:
-        states that wait, tokens of the step, and where they end."""
+        """Return bool [rows]: True for rows whose entries may stay pending. The first ``chunks`` rows are
+        prompts.
+
+        waiting: pending states; counts: tokens of the step; ends: positions after the rows.
+        """
         most = self.waiting.most
         after = waiting + counts
         fits: np.ndarray = after < most
@@ -256,17 +278,17 @@ class MtpDrafter(Drafter):
             fits &= ends % self._block != 0
             fits[:chunks] = False
             return fits
-        if not fits[chunks:].all():  # one pass for all of which many wait
+        if not fits[chunks:].all():  # a slot is full: one pass for all slots with many states
             fits &= after < most // 2
         total = self.waiting.total + int(counts.sum())
-        if total > PASS_TOKENS:  # those with the most, until half is left
+        if total > PASS_TOKENS:  # rows with the most states, until half the limit is left
             order = np.argsort(-after, kind="stable")
             left = total - np.cumsum(after[order])
             fits[order[: 1 + int(np.searchsorted(-left, -(PASS_TOKENS // 2)))]] = False
         return fits
 
     def _keep(self, step: Sampled, rows: np.ndarray, counts: np.ndarray) -> None:
-        """Keeps the hidden states of ``rows`` of the plan, each of ``counts`` (int64 [all rows]) tokens."""
+        """Store the hidden states of ``rows`` of the plan. counts: int64 [all rows], tokens of each row."""
         assert step.hidden is not None
         device = step.slots.device
         counts = counts[rows]
@@ -276,12 +298,13 @@ class MtpDrafter(Drafter):
         self.waiting.keep(step.slots[owner], step.starts[owner] + place, hidden)
 
     def _first(self, step: Sampled, made: _Rows, wanted: np.ndarray) -> Tensor:
-        """Makes the entries of ``made``: [wanted rows, hidden] at their last accepted positions."""
+        """Make the entries of ``made``. Return the module output at the last accepted positions, [wanted
+        rows, hidden]."""
         device = step.slots.device
         parts = _segments(step, made)
         rows, behind = upload(np.stack([made.rows, made.waiting]), device)
         starts = step.starts[rows] - behind
-        # Nothing but its entry is wanted of any other token; of a step where nobody wants drafts, of none.
+        # Only the output at the last accepted positions of wanted rows is needed; without drafts, none.
         first = np.zeros(step.plan.rows, np.int64)
         first[made.rows] = made.begins() + made.waiting
         at = upload(np.stack([wanted, first[wanted]]), device)
@@ -291,8 +314,13 @@ class MtpDrafter(Drafter):
         return self._chain.ahead(own, hidden, keep)
 
     def _gather(self, step: Sampled, made: _Rows, own: StepInput) -> Tensor:
-        """[tokens of ``made``, hidden]: what waited, and what this step made. ``own``: the drafter's step."""
+        """Return the hidden states of ``made``, [tokens of ``made``, hidden]: pending states and states of
+        the step.
+
+        ``own``: the drafter's step.
+        """
         assert step.hidden is not None
+        # All rows in plan order and nothing pending: no copy.
         whole = len(made.rows) == step.plan.rows and not made.waiting.any()
         if whole and len(step.hidden) == int(made.counts.sum()):
             return step.hidden
@@ -305,6 +333,7 @@ class MtpDrafter(Drafter):
         owner = np.repeat(slot.astype(np.int64), made.waiting)
         token, slots = upload(np.stack([kept, owner]), step.hidden.device)
         from_, into = upload(np.stack([source, to]), step.hidden.device)
+        # [pending + new tokens, hidden], in the order of the drafter's rows
         hidden = step.hidden.new_empty(len(source) + len(kept), step.hidden.shape[1])
         hidden[into] = step.hidden[from_]
         hidden[token] = self.waiting.take(slots, own.positions[token])
@@ -312,7 +341,7 @@ class MtpDrafter(Drafter):
 
 
 def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
-    """The drafter's rows as two segments; starts are upper bounds, as the plan's are."""
+    """Return the drafter's rows as (prefill, decode) segments. Starts are upper bounds, as in the plan."""
     both = (step.plan.prefill, step.plan.decode)
     slot, start = (np.concatenate([getattr(s, name) for s in both])[made.rows] for name in ("slot", "start"))
     parts = (slice(0, made.chunks), slice(made.chunks, None))
@@ -327,6 +356,6 @@ def _segments(step: Sampled, made: _Rows) -> tuple[Segment, Segment]:
 
 
 def _ranges(first: np.ndarray, other: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``first[i] + j`` and ``other[i] + j`` for j below ``counts[i]``, for each i in turn."""
+    """Return ``first[i] + j`` and ``other[i] + j`` for all j < ``counts[i]``, for each i in order."""
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(first, counts) + within, np.repeat(other, counts) + within

@@ -1,4 +1,4 @@
-"""Drafts from the sequence itself: what followed the last time that the same tokens came.
+"""Drafts from the sequence itself: the tokens after the last occurrence of the same n-gram.
 
 Source: prompt look-up decoding, Saxena 2023; Yang et al. 2023, arXiv 2304.04487.
 """
@@ -14,10 +14,10 @@ Tensor = torch.Tensor
 
 
 class NgramDrafter(Drafter):
-    """Looks for the longest end of a sequence, of ``least`` to ``most`` tokens, that occurs in it before.
+    """Finds the longest suffix of a sequence, of ``least`` to ``most`` tokens, with an earlier occurrence.
 
-    Of the longest ones the latest counts, and drafts are the tokens behind it; where they run into the end of
-    the sequence they go on with themselves. A sequence without such an end repeats its last token.
+    Among the longest matches the latest counts. The drafts are the tokens after the match; past the end of
+    the sequence the drafts repeat periodically. Without a match, the drafts repeat the last token.
     """
 
     rests = True
@@ -44,24 +44,27 @@ class NgramDrafter(Drafter):
 
 
 def follow(ids: Tensor, ends: Tensor, count: int, least: int, most: int) -> Tensor:
-    """int64 [rows, count]: what should follow each row of ids [rows, n].
+    """Return the likely next tokens of each row of ids [rows, n], int64 [rows, count].
 
-    The last token of a row is at ``ends`` (int64 [rows]); what lies behind it is arbitrary.
+    ``ends``: int64 [rows], position of each row's last token; later ids are arbitrary.
     """
     places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
+    # [rows, n], length of the match with its end at each position
     matched = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     going = places < ends.unsqueeze(1)
     for back in range(most):
+        # [rows, 1], the token `back` positions before the end
         wanted = ids.gather(1, (ends - back).clamp(min=0).unsqueeze(1))
         same = ids == wanted
-        if back:  # the token ``back`` places before each place; there is none before the first
+        if back:  # the token ``back`` positions before each position; none before the first
             same = torch.nn.functional.pad(same, (back, 0))[:, : ids.shape[1]]
         going = going & same & (ends >= back).unsqueeze(1)
         matched += going
-    # The longest match, and of those the last place; shorter than ``least`` is none.
+    # Prefer the longest match, then the latest position; a match shorter than ``least`` does not count.
     score = torch.where(matched >= least, matched * ids.shape[1] + places, -1)
     best, place = score.max(dim=1)
     place = torch.where(best < 0, ends - 1, place)
+    # Past the end of the sequence, repeat the tokens between the match and the end.
     period = ends - place
     ahead = torch.arange(count, device=ids.device) % period.unsqueeze(1)
     source = (place.unsqueeze(1) + 1 + ahead).clamp(min=0)
