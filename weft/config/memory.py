@@ -298,7 +298,8 @@ def weight_bytes(
     *,
     packed: bool = False,
 ) -> int:
-    """Return the estimated bytes of a rank's share of the parameters, without norms, biases and scales.
+    """Return the estimated bytes of a rank's share of the parameters, without norms, biases and channel
+    scales.
 
     ``redundant``: extra copies of experts over all ranks. ``quantization`` applies to the matrices of layers
     and experts. With any quantization, output heads (and tables used as output heads) have 8 bits; other
