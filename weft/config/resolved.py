@@ -181,7 +181,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     accepted_names: tuple[str, ...] = ()
     """Further model names that requests may use, besides ``served_names``; never listed."""
     domain: str = ""
-    """Folder of the rendezvous store of an expert-parallel group of several replicas on one host, else ""."""
+    """Folder on one host for the sockets of ranks, and for the rendezvous of an expert-parallel group; "" if
+    unused.
+    """
     incarnation: int = 0
     """Start number of this engine process if the API server is on another host; see weft/types/board.py."""
     group: str = ""
