@@ -89,7 +89,8 @@ def _tensors_of(file: Path, prefixes: tuple[str, ...]) -> Iterator[tuple[str, by
     try:
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if length > min(os.fstat(descriptor).st_size, _HEADER):
-            return  # the loader says what is wrong with it
+            # A damaged header: the loader reports the error later.
+            return
         for name, fact in json.loads(os.pread(descriptor, length, 8)).items():
             if not name.startswith(prefixes):
                 continue
@@ -114,6 +115,7 @@ def _weights(config: EngineConfig) -> bytes:
     """
     if config.model.load_format == "dummy":
         return f"dummy {config.model.seed or 0}".encode()
+    # Headers hold names, places and types of all tensors. Samples tell versions of equal shape apart.
     made = hashlib.blake2b(digest_size=16)
     try:
         if config.model.load_format == "partial":
@@ -143,7 +145,7 @@ def _samples(file: Path) -> Iterator[bytes]:
             return
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if length > min(size, _HEADER):
-            yield from _spread(descriptor, 0, size, _OF_FILE)  # the loader says what is wrong with it
+            yield from _spread(descriptor, 0, size, _OF_FILE)  # damaged: the loader reports it later
             return
         header = os.pread(descriptor, length, 8)
         yield header

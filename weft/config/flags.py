@@ -125,6 +125,7 @@ class Setting:
             return self.default
         if not self.many:
             return self._one(value, label)
+        # Blank text becomes one empty word, which every kind refuses.
         if isinstance(value, str):
             value = [part for part in re.split(r"[,\s]+", value) if part] or [""]
         if not isinstance(value, list | tuple):

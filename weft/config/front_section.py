@@ -228,6 +228,7 @@ def check_front(front: FrontSection) -> None:
     for flag, keys in (("--api-key", front.api_key), ("--admin-key", front.admin_key)):
         if any(not (key.isascii() and key.isprintable()) for key in keys):
             raise ConfigError(f"{flag} must be printable ASCII, as it is sent in a header", param=flag)
+    # A key in both lists would give ordinary clients the admin routes.
     if set(front.api_key) & set(front.admin_key):
         raise ConfigError("--admin-key must not be an --api-key, too", param="--admin-key")
     if any(not _ORIGIN.fullmatch(origin) for origin in front.allowed_origins):

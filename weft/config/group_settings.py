@@ -1,4 +1,6 @@
-"""Settings that the ranks of a group must have in common: all that affect messages, shapes or collectives."""
+"""Settings with equal values on all ranks of a group: all settings that affect messages, shapes or
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +59,7 @@ def _flatten(value: Any, name: str, found: dict[str, str]) -> None:
         for key, inner in value.items():
             _flatten(inner, f"{name}.{key}" if name else key, found)
         return
+    # Lists of objects, for example pools and cache groups, get one name per field.
     if isinstance(value, list | tuple) and value and isinstance(value[0], dict):
         for number, inner in enumerate(value):
             _flatten(inner, f"{name}[{number}]", found)

@@ -57,6 +57,7 @@ def resolve_model_path(
         if revision is not None:
             raise ConfigError(f"{name} comes with Weft and has no revisions", param="--revision")
         return bundled[name]
+    # A GGUF file is converted once; afterwards the converted folder is used.
     folder = Path(name).expanduser()
     if name and (folder.is_dir() or folder.suffix == ".gguf"):
         found = find_gguf(folder)

@@ -47,8 +47,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Fitting, colours and token count of a model's images."""
 
     kind: Literal["area", "patches"]
-    """area      resize to whole tokens on both sides, with the area within bounds (Qwen)
-    patches   shrink until the patches are within bounds, then pad (MoonViT)
+    """Rule for the size of an image:
+
+        area      resize to whole tokens on both sides, with the area within bounds (Qwen)
+        patches   shrink until the patches are within bounds, then pad (MoonViT)
     """
     patch: int
     """Side of a patch in pixels."""

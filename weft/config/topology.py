@@ -98,6 +98,7 @@ def short_form(config: Config, towers: bool = False) -> Topology | None:
         one = _with_role(config, role)
         if section.encode:
             one = _with_images(one, tower=role == "encode" or (towers and role != "decode"))
+        # Names count within a role: prefill0, prefill1, decode0, ..
         groups += [GroupSettings(f"{role}{number}", one) for number in range(count)]
     return Topology(config.front, tuple(groups))
 
@@ -299,6 +300,7 @@ def face(groups: tuple[EngineConfig, ...]) -> EngineConfig:
     if len(groups) == 1:
         return first
     tokens = [group for group in groups if group.transfer.role != "encode"]
+    # Timeouts take the maximum and lengths the minimum over the groups: both must hold for every group.
     timeout = max(group.parallel.rank_timeout for group in groups)
     together = all(group.parallel.enable_expert_parallel for group in tokens)
     length = min(group.kv.max_model_len for group in tokens)
