@@ -178,7 +178,7 @@ class _Host:
             return
         if answer:
             raise ConfigError(f"refused by host 0: {answer.decode()}")
-        # Report ended engines first: a request for the next incarnation may depend on the report.
+        # Engines are compared with the store's requests only after the report of ended engines.
         for replica, head in list(self._heads.items()):
             if (status := head.poll()) is not None:
                 del self._heads[replica]
