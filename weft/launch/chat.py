@@ -197,7 +197,7 @@ def _converse(
 
     client = ChatClient(url, api_key)
     try:
-        # With --model, do not ask for the list: some servers have no list.
+        # With --model the list of models is not needed.
         cards = dict([] if model else client.cards())
         names = list(cards)
         if not (model or names):

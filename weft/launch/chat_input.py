@@ -105,7 +105,7 @@ def _keys() -> KeyBindings:
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "c-j")  # some terminals send this for Alt-Enter
+    @keys.add("escape", "c-j")  # some terminals send c-j for Enter
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
