@@ -1,6 +1,6 @@
 """Weft: an LLM serving engine. ``from weft import LLM, AsyncLLM, SamplingParams``.
 
-Public names are imported on first use, so that processes without torch never load torch.
+Public names are imported on first use. So processes without torch never load torch.
 """
 
 from __future__ import annotations

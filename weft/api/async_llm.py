@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class AsyncLLM:
-    """A model and its engine, for event loops. The settings are those of ``LLM``.
+    """A model and its engine, for event loops. All settings of ``LLM`` are valid.
 
     The constructor loads the model and blocks meanwhile. If the engine dies, every waiting call raises
     EngineDead.
@@ -96,8 +96,7 @@ class AsyncLLM:
         if found is None:
             return False
         request, sink = found
-        # The sink gets the final event before the engine ends the sequence: afterwards the sink gets no
-        # event.
+        # The engine sends no event for an ended sequence, so the terminal event is made here.
         for choice in request.choices:
             if not choice.finished:
                 sink(TokenEvent(sequence=choice.sequence, finish="abort"))
@@ -204,7 +203,7 @@ class AsyncLLM:
 
 
 def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
-    """Return a function for other threads that calls ``put`` on this event loop.
+    """Return a function for other threads: the function calls ``put`` on the running event loop.
 
     Calls after the end of the loop are dropped.
     """

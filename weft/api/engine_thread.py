@@ -23,9 +23,7 @@ Sink: TypeAlias = Callable[[TokenEvent], None]
 _Command: TypeAlias = Callable[[], None]
 
 AWAITING_POLL_S = 0.02
-"""Maximum seconds of one wait for a command while sequences are blocked. Bounds how late their input is
-noticed.
-"""
+"""Maximum seconds of one wait for a command while sequences are blocked. Bounds the delay of new input."""
 
 
 class EngineThread:
@@ -38,7 +36,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._lock = threading.Lock()
-        """Guards ``_death``: no command is queued after the thread has taken its last command."""
+        """Guards ``_death``: no command is queued after the last command was taken."""
         self._death: ErrorInfo | None = None
         self._rounds = 0
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
@@ -63,7 +61,8 @@ class EngineThread:
                 self._death = EngineDead(message).info()
 
     def submit(self, submits: Sequence[Submit], sink: Sink) -> None:
-        """Start the sequences of one request. Send exactly one terminal event per sequence to ``sink``.
+        """Start the sequences of one request. Send one terminal event per sequence to ``sink``, unless
+        ``finish`` is called.
 
         A refusal (for example, queue full) is a terminal event too.
         """
@@ -133,7 +132,7 @@ class EngineThread:
         """Record the death, run the remaining commands and end every sequence with ``error``."""
         with self._lock:
             self._death = error = self._death or error
-        # Commands queued before the death: their sequences need a terminal event too.
+        # ^ Commands queued before the death: the submitted sequences need a terminal event too.
         while True:
             try:
                 command = self._commands.get_nowait()

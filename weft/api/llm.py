@@ -40,7 +40,7 @@ noticed.
 def load_text(config: EngineConfig, chat_template: str | None) -> TextModel:
     """Return the tokenizer and the chat format of the model.
 
-    Requests may bring their own chat templates, because the caller is in this process.
+    Requests may bring chat templates, because the caller runs in the same process.
     """
     facts = None if config.spec.vision is None else config.spec.vision.media
     images, hidden = image_rules(facts, config.media.limit_mm_per_prompt)
@@ -335,7 +335,7 @@ class _Run:
     def _submit(self) -> None:
         """Submit sequences until the engine's queue is full.
 
-        Raise Overloaded if the queue is full and none of this call's sequences is in the engine.
+        Raise Overloaded if the queue is full and the engine has no sequence of the call.
         """
         while self._waiting:
             submit, request = self._waiting[0]

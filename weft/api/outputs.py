@@ -23,11 +23,11 @@ class CompletionOutput:
     finish_reason: FinishReason | None
     """None while the sequence runs."""
     stop_reason: str | int | None
-    """Stop string or stop token of the request that ended the sequence; None for any other end."""
+    """The request's stop string or stop token at the end of the sequence; None for any other end."""
     error: ErrorInfo | None = None
     """The error if ``finish_reason`` is "error"."""
     num_accepted_drafts: int = 0
-    """Number of ``token_ids`` that came from accepted drafts."""
+    """Number of ``token_ids`` from accepted drafts."""
     num_rejected_drafts: int = 0
     """Number of rejected drafts."""
 

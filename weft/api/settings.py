@@ -21,7 +21,7 @@ SERVER_ONLY = (
     "drain_timeout",
     "request_timeout",
 )
-"""Settings of the HTTP server, without effect in this process."""
+"""Settings of the HTTP server, without effect in the caller's process."""
 
 log = get_logger(__name__)
 

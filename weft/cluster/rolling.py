@@ -197,7 +197,7 @@ class RollingRestart:
         return {name: old for name, old in self._unit.items() if self._table.running(name, old)}
 
     def _abandon(self, error: EngineDead, now: float) -> list[Action]:
-        """Drop the unit. Return the actions that replace its old processes: drained processes never get work
+        """Drop the unit. Return the actions that replace the old processes: drained processes never get work
         again.
         """
         present, self._unit = self._present(), {}

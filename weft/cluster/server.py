@@ -45,7 +45,7 @@ readiness.
 
 
 class ClusterServer:
-    """Run a ``Supervisor``. Use from the main thread: all processes end with the thread that started them."""
+    """Run a ``Supervisor``. Use from the main thread: all processes end with the calling thread."""
 
     def __init__(
         self,

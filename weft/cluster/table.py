@@ -227,7 +227,7 @@ class ProcessTable:
         return [self._next(name, entry, now) for name, entry in due]
 
     def _retire(self, lost: ProcessEntry, error: WeftError) -> list[Action]:
-        """Retire ``lost`` and its expert-parallel group. Retire all names if the remaining roles cannot
+        """Retire ``lost`` and the members of the same expert-parallel group. Retire all if the rest cannot
         serve.
 
         Return the actions that kill the other retired processes.
@@ -235,7 +235,7 @@ class ProcessTable:
         domain = lost.member.domain
         gone = {id(entry) for entry in self._entries.values() if domain and entry.member.domain == domain}
         gone.add(id(lost))
-        # Roles that remain after the retirement decide if the server can still serve requests.
+        # The remaining roles decide if the server can still serve requests.
         roles = {e.member.role for e in self._entries.values() if _lives(e) and id(e) not in gone}
         actions: list[Action] = []
         for name, entry in self._entries.items():

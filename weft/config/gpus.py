@@ -54,7 +54,7 @@ def gpus_of_group(gpus: Sequence[str], parallel: ParallelSection, host: HostShar
 
 
 def sharers(parallel: ParallelSection, gpus: Sequence[str], host: HostShare = HostShare()) -> int:
-    """Return the maximum number of ranks on this host that share a GPU. ``gpus``: the group's GPUs."""
+    """Return the maximum number of ranks per GPU on this host. ``gpus``: the group's GPUs."""
     if host.ranks:
         return -(-host.ranks // max(host.gpus, 1))
     return -(-len(ranks_on(parallel, parallel.node_rank)) // max(len(gpus), 1))

@@ -1,6 +1,4 @@
-"""Settings with equal values on all ranks of a group: all settings that affect messages, shapes or
-collectives.
-"""
+"""Settings with equal values on all ranks of a group. The settings affect messages, shapes or collectives."""
 
 from __future__ import annotations
 

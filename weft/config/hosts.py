@@ -25,7 +25,7 @@ def check_hosts(parallel: ParallelSection) -> ParallelSection:
             f"{parallel.nnodes - 1}",
             param="--only-host",
         )
-    # One host needs no rendezvous and no secret.
+    # A single host needs no rendezvous.
     if parallel.nnodes == 1:
         return parallel
     if parallel.rdzv is None or parallel.group_secret is None:

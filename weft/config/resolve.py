@@ -148,8 +148,8 @@ def read_spec(config: Config, path: str) -> ModelSpec:
 def _text_spec(read: Callable[..., ModelSpec], decodes: bool) -> ModelSpec:
     """Return the spec of a model without vision tower.
 
-    ``decodes``: True for a decode group. Its prompts may have images, so the group keeps the image positions
-    if the checkpoint describes them.
+    ``decodes``: True for a decode group. Prompts may have images, so a decode group keeps the image positions
+    if the checkpoint describes image positions.
     """
     if decodes:
         try:
@@ -222,7 +222,7 @@ def check_files(runner: RunnerSection, front: FrontSection, media: MediaSection)
 
 
 def check_checkpoint(model: ModelSection, path: str, tokenizer_path: str) -> None:
-    """Check that ``path`` is a checkpoint, without code or pickles unless the settings allow these.
+    """Check that ``path`` is a checkpoint. Refuse code and pickles, unless allowed by the settings.
 
     Raise ConfigError.
     """

@@ -23,7 +23,7 @@ from weft.types.media import BLOCK_ROWS
 
 
 class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool of one KV cache group: its spec and its number of blocks, without the null block."""
+    """Pool of one KV cache group: the group's spec and the number of blocks, without the null block."""
 
     cache: CacheSpec
     block_size: int
@@ -67,7 +67,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     sections: bool = False
     """True if rope positions have frame, row and column."""
     tower: bool = True
-    """True if this group encodes images. Otherwise embeddings arrive by transfer."""
+    """True if the group encodes images. Otherwise embeddings arrive by transfer."""
     takes: bool = False
     """True if embeddings may arrive by transfer."""
     shards: bool = False
@@ -120,11 +120,11 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     max_model_len: int
     num_slots: int
-    """Slots in the table: running sequences, and sequences that wait for the commit of their last step."""
+    """Slots in the table: running sequences, and sequences before the commit of the last step."""
     copies: int = 1
     """Copies of the recurrent state per slot: 1, plus 1 per draft that a step may verify."""
     media: MediaLimits | None = None
-    """Image properties; None if the model takes no images."""
+    """Image properties; None for a model without images."""
 
     def tensors(self, pool: PoolSpec, dtype: str) -> tuple[TensorLayout, ...]:
         """Return the tensor layouts that layers use for a KV cache group: blocks, or states of slots."""
@@ -139,12 +139,12 @@ class KVConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Other groups of the server on a group's host. All of them share cores, memory and GPUs."""
+    """Other groups of the server on a group's host. The groups share cores, memory and GPUs."""
 
     ranks: int = 0
-    """Ranks of all groups on the host; 0 if there is only this group."""
+    """Ranks of all groups on the host; 0 for a single group."""
     first: int = 0
-    """Ranks of the groups before this group. These ranks take GPUs first."""
+    """Ranks of the groups before the group. Earlier ranks take GPUs first."""
     gpus: int = 0
     """GPUs of the host."""
 
@@ -167,7 +167,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationSection = SpeculationSection()
     parallel: ParallelSection = ParallelSection()
     transfer: TransferSection = TransferSection()
-    """Transfer settings, with this group's ``role``."""
+    """Transfer settings, with the group's ``role``."""
     grammar: GrammarSection = GrammarSection()
     media: MediaSection = MediaSection()
     gpus: tuple[str, ...] = ()
@@ -175,22 +175,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``gpu_of``).
     """
     replica: int = 0
-    """Number of this group among the replicas of the model."""
+    """Number of the group among the replicas of the model."""
     faults: tuple[Fault, ...] = ()
     """Faults planted by tests; there is no flag."""
     accepted_names: tuple[str, ...] = ()
-    """Further model names that requests may use, besides ``served_names``; never listed."""
+    """Further model names for requests, besides ``served_names``; never listed."""
     domain: str = ""
     """Folder on one host for the sockets of ranks, and for the rendezvous of an expert-parallel group; "" if
     unused.
     """
     incarnation: int = 0
-    """Start number of this engine process if the API server is on another host; see weft/types/board.py."""
+    """Start number of the engine process if the API server is on another host; see weft/types/board.py."""
     group: str = ""
     """Name of the group in a server of several groups."""
     host: HostShare = HostShare()
     scripted: str = ""
-    """File of scripted outputs that replace a model; see ``weft.engine.scripted``."""
+    """File of scripted outputs in place of a model; see ``weft.engine.scripted``."""
 
     @property
     def loaded(self) -> ModelSpec:

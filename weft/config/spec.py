@@ -34,7 +34,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     mscale_all_dim: float | None = None
     truncate: bool = True
     sections: tuple[int, int, int] | None = None
-    """Models with images: number of dim pairs that rotate by the frame, row and column of a token; see
+    """Models with images: number of dim pairs per axis, rotated by the frame, row and column of a token; see
     ``weft.layers.rope.axes``. None: all pairs rotate by the position.
     """
     interleaved: bool = True
@@ -155,7 +155,7 @@ class SparseSpec(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     types: tuple[Literal["window", "chosen", "all"], ...]
-    """Groups that each layer reads: none (window), the indexer's choice (chosen), or all."""
+    """Visible groups per layer: none (window), the indexer's choice (chosen), or all."""
     window: int
     chosen_ratio: int
     """Positions per group in layers of type chosen. Groups overlap: an entry combines two groups."""
@@ -217,7 +217,7 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     latent entry).
     """
     exact: int = 0
-    """Number of elements at the end of an 8-bit latent entry that keep the model's dtype."""
+    """Number of elements in the model's dtype, at the end of an 8-bit latent entry."""
 
 
 class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,8 +230,8 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
     zero_offset: int = 0
     """Number to add to a stored zero point."""
     bits: float | None = None
-    """Approximate bits per element of a matrix that stays packed, with scales, for the memory plan. None if
-    the configuration does not state the bits.
+    """Approximate bits per element of a packed matrix, with scales, for the memory plan. None if the
+    configuration does not state the bits.
     """
     expert_bits: float | None = None
     """Approximate bits per element for matrices of routed experts, if stated separately; None: see
@@ -260,7 +260,7 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of frames (moonvit)."""
     levels: tuple[int, ...] = ()
     """Layers with additional output embeddings (deepstack, arXiv 2406.04334). The text model adds the
-    embeddings to its stream after layers 0, 1, ..
+    embeddings to the residual stream after layers 0, 1, ..
     """
     theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -300,13 +300,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     """True for RMSNorm over head_dim of queries and keys before rope."""
     centred_norms: bool = False
-    """True if RMSNorm weights are published as the difference from 1. These weights stay in a wide type:
+    """True if RMSNorm weights are published as the difference from 1. The weights stay in a wide type:
     rounding to bf16 near 1 would lose trained precision.
     """
     output_gate: bool = False
     """True if attention output is multiplied by the sigmoid of a projection of the attention input."""
     sinks: bool = False
-    """True if each head has a score without value that takes part in every softmax."""
+    """True if each head has an attention sink: a score without value in every softmax."""
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     index: IndexSpec | None = None

@@ -133,9 +133,8 @@ def offline(
 def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
     """Measure the ways to compute routed experts in torch, and use the results from now on.
 
-    The table is written to this user's cache folder, and has priority over the table that comes with Weft.
-    The table matters if neither the CPU extension nor --deterministic decides. The measurement takes a few
-    minutes.
+    The table is written to the user's cache folder, and has priority over Weft's own table. The table matters
+    if neither the CPU extension nor --deterministic decides. The measurement takes a few minutes.
     """
     check_writable(json_file, "--json")
     import torch
@@ -173,10 +172,10 @@ def moe_table(device: str, threads: int | None, json_file: str | None) -> int:
 )
 @json_option
 def dispatch(ranks: tuple[int, ...], json_file: str | None) -> int:
-    """Measure collectives between processes of this machine, and use the results for --moe-dispatch auto.
+    """Measure collectives between processes of the machine, and use the results for --moe-dispatch auto.
 
-    The table is written to this user's cache folder, and has priority over the table that comes with Weft.
-    The measurement takes about a minute.
+    The table is written to the user's cache folder, and has priority over Weft's own table. The measurement
+    takes about a minute.
     """
     check_writable(json_file, "--json")
     from weft.bench import dispatch as run

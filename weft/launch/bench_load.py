@@ -59,7 +59,7 @@ def _flag(name: str) -> str:
 
 
 def server_options(function: F) -> F:
-    """Add the flags that select a server and the form of its requests."""
+    """Add the flags for the choice of a server and the form of requests."""
     for option in reversed(
         (
             click.option("--base-url", help="Of the server, with or without /v1."),

@@ -31,7 +31,7 @@ def build_ops(force: bool, verbose: bool, wheel: Path | None) -> None:
     """
     terminal = _Terminal() if sys.stdout.isatty() else None
     try:
-        # Compilers run in separate process groups, so a signal to this process would not stop them.
+        # Compilers run in separate process groups, so a signal would not stop the compilers.
         with signals.ending():
             say = click.echo if terminal is None else terminal.say
             show = None if terminal is None else terminal.show

@@ -75,7 +75,7 @@ class ChatClient:
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(timeout, connect=CONNECT_S),
-            trust_env=host not in LOOPBACK,  # no proxy for servers on this machine
+            trust_env=host not in LOOPBACK,  # no proxy for local servers
         )
 
     def models(self) -> list[str]:

@@ -132,8 +132,8 @@ class _Growing:
         self._parser = MarkdownIt().enable("table").enable("strikethrough")
         self._thought = False
         self._text = ""
-        """Text that is not printed yet."""
-        # The redrawn part must fit on the screen: a terminal cannot erase lines that scrolled away.
+        """Text not printed yet."""
+        # The redrawn part must fit on the screen: a terminal cannot erase lines above the screen.
         self.tail = _Block(RichText("...", style="dim"), False, max(console.size.height - 3, 1))
 
     def add(self, text: str, thought: bool) -> None:
@@ -192,7 +192,7 @@ class _Block:
             lines.pop()
         while lines and _blank(lines[0]):
             lines.pop(0)
-        # Separate this block from the block printed before.
+        # Blank line between the block and the block before.
         if self.gap and lines:
             yield Segment.line()
         for line in lines if self._most is None else lines[-self._most :]:

@@ -1,4 +1,4 @@
-"""Start of Weft's child processes: inherited settings, and the end of a child with its parent."""
+"""Start of Weft's child processes: inherited settings, and the end of a child with the parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Setup = TypeVar("Setup", bound=msgspec.Struct)
 
 
 def forbid_core_dumps() -> None:
-    """Disable core dumps of this process and its children, unless WEFT_CORE_DUMPS=1.
+    """Disable core dumps of this process and all children, unless WEFT_CORE_DUMPS=1.
 
     Core dumps would contain users' text.
     """
@@ -31,11 +31,10 @@ def forbid_core_dumps() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process when process ``parent`` ends, for any reason.
+    """Kill this process when the parent process ends, for any reason.
 
     On Linux the kernel kills the process. A polling thread covers other systems, and a parent that ended
-    before the request to the kernel. Call from the main thread; ``parent`` must be the process that started
-    this process.
+    before the request to the kernel. Call from the main thread, with the process id of the parent.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -59,16 +58,15 @@ def begin(parent: int) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore stop signals: the parent handles them and drains; see ``weft.common.signals``."""
+    """Ignore stop signals: the parent handles stop signals and drains; see ``weft.common.signals``."""
     signals.ignore()
     signal.signal(signals.RESTART, signal.SIG_IGN)
 
 
 def read_setup(kind: type[Setup]) -> Setup:
-    """Return the message that the parent writes to standard input, decoded from msgpack. Close standard
-    input.
+    """Return the parent's message on standard input, decoded from msgpack. Close standard input.
 
-    A stopped parent may end in the middle of the message. This process then exits with status 1, without an
+    A stopped parent may end in the middle of the message. The process then exits with status 1, without an
     error message.
     """
     data = sys.stdin.buffer.read()

@@ -32,7 +32,7 @@ class Asked:
     """Checked parameters of an evaluation."""
 
     url: str | None
-    """URL of a server; None to run the model of ``config`` in this process."""
+    """URL of a server; None to run the model of ``config`` locally."""
     name: str | None
     """Name of the server's model; None for the first listed model."""
     api_key: str | None
@@ -50,11 +50,11 @@ class Asked:
 
 
 Report: TypeAlias = dict[str, Any]
-"""Totals first; ``problems`` has every problem with its answer."""
+"""Totals first; ``problems`` has every problem with the answer."""
 
 
 Measure: TypeAlias = Callable[[Asked], tuple[Report, list[str]]]
-"""Function that returns the report, and lines for the terminal."""
+"""Function from the parameters to the report, and lines for the terminal."""
 
 
 def measured(function: Measure, model: str | None = None) -> Callable[..., int]:

@@ -35,14 +35,14 @@ class FrontSetup(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Folder of the registry."""
     serving: bool = False
-    """True if other API servers of this server answer requests already."""
+    """True if other API servers of the server answer requests already."""
 
 
 def start_front(setup: FrontSetup, link: socket.socket) -> subprocess.Popen[bytes]:
     """Start an API server and return the process, without a wait for readiness. ``link``: the child's channel
     end.
 
-    Call from the main thread: the kernel ends the child when the thread that made it ends.
+    Call from the main thread: the kernel ends the child when the calling thread ends.
     """
     data = msgspec.msgpack.encode(setup)
     return start_process(Command("front_main", (), data, descriptors=(link.fileno(),)))

@@ -37,10 +37,11 @@ from weft.types import board as b
 logger = log.get_logger(__name__)
 
 PATIENCE = 3600.0
-"""Seconds without contact to host 0 before this host gives up."""
+"""Seconds without contact to host 0 before the host gives up."""
 LISTEN_S = HEAD_LISTENS_S + TELL_S
-"""Seconds from the start of an engine until the rendezvous store has its address. An engine without access to
-the store ends earlier. A stopped or hung engine does not end, and the API server cannot see the engine.
+"""Seconds from the start of an engine until the rendezvous store has the engine's address. An engine without
+access to the store ends earlier. A stopped or hung engine does not end, and the API server cannot see the
+engine.
 """
 _LOOK = 0.2
 
@@ -83,7 +84,7 @@ def due(wanted: Mapping[int, int], started: Mapping[int, int]) -> list[int]:
 
 
 class _Host:
-    """Engines and ranks of this host, and their state in the rendezvous store."""
+    """Engines and ranks of one host, with their state in the rendezvous store."""
 
     def __init__(
         self, config: EngineConfig, client: BoardClient, folder: Path, endpoint: str, log_level: str
@@ -101,7 +102,7 @@ class _Host:
         self._unheard: dict[int, float] = {}
         """Replica -> start time of the engine, until the store has the address."""
         self._ranks: dict[int, tuple[bytes, HostRanks]] = {}
-        """Replica -> address of its engine for ranks, and its ranks on this host."""
+        """Replica -> the engine's address for ranks, and the replica's ranks on the host."""
         self._budget = RestartBudget(RESTARTS, WINDOW)
         self._board = 0
         self._remind_at = 0.0
@@ -124,7 +125,7 @@ class _Host:
                 logger.error("host 0 has been silent for %g s: %s", PATIENCE, self._client.why)
                 return 1
             elif self._heads and self._silent() > self._config.parallel.rank_timeout:
-                # The API server counts these engines as lost and will request new ones.
+                # The API server counts the engines as lost and will request new engines.
                 ended = self._end_heads()
                 logger.error("host 0 is silent: heads %s of this host end", ended)
                 for replica in ended:

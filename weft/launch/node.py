@@ -74,7 +74,7 @@ def until_stopped(work: Callable[[], int]) -> int:
 
 
 class HostRanks:
-    """Ranks of one group on this host. Ranks that end without a shutdown are restarted."""
+    """Ranks of one group on one host. Ranks that end without a shutdown are restarted."""
 
     def __init__(
         self, processes: RankProcesses, mine: Sequence[int], rank_timeout: float, budget: RestartBudget
@@ -87,7 +87,7 @@ class HostRanks:
         self._alone: dict[int, tuple[float, float]] = {}
         """Ranks without an answer from any engine: start of the first wait, and time of the last end."""
         self.left = len(mine)
-        """Number of ranks without a shutdown from their engine."""
+        """Number of ranks that the engine has not shut down."""
         for rank in mine:
             processes.spawn(rank)
 
@@ -99,7 +99,7 @@ class HostRanks:
             self._stopped.pop(rank, None)
             if status == 0:
                 self.left -= 1
-            # A rank without an engine to join is not faulty, so its restart is free.
+            # A rank without an engine to join is not faulty, so the restart is free.
             elif status == NO_HEAD and self._may_wait(rank, time.monotonic()):
                 processes.spawn(rank)
             elif not self._budget.grant(time.monotonic()):

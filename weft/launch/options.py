@@ -23,7 +23,7 @@ else:
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENGINE = ("model", "cache", "scheduler", "speculation", "grammar", "runner", "parallel")
-"""Sections of a command that runs a model without a server."""
+"""Sections of a command without a server."""
 ALL = (*ENGINE, "transfer", "media", "front")
 
 
@@ -58,7 +58,7 @@ class SettingOption(click.Option):
 
 
 class Command(click.Command):
-    """Command with help that lists its own options first, then the settings by section.
+    """Command with help in two parts: the command's own options, then the settings by section.
 
     Flags may have the spellings of ``weft.config.foreign``.
     """

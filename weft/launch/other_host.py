@@ -75,9 +75,9 @@ def serve_groups(groups: Sequence[EngineConfig], log_level: str) -> int:
 
 
 def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
-    """Start the process of a group and send its configuration.
+    """Start the process of a group and send the configuration.
 
-    Call from the main thread: the kernel ends the child when the thread that made it ends.
+    Call from the main thread: the kernel ends the child when the calling thread ends.
     """
     command = [sys.executable, "-m", "weft.launch.other_host", str(os.getpid()), log_level]
     with signals.blocked():
@@ -86,7 +86,7 @@ def _start(config: EngineConfig, log_level: str) -> subprocess.Popen[bytes]:
     try:
         with process.stdin as stdin:
             stdin.write(msgspec.msgpack.encode(config))
-    except BrokenPipeError:  # the child died early; its status reports the error
+    except BrokenPipeError:  # the child died early; the exit status reports the error
         pass
     return process
 

@@ -24,9 +24,9 @@ from weft.parallel.secret import read_keys
 from weft.types import frames as f
 
 WELCOME_S = 120.0
-"""Seconds that a rank waits for the welcome of an engine, at the start and after each loss of an engine."""
+"""Seconds to wait for the welcome of an engine, at the start and after each loss of an engine."""
 NO_HEAD = 4
-"""Exit status of a rank without an answer from any engine. The rank itself is not faulty."""
+"""Exit status of a rank without an answer from any engine. The rank is not faulty."""
 AGAIN_S = 1.0
 """Seconds between two hellos. An engine may die after a hello and before its answer."""
 

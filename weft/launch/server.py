@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 
 
 def configure_log(front: FrontSection, host: int) -> None:
-    """Configure the log of this process. Lines name the process: its role, or its host number."""
+    """Configure the log. Lines name the process: the role, or the host number."""
     process = "front" if front.fronts == 1 else "supervisor"
     log.configure(front.log_settings, f"host {host}" if host else process)
 
@@ -66,7 +66,8 @@ def run(groups: tuple[EngineConfig, ...], front: FrontSection) -> int:
     set_title(name, resolved.served_names[0])
 
     child.forbid_core_dumps()
-    # Until the API server installs its handlers, a signal ends this process in order and removes the folder.
+    # Until the API server installs signal handlers, a signal ends the process in order and removes the
+    # folder.
     for number in signals.heeded():
         signal.signal(number, signals.end)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPS)

@@ -1,6 +1,6 @@
-"""Answers to tools-mini from a server, from an engine in this process, or from transformers.
+"""Answers to tools-mini from a server, from a local engine, or from transformers.
 
-Decoding is greedy, and the called tools run in this process.
+Decoding is greedy. The called tools run in this process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def from_server(
 ) -> str:
     """Lead every dialogue to an answer by chat completions with ``tools``. Return the model's name.
 
-    A server without a parser for calls leaves calls in the text; these calls are found too. Raise the errors
-    of ``answers.from_server``.
+    A server without a parser for calls leaves calls in the text, and calls in the text count too. Raise the
+    errors of ``answers.from_server``.
     """
     return asyncio.run(_ask(base_of(url), model, dialogues, concurrency, max_tokens, key))
 

@@ -1,4 +1,4 @@
-"""``weft verify``: check that this machine, model and configuration give the right tokens."""
+"""``weft verify``: check of the tokens on a machine, with a model and a configuration."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
 
 
 def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """Compare the groups' tokens with those of one engine that computes one prompt at a time without
-    speculation.
+    """Compare the groups' tokens with the tokens of one engine, which computes prompts one by one without
+    drafts.
 
     Return True unless there is a defect or a requested feature took no part.
     """
@@ -233,7 +233,7 @@ def _done(role: Role, stats: HeadStats) -> str:
 
 
 def _idle(stats: Mapping[str, tuple[Role, HeadStats]], images: bool) -> Iterator[str]:
-    """Yield the instances that took no part in their role. ``images``: True if prompts have images.
+    """Yield the names of idle instances. ``images``: True if prompts have images.
 
     If the server has prefill and decode groups, unified groups may be idle.
     """

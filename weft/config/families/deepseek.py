@@ -55,7 +55,7 @@ def build_v3(facts: Facts, override: int | None) -> ModelSpec:
 def build_latent(facts: Facts, override: int | None) -> ModelSpec:
     """Return the spec of ``build_v3`` without modules that predict further tokens.
 
-    For versions that read ``layer_types`` separately.
+    Versions with another meaning of ``layer_types`` build on the result.
     """
     return _build(facts, override, _V3, _v3_routing, first_dense=3, q_lora=1536)
 
@@ -93,7 +93,7 @@ def _build(
 def with_mtp(spec: ModelSpec, modules: int) -> ModelSpec:
     """Return ``spec`` with ``modules`` modules that predict further tokens, as layers after the last layer.
 
-    The modules attend and route like the last layer, and join its KV cache groups.
+    The modules attend and route like the last layer, and join the last layer's KV cache groups.
     """
     last = spec.layers - 1
     more = tuple(range(spec.layers, spec.layers + modules))

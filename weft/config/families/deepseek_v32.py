@@ -59,7 +59,7 @@ def _indexed(
     )
     if index.dim < mla.rope:
         raise facts.fail("index_head_dim", f"{index.dim} is less than the {mla.rope} rotated dims")
-    # Layers with an indexer append the index key to each entry, so the two kinds of layers need two groups.
+    # Layers with an indexer append the index key to each entry. So layers with and without need two groups.
     width = mla.kv_lora + mla.rope
     caches = [CacheSpec(kind="latent", layers=index.layers, width=width + index.dim, form="sparse")]
     rest = tuple(i for i in range(count) if i not in index.layers)

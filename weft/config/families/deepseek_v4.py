@@ -30,10 +30,7 @@ _SCORINGS: dict[str, Literal["sqrtsoftplus", "sigmoid", "softmax"]] = {
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. Raise ConfigError.
-
-    Modules that predict further tokens are not served; their weights are skipped.
-    """
+    """Return the spec. Modules that predict further tokens are skipped. Raise ConfigError."""
     layers = layer_count(facts, override)
     for name, only in (
         ("num_key_value_heads", 1),

@@ -181,9 +181,9 @@ class Facts:
         return name
 
     def refuse_unknown_computation(self) -> None:
-        """Raise ConfigError for a field that changes results and was not read so far.
+        """Raise ConfigError for an unread field with an effect on results.
 
-        Call after the family's reader: a family reads every field that it implements.
+        Call after the family's reader: a family reads every implemented field.
         """
         for name, harmless in _WITHOUT_EFFECT.items():
             value = self._config.get(name)
