@@ -184,6 +184,7 @@ class RequestMaker:
             message = f"the model's context is {most} tokens, but the prompt has {len(ids)}; shorten it"
             raise ContextLength(message, param=param)
         self._check(media, ids)
+        # An embedding ends with the prompt; the parameters are placeholders.
         params = SamplingParams(max_tokens=1)
         submits = submits_of(data, TokenParams(max_tokens=1), 1, ids=self.ids, seed=seed, pooling=pooling)
         choice = Choice(self._text.tokenizer, params, sequence=submits[0].sequence)
@@ -211,6 +212,7 @@ class RequestMaker:
             return text, self._text.tokenizer.encode(text), ()
         if isinstance(prompt, Mapping) and prompt.keys() <= {"prompt_token_ids", "media"}:
             ids, media = prompt.get("prompt_token_ids"), prompt.get("media", ())
+            # Checks further on expect Python ints.
             if isinstance(ids, np.ndarray):
                 ids = ids.tolist()
             if not isinstance(media, list | tuple) or not all(isinstance(item, MediaItem) for item in media):

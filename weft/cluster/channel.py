@@ -65,6 +65,7 @@ def channel() -> tuple[socket.socket, socket.socket]:
     """Return the supervisor's end and the API server's end of a new socket pair. The supervisor's end never
     blocks.
     """
+    # SEQPACKET keeps message borders, so a received frame is a whole message.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
@@ -156,6 +157,7 @@ class SupervisorLink:
         """Send messages in order. Unsent messages wait for the next call; ``FrontAlive`` is dropped
         instead.
         """
+        # A backlog proves that the supervisor is not reading; more signs of life would only grow the backlog.
         if not self._unsent or not isinstance(message, FrontAlive):
             self._unsent.append(msgspec.msgpack.encode(message))
         while self._unsent:

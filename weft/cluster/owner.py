@@ -90,6 +90,7 @@ class HeadOwner:
         for name, entry in self._table.entries.items():
             if entry.state is ProcessState.RETIRED and entry.error is not None:
                 present[name] = entry.error
+            # A waiting name keeps its last address: the link then finds the process ended.
             elif name in self._addresses:
                 present[name] = self._addresses[name]._replace(draining=entry.draining)
         return present
@@ -144,6 +145,7 @@ class HeadOwner:
         try:
             self._addresses[name] = self._starter.start(name, incarnation)
         except OSError as failed:
+            # A loss leads to a delayed restart, so a lack of memory does not cause a busy loop.
             error = EngineDead(f"the engine's process cannot be started ({failed.strerror})")
             log.error("%s", error.message)
             self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
@@ -171,6 +173,7 @@ class Probes:
         for name, incarnation in watched.items():
             if name not in self._probes:
                 address = addresses.get(name)
+                # The new process is not started yet; the known address belongs to the old process.
                 if address is None or address.incarnation != incarnation:
                     continue
                 self._probes[name] = incarnation, HeadProbe(address)

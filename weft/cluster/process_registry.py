@@ -56,9 +56,11 @@ class ProcessRegistry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def write(folder: Path, registry: ProcessRegistry) -> None:
     """Replace the registry file in ``folder`` atomically. Raise OSError if the file cannot be written."""
     partial = folder / f".{NAME}"
+    # Mode 0600: the registry names the file with the group's secret.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(msgspec.json.encode(registry))
+    # A rename is atomic, so a reader sees the old or the new file, never a part.
     partial.replace(folder / NAME)
 
 
@@ -76,6 +78,7 @@ class RegistryReader:
         """
         try:
             status = self._path.stat()
+            # Each write makes a new file. The inode detects changes within the clock's resolution.
             seen = (status.st_ino, status.st_mtime_ns)
             if seen != self._seen:
                 self._registry = msgspec.json.decode(self._path.read_bytes(), type=ProcessRegistry)
@@ -136,6 +139,7 @@ class RegistryOwner:
             why = record.error
             return EngineDead("the engine has ended") if why is None else ReportedError(why)
         keys = None if record.secret is None else self._keys_of(record.secret)
+        # The address of an engine on another host may be unknown at first. The link then polls the function.
         endpoint = record.endpoint or (lambda: self._endpoint(record.name, record.incarnation))
         draining = record.state == "draining"
         return Address(endpoint, _Elsewhere(), keys, record.incarnation, draining, record.domain)

@@ -209,6 +209,7 @@ class ProcessTable:
         # Only deaths soon after the start count in a row: a long life resets the delay.
         budget = self._budgets[entry.member.group]
         entry.deaths = entry.deaths + 1 if now - entry.began < SHORT_S else 1
+        # A budget of 0 restarts is a choice of the operator, not an error to log.
         if not budget.grant(now):
             if budget.most:
                 log.error("%d %ss died in %g minutes", budget.most + 1, self._kind(entry), WINDOW / 60)
@@ -259,6 +260,7 @@ class ProcessTable:
         actions: list[Action] = []
         for one in with_domains(named(name, members), members):
             if one in retired:
+                # Without a new budget the next death would retire the group again.
                 self._budgets[members[one].group].renew()
                 entries[one].deaths, entries[one].error = 0, None
                 actions.append(self._next(one, entries[one], now))
@@ -308,4 +310,5 @@ def _lives(entry: ProcessEntry) -> bool:
 def _wait(deaths: int) -> float:
     """Return the restart delay in seconds after ``deaths`` deaths in a row."""
     further = deaths - AT_ONCE
+    # The limit on the exponent avoids an overflow after very many deaths.
     return 0.0 if further <= 0 else min(FIRST_WAIT_S * 2.0 ** min(further - 1, 10), LONGEST_WAIT_S)

@@ -107,9 +107,8 @@ def cache_bytes(
 ) -> int:
     """Return the bytes for a rank's cache pools: as set, or the free memory up to the need of all sequences.
 
-    The ranks of all groups on a host share a CPU's memory evenly. So do ranks that share a GPU. On a GPU the
-    default is a first division from estimates. The engine divides again, with ``pools_for``, after the
-    weights are loaded.
+    Ranks on one CPU or one GPU share its memory evenly. On a GPU the default is a first division from
+    estimates. The engine divides again, with ``pools_for``, after the weights are loaded.
 
     ``spec``: the whole model. ``copies``: copies of the recurrent state per slot. ``rooms``: see
     ``bytes_for``. ``images``: bytes of a rank's embedding cache. Raise ConfigError.

@@ -108,10 +108,12 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
             scale = max(token / height, token / width)
             height, width = int(height * scale), int(width * scale)
         _check_aspect("a frame", height, width)
+        # A bound per frame, if set, times the number of frames. Each frame gets at least the minimum area.
         most = video.max_pixels
         if video.frame_tokens:
             each = min(video.frame_tokens * token * token, video.max_pixels // frames)
             most = max(each, int(video.min_pixels * 1.05)) * frames
+        # The area bounds count whole frame groups.
         rounded = round(frames / self.temporal) * self.temporal
         return self._fit(self._within(height, width, (frames, rounded), (video.min_pixels, most)))
 
@@ -120,6 +122,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         token = self.patch * self.merge
         padded = (-(-size[0] // token) * token, -(-size[1] // token) * token)
         rows, columns = padded[0] // self.patch, padded[1] // self.patch
+        # merge x merge patches become one token.
         return Fit(size, padded, (1, rows, columns), rows * columns // self.merge**2)
 
     def _by_area(self, height: int, width: int) -> tuple[int, int]:
@@ -139,6 +142,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         least, most = bounds
         # Round to the nearest, halves to even, as in Python.
         rows, columns = round(height / token) * token, round(width / token) * token
+        # Round down when shrinking and up when stretching, so that the area stays within the bounds.
         if rounded * rows * columns > most:
             shrink = math.sqrt((count * height * width) / most)
             rows = max(token, math.floor(height / shrink / token) * token)

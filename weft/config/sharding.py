@@ -38,6 +38,7 @@ def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (begin, end) of a rank's KV heads: at least one head per rank."""
     if heads >= ranks:
         return share(heads, rank, ranks)
+    # Fewer heads than ranks: ranks // heads neighbouring ranks share a replicated head.
     head = rank * heads // ranks
     return head, head + 1
 
@@ -52,6 +53,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if _has_kv_heads(spec) and kv % ranks and ranks % kv:
         problems.append(f"{kv} KV heads (nor do they divide it)")
     if problems:
+        # The error lists smaller sizes that would work.
         works = [n for n in range(1, ranks) if _fits(spec, layout, n)]
         raise ConfigError(
             f"--tensor-parallel-size {ranks} does not divide the model's {' and '.join(problems)}; "
@@ -101,6 +103,7 @@ def local_spec(spec: ModelSpec, layout: Layout) -> ModelSpec:
     moe = spec.moe
     delta = spec.delta
     sparse = spec.sparse
+    # Without expert parallelism every rank has a slice of each expert.
     if moe is not None and not layout.expert:
         moe = msgspec.structs.replace(moe, intermediate=moe.intermediate // ranks, shared=moe.shared // ranks)
     if delta is not None:

@@ -93,6 +93,7 @@ async def in_turns(
             for _ in range(min(most, len(each))):
                 group.create_task(work())
     except BaseExceptionGroup as failed:
+        # A task group wraps all failures; callers expect the first error itself.
         raise failed.exceptions[0] from None
     return [made[number] for number in range(len(each))]
 

@@ -185,6 +185,7 @@ def _asked(given: dict[str, Any]) -> RunSettings:
     elif requests is None and given["duration"] is None:
         requests = 32
     concurrency = given["concurrency"]
+    # A closed loop needs a concurrency; an open loop has no limit by default.
     if concurrency is None and given["request_rate"] is None and not trace:
         concurrency = (workload.concurrency or workload.requests) if workload else 8
     return serving.RunSettings(

@@ -257,6 +257,7 @@ class Interrupts:
 
     def _on(self, number: int, frame: object) -> None:
         """Note the signal and raise KeyboardInterrupt."""
+        # The flag survives if a finalizer swallows the exception.
         self._came = True
         raise KeyboardInterrupt
 
@@ -417,6 +418,7 @@ class Talk:
         text = self._conversation.as_markdown() if markdown else self._conversation.as_json()
         path = Path(name).expanduser()
         try:
+            # O_EXCL: never overwrite a file.
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(text)
         except FileExistsError:

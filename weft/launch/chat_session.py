@@ -92,6 +92,7 @@ class Reply:
 
     def take(self, piece: Piece) -> None:
         """Add the next piece."""
+        # Text, reasoning and tool calls may alternate.
         if isinstance(piece, Text):
             self.text += piece.text
         elif isinstance(piece, Thought):
@@ -103,6 +104,7 @@ class Reply:
 
     def _call(self, part: CallPart) -> None:
         """Add a piece of a tool call."""
+        # Parts of several calls may interleave; the index tells the calls apart.
         while len(self.calls) <= part.index:
             self.calls.append(Call("", ""))
         call = self.calls[part.index]
@@ -171,6 +173,7 @@ class Conversation:
         """Remove the user's last message and all messages after it, because the server refused the
         message.
         """
+        # Also removes replies and tool results after the message.
         while self.messages and self.messages.pop()["role"] != "user":
             pass
 

@@ -107,6 +107,7 @@ def measured(function: Measure, model: str | None = None) -> Callable[..., int]:
             click.echo(line)
         return 0
 
+    # Decorators apply from the last to the first.
     for add in reversed(_OPTIONS):
         command = add(command)
     return command

@@ -189,6 +189,7 @@ class _Host:
         self._end_unheard()
         wanted = self._wanted()
         for replica in due(wanted, self._started):
+            # Never run two incarnations of an engine at the same time.
             if replica in self._heads:
                 _kill(self._heads.pop(replica))
             self._started[replica] = wanted[replica]
@@ -244,6 +245,7 @@ class _Host:
         for replica, mine in wanted.items():
             address = self._client.entries.get(b.control_key(replica))
             known = self._ranks.get(replica)
+            # No engine yet, or the ranks belong to the present engine.
             if address is None or (known is not None and known[0] == address):
                 continue
             if known is not None:

@@ -191,6 +191,7 @@ def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
     running = given["running"]
     tokens = given["background_tokens"]
     step = StepShape(decode_rows=running, decode_tokens=running, decode_pairs=running * tokens // 2)
+    # Twice the lifetime of a background sequence, so that each is replaced at least once.
     quiet = 2 * tokens * cost.predict(step) if running else 0.0
     if given["trace_file"] is not None:
         traced = read_trace(given["trace_file"])
@@ -211,6 +212,7 @@ def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVCo
     length = asked if isinstance(asked, int) else longest
     cache = config.cache
     blocks = -(-length // cache.block_size)
+    # The scheduler refuses a sequence that can never fit.
     if tokens is not None and tokens < blocks * cache.block_size:
         raise ConfigError(
             f"--kv-tokens {tokens} does not hold one sequence of {length} tokens, prompt and output: set it "

@@ -151,6 +151,7 @@ def divisions(most: int, images: bool = False) -> Iterator[Groups]:
     """
     for number in range(1, most + 1):
         for encode in range(number if images else 1):
+            # At least one group remains to make tokens.
             rest = number - encode
             yield Groups(unified=rest, encode=encode)
             for prefill in range(1, rest):
@@ -194,6 +195,7 @@ def advice(outcomes: Sequence[Outcome], goal: float) -> str:
         return f"none reaches {goal:.0%}; {best.groups} comes closest: {best.good:.0%}. Try --most-groups"
     fewest = min(sum(one.groups) for one in able)
     of_those = [one for one in able if sum(one.groups) == fewest]
+    # Ties prefer unified groups, then a lower TPOT.
     best = max(of_those, key=lambda one: (one.good, one.groups.unified, -one.tpot.p99))
     return f"{goal:.0%} is reached with {best.groups}"
 
@@ -235,6 +237,7 @@ def _run(
     images = given["images"] * given["image_tokens"]
     longest = max(one.prompt + one.output for one in arrivals) + images
     tokens = given["kv_tokens"] or 0
+    # One block more, because a sequence need not end at a block border.
     if tokens and tokens < longest + DEFAULT_BLOCK:
         raise ConfigError(
             f"--kv-tokens {tokens} does not hold one sequence of {longest} tokens: set it to at least "

@@ -54,6 +54,7 @@ async def _ask(
         with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
 
             async def one(dialogue: Dialogue) -> None:
+                # Each turn either calls tools or gives the final text.
                 while dialogue.text is None:
                     body = {"model": name, "temperature": 0, "messages": dialogue.messages}
                     body["tools"] = dialogue.declarations
@@ -78,6 +79,7 @@ def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
         try:
             made.append((str(function["name"]), json.loads(function["arguments"])))
         except (ValueError, TypeError):
+            # Arguments that are no JSON count as a wrong call, not as an error.
             made.append((str(function["name"]), function["arguments"]))
     return text, made or read_calls(text)
 
@@ -89,6 +91,7 @@ def lead(
     with progress_bar(total=len(dialogues), title="tools-mini", unit="problem") as bar:
         for begin in range(0, len(dialogues), concurrency):
             part = dialogues[begin : begin + concurrency]
+            # Each round answers all open dialogues of the part in one batch.
             while waiting := [one for one in part if one.text is None]:
                 texts = reply([prompt(one) for one in waiting])
                 for one, text in zip(waiting, texts, strict=True):

@@ -40,6 +40,7 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
 
     Return True if all tokens are equal and all requested features took part.
     """
+    # In float64 rounding hardly ever decides between tokens, so a difference counts as a defect.
     doubles = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float64"))
     alone = msgspec.structs.replace(doubles, parallel=ParallelSection())
     prompts = make_prompts(resolve(alone), count, tokens)
@@ -68,6 +69,7 @@ def families(config: Config, names: Iterable[str], count: int, tokens: int, say:
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
         for name in names:
             path = write_family(Path(folder), name)
+            # Families without experts cannot run with expert parallelism.
             if config.parallel.enable_expert_parallel and load_spec(str(path), None).moe is None:
                 say(f"-- {name}: has no experts to divide")
                 continue
@@ -91,6 +93,7 @@ def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[lis
     sampled.
     """
     params = [
+        # Even prompts are greedy, odd prompts are sampled with a fixed seed.
         SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=tokens, ignore_eos=True)
         for number in range(len(prompts))
     ]

@@ -81,6 +81,7 @@ def predicting_modules(facts: Facts, field: str) -> int:
     stated = facts.optional_integer(field, low=0)
     if stated is not None and stated > MOST_MODULES:
         raise facts.fail(field, f"must be at most {MOST_MODULES}, not {stated}")
+    # Unknown tensor names: trust the field, if present.
     return int(stated != 0 and facts.has_weights("mtp.", default=stated is not None))
 
 
@@ -130,9 +131,11 @@ def state_cache(delta: DeltaSpec) -> CacheSpec:
         kind="state",
         layers=delta.layers,
         parts=(
+            # [heads, taps - 1, dim]: inputs of the convolution before the next position
             StatePart(name="conv_q", shape=(delta.k_heads, back, delta.k_dim), wide=False),
             StatePart(name="conv_k", shape=(delta.k_heads, back, delta.k_dim), wide=False),
             StatePart(name="conv_v", shape=(delta.v_heads, back, delta.v_dim), wide=False),
+            # [heads, key dim, value dim]; float32, because errors would accumulate over positions
             StatePart(name="recurrent", shape=(delta.v_heads, delta.k_dim, delta.v_dim), wide=True),
         ),
         form="delta",

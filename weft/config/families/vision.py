@@ -49,6 +49,7 @@ def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
     # The first special token, the default if config.json has no ids.
     first = 248053 if five else 151652
     output = vision.integer("out_hidden_size", 3584)
+    # Embedding rows replace token embeddings, so both need the same width.
     if output != spec.hidden:
         raise vision.fail("out_hidden_size", f"is {output}, but the text model's hidden_size {spec.hidden}")
     return VisionSpec(
@@ -59,6 +60,7 @@ def _qwen(facts: Facts, vision: Facts, folder: Path, spec: ModelSpec) -> VisionS
         intermediate=vision.integer("intermediate_size", 4304),
         activation=_activation(vision),
         output=output,
+        # The learned positions form a square table.
         side=math.isqrt(table),
         levels=levels,
         theta=_theta(vision),
