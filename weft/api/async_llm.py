@@ -1,5 +1,6 @@
-"""``AsyncLLM``: streams outputs of concurrent requests on an event loop. The engine runs in its own
-thread.
+"""``AsyncLLM``: streams outputs of concurrent requests on an event loop.
+
+The engine runs in its own thread.
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ class AsyncLLM:
         return await self._wait(answers)
 
     def shutdown(self) -> None:
-        """End the engine; running iterators raise EngineDead. Idempotent. Block until the engine thread has
-        ended.
+        """End the engine; running iterators raise EngineDead.
+
+        Idempotent. Block until the engine thread has ended.
         """
         self._thread.stop()
 
@@ -218,8 +220,9 @@ def _on_loop(put: Callable[[T], None]) -> Callable[[T], None]:
 
 
 def _raise_whole(error: ErrorInfo) -> None:
-    """Raise the exception for an error of the whole request. Return for an error of one sequence's
-    computation.
+    """Raise the exception for an error of the whole request.
+
+    Return for an error of one sequence's computation.
     """
     if (found := client_error(error)) is not None:
         raise found

@@ -27,8 +27,9 @@ AWAITING_POLL_S = 0.02
 
 
 class EngineThread:
-    """Run an EngineCore in a thread. All methods except ``stop`` return without a wait. Safe from any
-    thread.
+    """Run an EngineCore in a thread.
+
+    All methods except ``stop`` return without a wait. Safe from any thread.
     """
 
     def __init__(self, core: EngineCore | Replicas) -> None:
@@ -49,8 +50,9 @@ class EngineThread:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of the thread's loop. The number stands still while the thread waits for work, or
-        hangs.
+        """Number of rounds of the thread's loop.
+
+        The number stands still while the thread waits for work, or hangs.
         """
         return self._rounds
 
@@ -78,8 +80,9 @@ class EngineThread:
         return self._post(lambda: sink(self._core.stats()))
 
     def stop(self, timeout: float = 30.0) -> None:
-        """End the thread and close the engine. Running sequences get EngineDead. Block for ``timeout``
-        seconds at most.
+        """End the thread and close the engine.
+
+        Running sequences get EngineDead. Block for ``timeout`` seconds at most.
         """
         with self._lock:
             self._commands.put(None)
@@ -113,8 +116,9 @@ class EngineThread:
         self._die(error.info())
 
     def _obey(self) -> bool:
-        """Carry out all queued commands; wait for a command if there is nothing to compute. Return False on a
-        stop.
+        """Carry out all queued commands; wait for a command if there is nothing to compute.
+
+        Return False on a stop.
         """
         wait = not self._core.has_work()
         patience = AWAITING_POLL_S if self._core.awaiting else None
@@ -145,8 +149,9 @@ class EngineThread:
         self._attempt(self._core.close)
 
     def _attempt(self, command: _Command) -> None:
-        """Run a command of a dead engine and log any exception. No exception may stop the other
-        notifications.
+        """Run a command of a dead engine and log any exception.
+
+        No exception may stop the other notifications.
         """
         try:
             command()

@@ -32,8 +32,9 @@ from weft.types.sampling import SamplingParams
 log = get_logger(__name__)
 
 OVERDUE_POLL_S = 0.1
-"""Maximum seconds of one sleep while all sequences are blocked. Bounds how late an expired deadline is
-noticed.
+"""Maximum seconds of one sleep while all sequences are blocked.
+
+Bounds how late an expired deadline is noticed.
 """
 
 
@@ -351,8 +352,9 @@ class _Run:
                 self._take(event)
 
     def _take(self, event: TokenEvent) -> None:
-        """Apply an event to its choice. Raise the error of an invalid request. Ignore events of ended
-        sequences.
+        """Apply an event to its choice.
+
+        Raise the error of an invalid request. Ignore events of ended sequences.
         """
         found = self._live.get(event.sequence)
         if found is None:
@@ -403,9 +405,7 @@ def _spread_grammars(
 
 
 def _naming(error: WeftError, where: str | None) -> WeftError:
-    """Return a copy of ``error`` with ``where`` in front of the message; ``error`` itself if ``where`` is
-    None.
-    """
+    """Return a copy of ``error`` with ``where`` in front of the message, or ``error`` without ``where``."""
     if where is None:
         return error
     return type(error)(f"{where}: {error.message}", param=error.param, code=error.error_code)

@@ -1,6 +1,4 @@
-"""From a caller's prompts to requests: ``Submit`` messages for the engine, and choices that collect the
-output.
-"""
+"""Requests from a caller's prompts: ``Submit`` messages, and choices that collect the output."""
 
 from __future__ import annotations
 
@@ -48,8 +46,9 @@ class Request:
         self.choices = choices
 
     def prioritise(self, priority: int) -> None:
-        """Set the priority, before the request is submitted. A smaller priority runs first. Raise
-        InvalidRequest.
+        """Set the priority, before the request is submitted.
+
+        A smaller priority runs first. Raise InvalidRequest.
         """
         if type(priority) is not int or not -(1 << 63) < priority < 1 << 63:
             raise InvalidRequest(
@@ -109,8 +108,9 @@ class RequestMaker:
         images: MediaLimits | None = None,
         pictures: LocalPictures | None = None,
     ) -> None:
-        """Bind to a model. ``seed``: base of minted seeds. ``images`` and ``pictures``: image limits and
-        loader, or None.
+        """Bind to a model.
+
+        ``seed``: base of minted seeds. ``images`` and ``pictures``: image limits and loader, or None.
         """
         self._pictures = pictures
         self._text = text

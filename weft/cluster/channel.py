@@ -29,14 +29,16 @@ class FrontAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class DrainAsked(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """API server to supervisor: an operator requested a drain of the server by HTTP. The effect is that of
-    SIGTERM.
+    """API server to supervisor: an operator requested a drain of the server by HTTP.
+
+    The effect is that of SIGTERM.
     """
 
 
 class GroupRevived(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """API server to supervisor: an operator revives the retired engines of a group, or one engine, by
-    HTTP.
+    """API server to supervisor: an operator revives the retired engines of a group by HTTP.
+
+    ``name`` is a group or a single engine.
     """
 
     name: str
@@ -62,8 +64,9 @@ _to_front = msgspec.msgpack.Decoder(Stop)
 
 
 def channel() -> tuple[socket.socket, socket.socket]:
-    """Return the supervisor's end and the API server's end of a new socket pair. The supervisor's end never
-    blocks.
+    """Return the supervisor's end and the API server's end of a new socket pair.
+
+    The supervisor's end never blocks.
     """
     # SEQPACKET keeps message borders, so a received frame is a whole message.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -97,8 +100,9 @@ def hear(link: socket.socket) -> list[FromFront] | None:
 
 
 class SupervisorLink:
-    """The API server's end of the socket pair. Implement ``weft.front.server.Supervisor``. Use from one event
-    loop.
+    """The API server's end of the socket pair.
+
+    Implement ``weft.front.server.Supervisor``. Use from one event loop.
     """
 
     def __init__(self, link: socket.socket, serving: bool) -> None:
@@ -154,8 +158,9 @@ class SupervisorLink:
         self._say(HeadLost(name, incarnation, error.info()))
 
     def _say(self, message: FromFront) -> None:
-        """Send messages in order. Unsent messages wait for the next call; ``FrontAlive`` is dropped
-        instead.
+        """Send messages in order.
+
+        Unsent messages wait for the next call; ``FrontAlive`` is dropped instead.
         """
         # A backlog proves that the supervisor is not reading; more signs of life would only grow the backlog.
         if not self._unsent or not isinstance(message, FrontAlive):

@@ -63,14 +63,16 @@ class HeadOwner:
         self._carry_out(self._table.start(self._clock.now()))
 
     def restart(self) -> None:
-        """Request a rolling restart: engines finish their work and are replaced in turn. Safe in a signal
-        handler.
+        """Request a rolling restart: engines finish their work and are replaced in turn.
+
+        Safe in a signal handler.
         """
         self._asked = True
 
     def switch(self) -> None:
-        """Request a replacement of all engines at an idle moment: see ``RollingRestart``. Safe from any
-        thread.
+        """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
+
+        Safe from any thread.
         """
         self._switch_asked = True
 
@@ -100,8 +102,9 @@ class HeadOwner:
         self._carry_out(self._table.lose(name, incarnation, error, self._clock.now()))
 
     def revive(self, name: str) -> list[str]:
-        """Start retired engines again: see ``weft.links.links.Owner``. Raise Unavailable while the server
-        shuts down.
+        """Start retired engines again: see ``weft.links.links.Owner``.
+
+        Raise Unavailable while the server shuts down.
         """
         entries = self._table.entries
         members = {one: entry.member for one, entry in entries.items()}

@@ -73,8 +73,9 @@ class RegistryReader:
         self._registry = ProcessRegistry()
 
     def read(self) -> ProcessRegistry:
-        """Return the present registry. Return the last content if the file is gone, because the server
-        ends.
+        """Return the present registry.
+
+        Return the last content if the file is gone, because the server ends.
         """
         try:
             status = self._path.stat()
@@ -105,15 +106,16 @@ class RegistryOwner:
         report: Callable[[str, int, WeftError], None],
         revive: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """``report`` notifies the supervisor of a lost engine. ``revive`` requests a restart of a retired
-        group.
+        """``report`` notifies the supervisor of a lost engine.
+
+        ``revive`` requests a restart of a retired group.
         """
         self._reader = reader
         self._report, self._revive = report, revive
         self._keys: dict[str, CurveKeys] = {}
 
     def present(self) -> Mapping[str, Address | WeftError]:
-        """Return, by name, the address of each present engine process, or the error that ended the engine for
+        """Return, by name, the address of each present engine, or the error that ended the engine for
         good.
         """
         return {record.name: self._of(record) for record in self._reader.read().of("head")}

@@ -43,8 +43,9 @@ class Quit(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """Start all later processes with the new operations. The action precedes the ``Quit`` actions of a
-    switch.
+    """Start all later processes with the new operations.
+
+    The action precedes the ``Quit`` actions of a switch.
     """
 
 
@@ -55,8 +56,9 @@ class RollingRestart:
     """Decide which process is replaced next. All times are in seconds on one monotonic clock."""
 
     def __init__(self, table: t.ProcessTable, drain_timeout: float) -> None:
-        """Bind to ``table``; replace nothing yet. ``drain_timeout``: seconds for a process to finish its
-        work.
+        """Bind to ``table``; replace nothing yet.
+
+        ``drain_timeout``: seconds for a process to finish its work.
         """
         self._table = table
         self._drain_timeout = drain_timeout
@@ -69,8 +71,9 @@ class RollingRestart:
         self._idle: dict[str, int] = {}
         """Name -> incarnation of the watched processes with an idle last report."""
         self._up: set[str] = set()
-        """Names of the processes that answer. Before a restart: of all processes. Later: of the unit's next
-        processes.
+        """Names of the processes that answer.
+
+        Before a restart: of all processes. Later: of the unit's next processes.
         """
         self._settled = self._deadline = math.inf
         self._told = False
@@ -87,8 +90,9 @@ class RollingRestart:
 
     @property
     def watched(self) -> dict[str, int]:
-        """Name -> present incarnation of the processes to probe. The caller reports each answer to
-        ``seen``.
+        """Name -> present incarnation of the processes to probe.
+
+        The caller reports each answer to ``seen``.
         """
         entries = self._table.entries
         waits = self._asked or (self._wants_switch and not self.active)
@@ -197,8 +201,9 @@ class RollingRestart:
         return {name: old for name, old in self._unit.items() if self._table.running(name, old)}
 
     def _abandon(self, error: EngineDead, now: float) -> list[Action]:
-        """Drop the unit. Return the actions that replace the old processes: drained processes never get work
-        again.
+        """Drop the unit.
+
+        Return the actions that replace the old processes: drained processes never get work again.
         """
         present, self._unit = self._present(), {}
         return [one for name, old in present.items() for one in self._table.lose(name, old, error, now)]

@@ -39,8 +39,9 @@ TURN_S = 0.1
 """Maximum seconds between two checks of all processes."""
 
 StartFront = Callable[[str, int, socket.socket], "subprocess.Popen[bytes]"]
-"""Start an API server process (name, incarnation, child's end of the channel) without a wait for
-readiness.
+"""Start an API server process, without a wait for readiness.
+
+Arguments: name, incarnation, and the child's end of the channel.
 """
 
 
@@ -108,8 +109,9 @@ class ClusterServer:
         self._asked = True
 
     def switch(self) -> None:
-        """Request a replacement of all engines at an idle moment: see ``RollingRestart``. Safe from any
-        thread.
+        """Request a replacement of all engines at an idle moment: see ``RollingRestart``.
+
+        Safe from any thread.
         """
         self._switch_asked = True
 

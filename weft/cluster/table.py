@@ -78,8 +78,9 @@ class Member(NamedTuple):
 
 
 def members_of(names: Iterable[str] | Mapping[str, Member]) -> dict[str, Member]:
-    """Return the members by name. Plain names become members of one unnamed group, without an expert-parallel
-    group.
+    """Return the members by name.
+
+    Plain names become members of one unnamed group, without an expert-parallel group.
     """
     return dict(names) if isinstance(names, Mapping) else {name: Member() for name in names}
 
@@ -280,9 +281,7 @@ class ProcessTable:
         return entry is not None
 
     def drain(self, name: str, incarnation: int) -> None:
-        """Mark a process as draining: the process gets no new work, and any end of the process leads to a
-        replacement.
-        """
+        """Mark a process as draining: no new work, and a replacement after any end of the process."""
         if (entry := self.running(name, incarnation)) is not None:
             entry.draining = True
 

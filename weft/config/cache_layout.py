@@ -46,8 +46,9 @@ class TensorLayout(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """True if each rank has its own heads (``sharding.share_of_kv``). False if every rank has the whole
-        tensor.
+        """True if each rank has its own heads (``sharding.share_of_kv``).
+
+        False if every rank has the whole tensor.
         """
         return any(name == "head" for name, _ in self.dims)
 

@@ -213,8 +213,9 @@ def ranks_on_device(parallel: ParallelSection, device: str, host: HostShare) -> 
 
 
 def _check_asked(asked: int, device: str, ranks: int) -> None:
-    """Raise ConfigError if --kv-cache-memory exceeds a rank's memory. ``ranks``: ranks that share the
-    device.
+    """Raise ConfigError if --kv-cache-memory exceeds a rank's memory.
+
+    ``ranks``: ranks that share the device.
     """
     have = devices.available_memory() if device == "cpu" else devices.gpu_memory()
     shared = ""

@@ -67,9 +67,7 @@ def has_triton() -> bool:
 
 
 def torch_is_cpu_only() -> bool:
-    """Return True if the version of the installed torch is a CPU build (``2.13.0+cpu``); False without
-    torch.
-    """
+    """Return True if the installed torch is a CPU build, by version (``2.13.0+cpu``); False without torch."""
     try:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
@@ -83,8 +81,9 @@ def available_memory() -> int | None:
 
 
 def _system_available() -> int | None:
-    """Return the available memory of the machine; half of the total if /proc/meminfo is missing; None if
-    unknown.
+    """Return the available memory of the machine, or None if unknown.
+
+    Without /proc/meminfo the result is half of the total memory.
     """
     try:
         for line in (_ROOT / "proc/meminfo").read_text().splitlines():

@@ -35,8 +35,9 @@ def check_encoder(config: Config) -> None:
 
 
 def encoder_spec(spec: ModelSpec) -> ModelSpec:
-    """Return ``spec`` without KV cache groups and MTP modules. Raise ConfigError for a model without a
-    tower.
+    """Return ``spec`` without KV cache groups and MTP modules.
+
+    Raise ConfigError for a model without a tower.
     """
     if spec.vision is None:
         raise ConfigError(

@@ -56,8 +56,9 @@ def parse_values(pairs: Mapping[Any, Any], name: str, param: str) -> dict[str, A
 
 
 def field_of(key: str) -> str:
-    """Return the field name that a key stands for: ``max-num-seqs``, ``max_num_seqs``, ``tp``. May be
-    unknown.
+    """Return the field name that a key stands for: ``max-num-seqs``, ``max_num_seqs``, ``tp``.
+
+    May be unknown.
     """
     field = key.replace("-", "_")
     return ALIASES.get(field, field)

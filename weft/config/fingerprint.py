@@ -110,9 +110,7 @@ def _form(cache: CacheSpec, dtype: str) -> list[object]:
 
 
 def _weights(config: EngineConfig) -> bytes:
-    """Return a digest of the weights: of the seed for random weights, else of headers and samples of all
-    files.
-    """
+    """Return a digest of the weights: the seed for random weights, else headers and samples of all files."""
     if config.model.load_format == "dummy":
         return f"dummy {config.model.seed or 0}".encode()
     # Headers hold names, places and types of all tensors. Samples tell versions of equal shape apart.

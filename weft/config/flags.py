@@ -187,8 +187,9 @@ def _as_bool(value: Any) -> bool | None:
 
 
 def parse_size(value: object) -> int | None:
-    """Return the bytes of ``512M``, ``4G``, ``1.5GiB`` or a plain number, or None. Units are powers of
-    1024.
+    """Return the bytes of ``512M``, ``4G``, ``1.5GiB`` or a plain number, or None.
+
+    Units are powers of 1024.
     """
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
@@ -289,8 +290,9 @@ def from_values(values: Mapping[str, Any]) -> Config:
 
 
 def from_keywords(keywords: Mapping[str, Any]) -> Config:
-    """Return the configuration of ``LLM(**keywords)``. Raise ConfigError for unknown keywords and bad
-    values.
+    """Return the configuration of ``LLM(**keywords)``.
+
+    Raise ConfigError for unknown keywords and bad values.
     """
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}

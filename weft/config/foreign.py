@@ -149,9 +149,7 @@ INSTEAD: dict[str, str] = {
 
 
 def spelled(same: Mapping[str, str]) -> Callable[[Any], Any]:
-    """Return a value reader that maps each key of ``same`` to its value, and returns other values
-    unchanged.
-    """
+    """Return a value reader that maps each key of ``same`` to its value. Other values stay unchanged."""
     return lambda value: same.get(value, value) if isinstance(value, str) else value
 
 
@@ -229,8 +227,9 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords, or keys of a file, in Weft's spelling, by the rules of ``arguments``. Raise
-    ConfigError.
+    """Return keywords, or keys of a file, in Weft's spelling, by the rules of ``arguments``.
+
+    Raise ConfigError.
     """
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -247,8 +246,9 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def speculation(value: Any) -> dict[str, Any]:
-    """Return Weft's fields for vLLM's ``--speculative-config``: a JSON object or a mapping. Raise
-    ConfigError.
+    """Return Weft's fields for vLLM's ``--speculative-config``: a JSON object or a mapping.
+
+    Raise ConfigError.
     """
     flag = "--speculative-config"
     try:

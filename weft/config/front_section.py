@@ -215,9 +215,7 @@ class FrontSection(Section, frozen=True, kw_only=True):
 
     @property
     def log_settings(self) -> str:
-        """Level and format of the log as one string, for ``weft.common.log.configure`` and for other
-        processes.
-        """
+        """Level and format of the log as one string, for ``weft.common.log.configure``."""
         return joined(self.log_level, self.log_format)
 
 
@@ -246,8 +244,9 @@ def check_front(front: FrontSection) -> None:
 
 
 def template_variables(front: FrontSection) -> dict[str, Any]:
-    """Return the parsed ``--default-chat-template-kwargs``. Raise ConfigError unless the value is a JSON
-    object.
+    """Return the parsed ``--default-chat-template-kwargs``.
+
+    Raise ConfigError unless the value is a JSON object.
     """
     flag = "--default-chat-template-kwargs"
     try:

@@ -66,9 +66,7 @@ def gpu_of(parallel: ParallelSection, gpus: Sequence[str], rank: int) -> str:
 
 
 def gpu_environment(config: EngineConfig, rank: int) -> dict[str, str]:
-    """Return the extra environment variables for the process of ``rank``; none for the only rank of a
-    host.
-    """
+    """Return the extra environment variables for the process of ``rank``; none for a lone rank."""
     alone = config.parallel.layout.ranks == 1 and not config.host.ranks
     if config.device != "cuda" or not config.gpus or alone:
         return {}

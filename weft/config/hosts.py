@@ -10,8 +10,9 @@ from weft.config.sections import ParallelSection
 
 
 def check_hosts(parallel: ParallelSection) -> ParallelSection:
-    """Return ``parallel``. Raise ConfigError with the flags if the hosts cannot work together as
-    configured.
+    """Return ``parallel``.
+
+    Raise ConfigError with the flags if the hosts cannot work together as configured.
     """
     if parallel.node_rank >= parallel.nnodes:
         raise ConfigError(
@@ -81,8 +82,9 @@ def heads_on(parallel: ParallelSection, node: int) -> list[int]:
 
 
 def workers_on(parallel: ParallelSection, node: int) -> list[int]:
-    """Return the ranks of host ``node`` with a head on another host. A head starts the workers of its
-    host.
+    """Return the ranks of host ``node`` with a head on another host.
+
+    A head starts the workers of its host.
     """
     return [r for r in ranks_on(parallel, node) if host_of(parallel, head_of(parallel, r)) != node]
 
@@ -101,9 +103,7 @@ def domain_spans(parallel: ParallelSection, replica: int) -> bool:
 
 
 def uses_board(parallel: ParallelSection) -> bool:
-    """Return True if heads may run on several hosts, and find each other by the rendezvous store on host
-    0.
-    """
+    """Return True if heads may run on several hosts, and meet by the rendezvous store on host 0."""
     if parallel.only_host is not None:
         return parallel.only_host > 0
     return parallel.nnodes > 1 and parallel.data_parallel_size > 1

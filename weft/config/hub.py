@@ -1,5 +1,6 @@
-"""Location of a model: bundled, a local folder or GGUF file, or a repository on the Hugging Face hub. No
-torch.
+"""Location of a model: bundled, a local folder or GGUF file, or a repository on the Hugging Face hub.
+
+No torch.
 """
 
 from __future__ import annotations

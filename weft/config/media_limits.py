@@ -73,8 +73,9 @@ def media_limits(
 def embedding_bytes(
     spec: ModelSpec, dtype: str, max_model_len: int | str | None, section: MediaSection, *, host: bool
 ) -> int:
-    """Return the approximate memory of a rank's embedding pools: in device memory and, with ``host``, in host
-    memory.
+    """Return the approximate memory of a rank's embedding pools on the device.
+
+    With ``host``, add the second tier in host memory.
     """
     vision = spec.vision
     if vision is None:
@@ -88,8 +89,9 @@ def embedding_bytes(
 
 
 def most_tokens(media: MediaFacts) -> int:
-    """Return the tokens of the largest image or frame group. Very elongated images may exceed the number
-    slightly.
+    """Return the tokens of the largest image or frame group.
+
+    Very elongated images may exceed the number slightly.
     """
     if media.kind == "area":
         area = media.max_pixels

@@ -150,8 +150,8 @@ def _needs(
         if snapshots:
             share = _snapshots_for_one(spec, block_size, dtype, max_model_len)
             entries = sum(count * size for count, size in zip(blocks, sizes, strict=True))
-            # Sequences cannot run without entries; snapshots only save time. So snapshots get the smaller
-            # part.
+            # Sequences cannot run without entries; snapshots only save time. So snapshots never get the
+            # larger part.
             share = min(share, entries // snapshot) if entries else share
             for number in states:
                 blocks[number] = share
@@ -159,8 +159,9 @@ def _needs(
 
 
 def least_snapshots(scheduler: SchedulerSection, rooms: bool) -> int:
-    """Return the minimum number of snapshots in a pool. ``rooms``: True if the group sends or receives
-    caches.
+    """Return the minimum number of snapshots in a pool.
+
+    ``rooms``: True if the group sends or receives caches.
     """
     return MIN_SNAPSHOTS + (min(scheduler.max_num_seqs, ROOM_SNAPSHOTS) if rooms else 0)
 
@@ -273,9 +274,7 @@ def longest_that_fits(
     copies: int = 1,
     rooms: bool = False,
 ) -> int:
-    """Return the largest max_model_len up to ``most`` with room for one sequence in ``num_bytes``; 0 if none
-    fits.
-    """
+    """Return the largest max_model_len up to ``most`` for one sequence in ``num_bytes``; 0 if none fits."""
     low = 0
     high = most
     # Binary search: the need grows with the length.
@@ -342,8 +341,9 @@ _BITS = {"int8": 8.0, "w8a8": 8.0, "int4": 4 + 40 / 64, "w4a8": 4 + 40 / 64, "fp
 
 
 def tower_bytes(vision: VisionSpec, dtype: str) -> int:
-    """Return the bytes of a vision tower's parameters, without norms and biases. Every rank has the whole
-    tower.
+    """Return the bytes of a vision tower's parameters, without norms and biases.
+
+    Every rank has the whole tower.
     """
     joined = vision.hidden * vision.media.merge**2
     blocks = vision.layers * vision.hidden * (4 * vision.hidden + 2 * vision.intermediate)

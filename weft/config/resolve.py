@@ -50,8 +50,9 @@ from weft.gguf.folder import gguf_files
 log = get_logger(__name__)
 
 RANKS_EACH_CORE = 4
-"""Maximum number of ranks per CPU core. Each rank has its own thread and its own part of the model in
-memory.
+"""Maximum number of ranks per CPU core.
+
+Each rank has its own thread and its own part of the model in memory.
 """
 
 
@@ -168,8 +169,9 @@ def with_depth(scheduler: SchedulerSection, device: str) -> SchedulerSection:
 
 
 def with_cache_dtype(spec: ModelSpec, cache: CacheSection) -> ModelSpec:
-    """Return ``spec`` with KV cache groups in the type of ``--kv-cache-dtype``. Raise ConfigError if none can
-    change.
+    """Return ``spec`` with KV cache groups in the type of ``--kv-cache-dtype``.
+
+    Raise ConfigError if none can change.
     """
     if cache.kv_cache_dtype == "auto":
         return spec
@@ -271,8 +273,9 @@ def _has(folder: str, pattern: str) -> bool:
 
 
 def check_cores(parallel: ParallelSection, device: str) -> None:
-    """Warn if this host has more ranks than usable CPU cores. Raise ConfigError above ``RANKS_EACH_CORE`` per
-    core.
+    """Warn if this host has more ranks than usable CPU cores.
+
+    Raise ConfigError above ``RANKS_EACH_CORE`` per core.
     """
     ranks = parallel.ranks_here
     cores = usable_cores()

@@ -171,8 +171,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarSection = GrammarSection()
     media: MediaSection = MediaSection()
     gpus: tuple[str, ...] = ()
-    """GPUs of the group on this host, in CUDA_VISIBLE_DEVICES notation. Ranks get GPUs in order (see
-    ``gpu_of``).
+    """GPUs of the group on this host, in CUDA_VISIBLE_DEVICES notation.
+
+    Ranks get GPUs in order (see ``gpu_of``).
     """
     replica: int = 0
     """Number of the group among the replicas of the model."""
@@ -181,9 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     accepted_names: tuple[str, ...] = ()
     """Further model names for requests, besides ``served_names``; never listed."""
     domain: str = ""
-    """Folder on one host for the sockets of ranks, and for the rendezvous of an expert-parallel group; "" if
-    unused.
-    """
+    """Folder of sockets on one host, for ranks and for the rendezvous of an expert-parallel group."""
     incarnation: int = 0
     """Start number of the engine process if the API server is on another host; see weft/types/board.py."""
     group: str = ""

@@ -178,8 +178,9 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
 
 
 class SpeculationSection(Section, frozen=True, kw_only=True):
-    """Drafts of tokens to come, verified in one step with the token before them. Drafts never change the
-    output.
+    """Drafts of tokens to come, verified in one step with the token before them.
+
+    Drafts never change the output.
     """
 
     speculative_method: Annotated[

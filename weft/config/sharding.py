@@ -17,8 +17,9 @@ from weft.types.layout import Layout
 
 
 def share(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (begin, end) of the share of rank ``rank`` in ``size`` items. The last shares may be short or
-    empty.
+    """Return (begin, end) of the share of rank ``rank`` in ``size`` items.
+
+    The last shares may be short or empty.
     """
     each = -(-size // ranks)
     return min(rank * each, size), min((rank + 1) * each, size)
@@ -44,9 +45,7 @@ def share_of_kv(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError with --tensor-parallel-size and the sizes of ``spec`` that the ranks do not
-    divide.
-    """
+    """Raise ConfigError with --tensor-parallel-size if the ranks do not divide all sizes of ``spec``."""
     ranks = layout.tensor
     problems = [f"{size} {what}" for what, size in _divided(spec, layout) if size % ranks]
     kv = spec.kv_heads

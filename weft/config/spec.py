@@ -13,9 +13,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding, with every scaling method that the families' configs allow (names as in
-    config.json).
-    """
+    """Rotary embedding, with every scaling method of the families' configs (names as in config.json)."""
 
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     theta: float = 10000.0
@@ -38,8 +36,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``weft.layers.rope.axes``. None: all pairs rotate by the position.
     """
     interleaved: bool = True
-    """True if the pairs of the sections alternate (Qwen3-VL). False if the sections are contiguous
-    (Qwen2-VL).
+    """True if the pairs of the sections alternate (Qwen3-VL).
+
+    False if the sections are contiguous (Qwen2-VL).
     """
 
     @property
@@ -72,8 +71,9 @@ class MoESpec(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     """Function from router logits to scores."""
     correction: bool = False
-    """True if a trained bias is added to the scores for the choice of experts. Weights never include the
-    bias.
+    """True if a trained bias is added to the scores for the choice of experts.
+
+    Weights never include the bias.
     """
     groups: int = 1
     top_groups: int = 1
@@ -213,8 +213,9 @@ class CacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     form: str = "gqa"
     """Form of core attention that reads the group; "" if no attention backend prepares for the group."""
     fp8: bool = False
-    """full, window, latent: True for 8-bit values (E4M3), with a float32 scale per entry of a KV head (or per
-    latent entry).
+    """full, window, latent: True for 8-bit values (E4M3).
+
+    A float32 scale belongs to each entry of a KV head, or to each latent entry.
     """
     exact: int = 0
     """Number of elements in the model's dtype, at the end of an 8-bit latent entry."""
@@ -234,9 +235,7 @@ class QuantizedSpec(msgspec.Struct, frozen=True, kw_only=True):
     configuration does not state the bits.
     """
     expert_bits: float | None = None
-    """Approximate bits per element for matrices of routed experts, if stated separately; None: see
-    ``bits``.
-    """
+    """Approximate bits per element of routed experts, if stated separately; None: see ``bits``."""
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -314,8 +313,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sparse: SparseSpec | None = None
     hyper: HyperSpec | None = None
     mtp_layers: int = 0
-    """Modules that predict the token after the next token. In the caches these modules are layers ``layers``
-    and up.
+    """Modules that predict the token after the next token.
+
+    In the caches these modules are layers ``layers`` and up.
     """
     caches: tuple[CacheSpec, ...]
     """KV cache groups. Every layer belongs to at least one group."""

@@ -48,8 +48,9 @@ _OF_ALL = tuple(
     for name in TransferSection.__struct_fields__
     if name not in ("role", "decode_watermark", "take_embeddings", "shard_embeddings")
 )
-"""Flags with the same value in all groups of a server. API servers, or both ends of a transfer, depend on
-them.
+"""Flags with the same value in all groups of a server.
+
+API servers, or both ends of a transfer, depend on them.
 """
 _OF_EXPERTS = ("enable_expert_parallel", "redundant_experts", "eplb_interval")
 _NO_EXPERTS = {name: getattr(ParallelSection(), name) for name in _OF_EXPERTS}
@@ -334,8 +335,9 @@ def _check_roles(topology: Topology) -> None:
 
 
 def _check_alike(groups: list[EngineConfig]) -> None:
-    """Raise ConfigError unless every group can take over sequences of every other group, or encode its
-    images.
+    """Raise ConfigError unless the groups can take over each other's sequences.
+
+    Encode groups must be able to encode the other groups' images.
     """
     first = next(group for group in groups if group.transfer.role != "encode")
     for other in groups:

@@ -104,8 +104,9 @@ async def served_model(client: httpx.AsyncClient, base: str) -> str:
 
 
 async def call(client: httpx.AsyncClient, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
-    """Return the server's JSON answer. Raise ConfigError without a valid answer, WeftError for an error
-    status.
+    """Return the server's JSON answer.
+
+    Raise ConfigError without a valid answer, WeftError for an error status.
     """
     try:
         response = await client.request(method, url, json=body)

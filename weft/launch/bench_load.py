@@ -334,9 +334,7 @@ def _sweep(chosen: Sweep, config: Config, given: dict[str, Any]) -> dict[str, An
 
 
 def server_arguments(config: Config) -> list[str]:
-    """Return the configuration as arguments of ``weft serve``: the model, and all settings with changed
-    values.
-    """
+    """Return the configuration as arguments of ``weft serve``: the model and all changed settings."""
     found = options.keywords(config)
     arguments = [str(found.pop("model"))]
     for name, value in found.items():

@@ -55,8 +55,9 @@ class TerminalLines:
     stays = True
 
     def __init__(self, history: Path | None, warn: Callable[[str], None]) -> None:
-        """``history``: file of the input history, None for no file. ``warn`` receives the reason if the file
-        fails.
+        """``history``: file of the input history, None for no file.
+
+        ``warn`` receives the reason if the file fails.
         """
         self._session: PromptSession[str] = PromptSession(
             history=_open_history(history, warn),
@@ -77,8 +78,9 @@ class TerminalLines:
 
 
 def _open_history(path: Path | None, warn: Callable[[str], None]) -> History:
-    """Return the history in ``path``, in a file that only the user can read. Fall back to memory with a
-    warning.
+    """Return the history in ``path``, in a file that only the user can read.
+
+    Fall back to memory with a warning.
     """
     if path is None:
         return InMemoryHistory()

@@ -154,8 +154,9 @@ class Conversation:
         self.messages.append({"role": "user", "content": content})
 
     def heard(self, reply: Reply) -> None:
-        """Add a complete or interrupted reply. An empty interrupted reply removes the user's message
-        instead.
+        """Add a complete or interrupted reply.
+
+        An empty interrupted reply removes the user's message instead.
         """
         stopped = reply.end is None
         if stopped:
@@ -170,9 +171,7 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     def take_back(self) -> None:
-        """Remove the user's last message and all messages after it, because the server refused the
-        message.
-        """
+        """Remove the user's last message and all later messages, because the server refused the message."""
         # Also removes replies and tool results after the message.
         while self.messages and self.messages.pop()["role"] != "user":
             pass

@@ -110,8 +110,9 @@ class _Host:
         client.post(b.settings_key(self._number, self._mark), msgspec.msgpack.encode(host_settings(config)))
 
     def run(self) -> int:
-        """Run until the server ends; return the exit status. Raise ConfigError if host 0 refuses this
-        host.
+        """Run until the server ends; return the exit status.
+
+        Raise ConfigError if host 0 refuses this host.
         """
         while True:
             if self._client.look(_LOOK):
@@ -209,8 +210,9 @@ class _Host:
         logger.info("head %d is started", replica)
 
     def _end_unheard(self) -> None:
-        """End engines without an address in the store after ``LISTEN_S``. The API server watches all other
-        engines.
+        """End engines without an address in the store after ``LISTEN_S``.
+
+        The API server watches all other engines.
         """
         for replica, since in list(self._unheard.items()):
             if replica not in self._heads or self._listens(replica):
@@ -235,8 +237,9 @@ class _Host:
         )
 
     def _follow_ranks(self) -> None:
-        """Start the ranks of a replica for its present engine. A new engine has a new address, and needs new
-        ranks.
+        """Start the ranks of a replica for its present engine.
+
+        A new engine has a new address, and needs new ranks.
         """
         parallel = self._config.parallel
         wanted: dict[int, list[int]] = {}

@@ -113,9 +113,7 @@ class HostRanks:
         return True
 
     def _may_wait(self, rank: int, now: float) -> bool:
-        """Return True if ``rank``, without an answer from any engine, may try again: for ``AWAY_S`` in a
-        row.
-        """
+        """Return True if ``rank``, which no engine answers, may try again: for ``AWAY_S`` in a row."""
         began, last = self._alone.get(rank, (now - WELCOME_S, now))
         if now - last > 2 * WELCOME_S:  # an engine answered in between
             began = now - WELCOME_S

@@ -35,8 +35,9 @@ class SettingType(_ParamType):
         self.name = setting.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the parsed value (a tuple for a setting with many values). Raise UsageError with the valid
-        range.
+        """Return the parsed value (a tuple for a setting with many values).
+
+        Raise UsageError with the valid range.
         """
         try:
             return self.setting.parse(value)
@@ -50,8 +51,9 @@ class SettingType(_ParamType):
 
 
 class SettingOption(click.Option):
-    """Flag of a setting. ``heading``: title of the flag's list in the help; "" for the command's own
-    options.
+    """Flag of a setting.
+
+    ``heading``: title of the flag's list in the help; "" for the command's own options.
     """
 
     heading = ""
@@ -64,8 +66,9 @@ class Command(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse Weft's and foreign spellings. Raise UsageError for an unknown flag, with Weft's
-        replacement.
+        """Parse Weft's and foreign spellings.
+
+        Raise UsageError for an unknown flag, with Weft's replacement.
         """
         try:
             return super().parse_args(ctx, foreign.arguments(args))
@@ -157,9 +160,7 @@ def given_values(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords(config: Config) -> dict[str, Any]:
-    """Return the configuration as keywords of ``LLM``: the model, and all settings with a non-default
-    value.
-    """
+    """Return the configuration as keywords of ``LLM``: the model and all non-default settings."""
     result = {"model": config.model.model}
     for name, setting in SETTINGS.items():
         value = getattr(getattr(config, setting.section), name)

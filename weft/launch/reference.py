@@ -70,16 +70,15 @@ class Reference:
         self._torch = torch
 
     def logits(self, ids: Sequence[int]) -> Any:
-        """Return the logits at every position of ``ids``: [len(ids), vocab] on the CPU, in the model's
-        dtype.
-        """
+        """Return the logits at every position of ``ids``: [len(ids), vocab] on the CPU, in the dtype."""
         with self._torch.inference_mode():
             batch = self._torch.tensor([list(ids)], device=self.device)
             return self.model(batch, use_cache=False).logits[0].cpu()
 
     def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return the ``count`` likeliest tokens after ``ids`` (ties: the lowest id). No id ends the
-        sequence.
+        """Return the ``count`` likeliest tokens after ``ids`` (ties: the lowest id).
+
+        No id ends the sequence.
         """
         torch = self._torch
         result = []

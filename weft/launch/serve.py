@@ -1,6 +1,4 @@
-"""``weft serve``: one group, or several with ``--prefill``, ``--decode`` and ``--encode``, behind one
-port.
-"""
+"""``weft serve``: one group, or several with ``--prefill``, ``--decode`` and ``--encode``."""
 
 from __future__ import annotations
 

@@ -128,8 +128,9 @@ class Operations:
         return self._start(command)
 
     def compile(self, switch: Callable[[], None]) -> None:
-        """Start the compilation beside the server, if requested. ``switch`` requests the switch of all
-        engines.
+        """Start the compilation beside the server, if requested.
+
+        ``switch`` requests the switch of all engines.
         """
         if self._compiles:
             _log.info("compiling the C++ operations; until then torch's serve, about half as fast")
@@ -139,8 +140,9 @@ class Operations:
                 _log.warning("the C++ operations cannot be compiled (%s)", error.strerror)
 
     def switched(self) -> None:
-        """Use the compiled operations in all later processes. Call when all engines have ended or get no more
-        work.
+        """Use the compiled operations in all later processes.
+
+        Call when all engines have ended or get no more work.
         """
         _log.info("engines change to the C++ operations")
         self._missing = False

@@ -204,8 +204,9 @@ def _arrivals(given: dict[str, Any], cost: CostModel) -> list[Arrival]:
 
 
 def _kv(config: Config, arrivals: Sequence[Arrival], tokens: int | None) -> KVConfig:
-    """Return the cache: as set, or large enough for the workload. Raise ConfigError for a cache that is too
-    small.
+    """Return the cache: as set, or large enough for the workload.
+
+    Raise ConfigError for a cache that is too small.
     """
     longest = max(one.prompt + max(one.output, one.again) for one in arrivals)
     asked = config.model.max_model_len

@@ -186,8 +186,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def advice(outcomes: Sequence[Outcome], goal: float) -> str:
-    """Return the smallest deployment that reaches ``goal``. Among equal sizes, more requests within limits
-    win.
+    """Return the smallest deployment that reaches ``goal``.
+
+    Among equal sizes, more requests within limits win.
     """
     able = [one for one in outcomes if one.good >= goal]
     if not able:

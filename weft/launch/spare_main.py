@@ -31,8 +31,9 @@ IMPORTED = (
     "weft.layers.mlp",
     "weft.tracing.writer",
 )
-"""Modules to import. Modules of a single model are left out: the model is unknown, and the modules are
-small.
+"""Modules to import.
+
+Modules of a single model are left out: the model is unknown, and the modules are small.
 """
 
 

@@ -69,8 +69,9 @@ async def _ask(
 
 
 def read_message(message: dict[str, Any]) -> tuple[str, list[Made]]:
-    """Return (text, calls) of a chat completion's message. Without parsed calls, calls are parsed from the
-    text.
+    """Return (text, calls) of a chat completion's message.
+
+    Without parsed calls, calls are parsed from the text.
     """
     text = str(message.get("content") or "")
     made: list[Made] = []

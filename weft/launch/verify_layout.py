@@ -62,8 +62,9 @@ def against_one_process(config: Config, count: int, tokens: int, say: Say) -> bo
 
 
 def families(config: Config, names: Iterable[str], count: int, tokens: int, say: Say) -> bool:
-    """Run ``against_one_process`` for a tiny random model of each family in ``names``. Return True if all
-    pass.
+    """Run ``against_one_process`` for a tiny random model of each family in ``names``.
+
+    Return True if all pass.
     """
     good = True
     with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
@@ -89,8 +90,9 @@ def tiny_model(path: Path) -> dict[str, Any]:
 
 
 def _answers(config: Config, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], HeadStats]:
-    """Return the tokens of every prompt, and the counters. All prompts run together; every second is
-    sampled.
+    """Return the tokens of every prompt, and the counters.
+
+    All prompts run together; every second is sampled.
     """
     params = [
         # Even prompts are greedy, odd prompts are sampled with a fixed seed.

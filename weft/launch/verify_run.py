@@ -152,9 +152,7 @@ def _with(config: EngineConfig, **changes: Any) -> EngineConfig:
 
 
 def _small_pools(config: EngineConfig, prompts: Prompts, tokens: int) -> EngineConfig:
-    """Return ``config`` with pools for all prompts, or the longest sequence, but without space for all
-    outputs.
-    """
+    """Return ``config`` with pools for all prompts, or for the longest sequence, but not for all outputs."""
     kv = config.kv
     longest = max(map(len, prompts)) + tokens
     pools = []

@@ -16,9 +16,7 @@ SLIDING = "sliding_attention"
 
 
 class Defaults(msgspec.Struct, frozen=True, kw_only=True):
-    """A family's values for fields missing in ``config.json``, equal to the defaults of the transformers
-    class.
-    """
+    """A family's values for fields missing in ``config.json``, as in the transformers class."""
 
     kv_heads: int | None = None
     """None: the number of query heads."""
@@ -74,9 +72,7 @@ def layer_types(facts: Facts) -> list[str] | None:
 
 
 def refuse_sliding_types(facts: Facts) -> None:
-    """Raise ConfigError if ``layer_types`` has window layers, in families without window layers of that
-    form.
-    """
+    """Raise ConfigError if ``layer_types`` has window layers. For families without per-layer windows."""
     if SLIDING in (layer_types(facts) or []):
         raise facts.fail("layer_types", f"with {SLIDING} is not supported for this architecture")
 
@@ -89,9 +85,7 @@ def uniform_window(window: int | None, layers: int) -> tuple[int | None, list[st
 def cache_specs(
     window: int | None, types: Sequence[str], kv_heads: int, head_dim: int
 ) -> tuple[CacheSpec, ...]:
-    """Return a KV cache group for full layers and a group for window layers, in this order, without empty
-    groups.
-    """
+    """Return a KV cache group for full layers and a group for window layers, without empty groups."""
     full = tuple(i for i, kind in enumerate(types) if kind == FULL)
     sliding = tuple(i for i, kind in enumerate(types) if kind == SLIDING)
     caches = []

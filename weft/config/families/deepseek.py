@@ -126,8 +126,9 @@ def _mla(facts: Facts, rope: RopeSpec, nope: int, rotated: int, q_lora: int) -> 
 
 
 def _temperature(factor: float, mscale: float) -> float:
-    """Return the factor of scores in a context stretched by ``factor``. Source: arXiv 2309.00071, section
-    3.4.
+    """Return the factor of scores in a context stretched by ``factor``.
+
+    Source: arXiv 2309.00071, section 3.4.
     """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 

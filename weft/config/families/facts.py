@@ -72,8 +72,9 @@ class Facts:
     def __init__(
         self, config: Mapping[str, Any], weights: Sequence[str] | None = None, file: str = "config.json"
     ) -> None:
-        """``weights``: tensor names of the checkpoint, None if unknown. ``file``: name of the file in
-        errors.
+        """``weights``: tensor names of the checkpoint, None if unknown.
+
+        ``file``: name of the file in errors.
         """
         self.file = file
         self._config = config
@@ -93,8 +94,9 @@ class Facts:
         return ConfigError(f"{self.file}: {name} {problem}", param="--model")
 
     def integer(self, name: str, default: int | None = None, *, low: int = 1, high: int = MOST) -> int:
-        """Return an integer from ``low`` to ``high``. Raise ConfigError, also for a missing field without
-        default.
+        """Return an integer from ``low`` to ``high``.
+
+        Raise ConfigError, also for a missing field without default.
         """
         value = self.get(name)
         if value is None:
@@ -151,8 +153,9 @@ class Facts:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return the integers of a list or a single integer; () for a missing or null field. Raise
-        ConfigError.
+        """Return the integers of a list or a single integer; () for a missing or null field.
+
+        Raise ConfigError.
         """
         value = self.get(name)
         if value is None:

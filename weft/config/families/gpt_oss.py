@@ -1,5 +1,6 @@
-"""GPT-OSS: attention sinks, a window in every second layer, routed experts with biases. Source: arXiv
-2508.10925.
+"""GPT-OSS: attention sinks, a window in every second layer, routed experts with biases.
+
+Source: arXiv 2508.10925.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ _WINDOW = 128
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. Without ``layer_types`` even layers use the window. Gates are clamped and steeper than
-    silu.
+    """Return the spec.
+
+    Without ``layer_types`` even layers use the window. Gates are clamped and steeper than silu.
     """
     layers = layer_count(facts, override)
     types = layer_types(facts) or [FULL if i % 2 else SLIDING for i in range(layers)]

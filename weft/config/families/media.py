@@ -106,8 +106,9 @@ def _video_facts(read: _Processor, images: MediaFacts) -> VideoFacts:
 
 
 def patches_facts(folder: Path, *, patch: int, merge: int, **tokens: Any) -> MediaFacts:
-    """Return ``MediaFacts`` of kind ``patches`` from the files of ``folder``; see ``area_facts``. Raise
-    ConfigError.
+    """Return ``MediaFacts`` of kind ``patches`` from the files of ``folder``; see ``area_facts``.
+
+    Raise ConfigError.
     """
     read = _Processor.of_images(folder, "patches")
     read.agree("patch_size", patch, 14)
@@ -167,8 +168,9 @@ class _Processor:
         return bounds.optional_integer("shortest_edge"), bounds.optional_integer("longest_edge")
 
     def check_bounds(self, least: int | None, most: int | None, token: int) -> tuple[int, int]:
-        """Return both bounds. Raise ConfigError for a missing bound, or bounds without room for ``token``
-        pixels.
+        """Return both bounds.
+
+        Raise ConfigError for a missing bound, or bounds without room for ``token`` pixels.
         """
         if least is None or most is None or least > most:
             raise self.fail(

@@ -108,8 +108,9 @@ class _Fields:
         return value[0], value[1]
 
     def group_size(self, name: str) -> int | None:
-        """Return a positive integer, -1 for a single group, or None for a missing or null field. Raise
-        ConfigError.
+        """Return a positive integer, -1 for a single group, or None for a missing or null field.
+
+        Raise ConfigError.
         """
         value = self.get(name)
         if value is None or value == -1:

@@ -23,8 +23,9 @@ _DEFAULTS = Defaults(kv_heads=2, head_dim=256, partial=0.25)
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec. Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in
-    ``mlp_only_layers``.
+    """Return the spec.
+
+    Layer i routes if ``decoder_sparse_step`` divides i + 1 and i is not in ``mlp_only_layers``.
     """
     layers = layer_count(facts, override)
     mtp = predicting_modules(facts, "num_nextn_predict_layers")
@@ -123,9 +124,7 @@ def _delta(facts: Facts, layers: tuple[int, ...]) -> DeltaSpec:
 
 
 def state_cache(delta: DeltaSpec) -> CacheSpec:
-    """Return the state group of delta net layers: the last inputs of the convolution, and the recurrent
-    state.
-    """
+    """Return the state group of delta net layers: last convolution inputs, and recurrent state."""
     back = delta.conv - 1
     return CacheSpec(
         kind="state",

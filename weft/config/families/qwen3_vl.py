@@ -18,8 +18,9 @@ _ROUTED = Defaults(kv_heads=16, max_position=128000, theta=500000.0, sections=_S
 
 
 def build_spec(facts: Facts, override: int | None) -> ModelSpec:
-    """Return the spec of the text model: full attention in all layers; routed variants route like
-    Qwen3-MoE.
+    """Return the spec of the text model.
+
+    All layers use full attention. Routed variants route like Qwen3-MoE.
     """
     return text_spec(facts, override, _text)
 

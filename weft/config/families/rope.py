@@ -140,8 +140,9 @@ def rope_spec(
 
 
 def _sections(read: Facts, kind: str, default: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the pairs per axis: frame, row and column, alternating. Sections do not affect text. Raise
-    ConfigError.
+    """Return the pairs per axis: frame, row and column, alternating.
+
+    Sections do not affect text. Raise ConfigError.
     """
     if kind == "dynamic":
         raise read.fail("rope_type", "dynamic is not supported for models that see images")

@@ -135,8 +135,9 @@ def _layers(vision: Facts, name: str, levels: tuple[int, ...]) -> int:
 
 
 def _divided(vision: Facts, name: str, default: int, heads: int) -> int:
-    """Return the hidden size. Raise ConfigError unless the dims per head divide into quarters for the
-    rotation.
+    """Return the hidden size.
+
+    Raise ConfigError unless the dims per head divide into quarters for the rotation.
     """
     hidden = vision.integer(name, default)
     if hidden % (4 * heads):

@@ -215,8 +215,9 @@ def tensor_names(folder: Path) -> list[str] | None:
 
 
 def saved_dtype(folder: Path) -> str | None:
-    """Return the type of the first floating-point tensor that is no scale, or None. Names as in
-    safetensors.
+    """Return the type of the first floating-point tensor that is no scale, or None.
+
+    Names as in safetensors.
     """
     for path in safetensors_files(folder):
         try:
