@@ -136,7 +136,7 @@ class EngineThread:
         """Record the death, run the remaining commands and end every sequence with ``error``."""
         with self._lock:
             self._death = error = self._death or error
-        # ^ Commands queued before the death: the submitted sequences need a terminal event too.
+        # Commands queued before the death: the submitted sequences need a terminal event too.
         while True:
             try:
                 command = self._commands.get_nowait()

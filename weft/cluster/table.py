@@ -1,9 +1,9 @@
 """Process table: the processes of a server by name, and the rule for restarts. Pure.
 
-Each process of a name has its own *incarnation* number. Reports about an earlier incarnation are ignored. So
-a process is replaced once, even when several API servers report the same loss. Repeated deaths delay the next
-restart more and more. A group without restarts left is retired. The other processes go on as long as the
-remaining roles can serve requests.
+Each process of a name has a separate *incarnation* number. Reports about an earlier incarnation are ignored.
+So a process is replaced once, even when several API servers report the same loss. Repeated deaths delay the
+next restart more and more. Without a restart left in the group's budget, a process is retired together with
+its expert-parallel group. The other processes go on as long as the remaining roles can serve requests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ SHORT_S = 60.0
 AT_ONCE = 2
 """Number of repeated deaths with an immediate restart."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Delay in seconds of the first delayed restart, and the upper limit. Each further death doubles the delay.
-"""
+"""Seconds of the first delay, doubled by each further death, and the maximum delay."""
 
 Role: TypeAlias = Literal["head", "front"]
 

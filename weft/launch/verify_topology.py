@@ -60,10 +60,10 @@ def topology_of(file: str, given: Mapping[str, Any], model: str | None) -> Topol
 
 
 def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool:
-    """Compare the groups' tokens with the tokens of one engine, which computes prompts one by one without
-    drafts.
+    """Compare the groups' tokens with those of one engine that computes one prompt at a time.
 
-    Return True unless there is a defect or a requested feature took no part.
+    The single engine uses no drafts. Return True unless there is a defect or a requested feature took no
+    part.
     """
     doubles = _changed(topology, dtype="float64")
     groups = resolve_groups(doubles)
@@ -83,8 +83,8 @@ def against_alone(topology: Topology, count: int, tokens: int, say: Say) -> bool
             continue
         at = first_difference(mine, one)
         place, ids = f"prompt {number}, token {at}", (mine[at], one[at])
-        # Ties are only checked for greedy text prompts: the other cases have no single row of logits to
-        # compare.
+        # Ties are only checked for greedy text prompts: sampling adds noise to the scores, and
+        # ``ForwardOnly`` takes no images.
         if number % 2 or asked[number].media:
             how = "sampled" if number % 2 else f"of {len(asked[number].media)} images"
             say(f"{place} ({how}) differs: groups {ids[0]}; alone {ids[1]}: DEFECT")
